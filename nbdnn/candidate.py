@@ -1,0 +1,101 @@
+"""How a problem may be computed: the contract that every implementation fulfils.
+
+A candidate is stateless and knows nothing about who calls it, about measurements or about policies. Adding one
+touches two places: its own file, and one line in ``dispatch/registry.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+from nbdnn.device import Device
+from nbdnn.problem import Problem
+from nbdnn.source import transitive_hash
+
+
+class Support(NamedTuple):
+    """Whether a candidate is *correct* on a problem (never whether it is fast), and the number that says no."""
+
+    ok: bool
+    reason: str = ""
+
+
+YES = Support(True)
+
+
+class Runner(Protocol):
+    """The prepared launch: all slow work is done, it only starts the computation.
+
+    pointers: one address for each of ``problem.operands``, in that order.
+    scalars: (alpha, beta) for convolutions.
+    workspace: address of at least ``workspace_bytes`` bytes, aligned to 64 (0 where none is needed).
+    stream: CUDA stream handle; 0 on the CPU, where the call returns when the work is done.
+    A runner belongs to one thread.
+    """
+
+    def __call__(
+        self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int, /
+    ) -> None: ...
+
+
+class Config(Protocol):
+    """Tuning parameters of a candidate: hashable, with a ``str()`` that is unique among ``configs()`` and stored."""
+
+    def __hash__(self) -> int: ...
+    def __str__(self) -> str: ...
+
+
+class NoConfig(NamedTuple):
+    """The one config of a candidate that has nothing to tune."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+class Candidate(ABC):
+    """One implementation of one op.
+
+    op, provider, algorithm make up the id, such as ``conv_fwd/cpu/direct``. ``algo`` is Theano's name for the method
+    (None where it had none). ``math`` names the arithmetic: 'fma' is IEEE multiply-add in the compute type; 'tf32'
+    may only be used where TF32 is allowed. ``by_name_only``: misses the accuracy every default choice owes.
+    """
+
+    op: str
+    provider: str
+    algorithm: str
+    algo: str | None = None
+    deterministic: bool = True
+    math: str = "fma"
+    by_name_only: bool = False
+
+    @cached_property
+    def id(self) -> str:
+        return f"{self.op}/{self.provider}/{self.algorithm}"
+
+    @cached_property
+    def version(self) -> str:
+        """Hash of the parsed source of this candidate's module and of the nbdnn kernel modules it imports."""
+        return transitive_hash(sys.modules[type(self).__module__])
+
+    @abstractmethod
+    def supports(self, problem: Problem, device: Device) -> Support:
+        """Whether the result is correct here; a refusal carries the number that failed."""
+
+    def configs(self, problem: Problem, device: Device) -> tuple[Hashable, ...]:
+        """Every config worth measuring, the default first."""
+        return (NoConfig(),)
+
+    def workspace_bytes(self, problem: Problem, config: Hashable, device: Device) -> int:
+        return 0
+
+    @abstractmethod
+    def estimate(self, problem: Problem, config: Hashable, device: Device) -> float:
+        """Cost model: predicted time in microseconds, comparable across candidates and providers."""
+
+    @abstractmethod
+    def prepare(self, problem: Problem, config: Hashable, device: Device) -> Runner:
+        """Compile or load what is needed and return the runner. May take seconds."""

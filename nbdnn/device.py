@@ -1,0 +1,118 @@
+"""Facts about the device that a choice depends on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A CPU, as its measurements are filed.
+
+    ``isa`` is the widest vector extension LLVM will use ('avx512', 'avx2', 'neon', 'generic'), ``vector_bytes`` its
+    register width, ``threads`` what Numba runs a parallel region on, ``l2_bytes`` a core's, ``llc_bytes`` the chip's.
+    """
+
+    kind: str
+    name: str
+    isa: str
+    vector_bytes: int
+    threads: int
+    l2_bytes: int
+    llc_bytes: int
+
+    @property
+    def fingerprint(self) -> str:
+        """The database key of this device: rows measured under another fingerprint are not used."""
+        return f"{self.kind}/{self.name}/{self.isa}/{self.threads}t"
+
+    def free_memory_bytes(self) -> int:
+        """Memory that can still be taken: the kernel's MemAvailable, less where a control group allows less."""
+        free = _meminfo_available_bytes()
+        for limit_file, usage_file in _CGROUP_FILES:
+            try:
+                limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
+            except OSError:
+                continue
+            if limit.isdigit():
+                free = min(free, max(0, int(limit) - int(usage)))
+        return free
+
+
+def cpu_device() -> Device:
+    """The CPU this process runs on, with the number of threads Numba uses now."""
+    return _cpu(_threads())
+
+
+@cache
+def _cpu(threads: int) -> Device:
+    flags = _cpuinfo()
+    isa, vector_bytes = "generic", 16
+    if "avx512f" in flags["features"]:
+        isa, vector_bytes = "avx512", 64
+    elif {"avx2", "fma"} <= flags["features"]:
+        isa, vector_bytes = "avx2", 32
+    elif platform.machine() in ("aarch64", "arm64"):
+        isa, vector_bytes = "neon", 16
+    l2, llc = _cache_bytes()
+    return Device("cpu", flags["model"], isa, vector_bytes, threads, l2, llc)
+
+
+def _threads() -> int:
+    numba = sys.modules.get("numba")
+    if numba is not None:
+        return numba.get_num_threads()
+    if wanted := os.environ.get("NUMBA_NUM_THREADS", ""):
+        return int(wanted)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def _cpuinfo() -> dict:
+    """{'model': marketing name with family and model numbers, 'features': set of flags} of the first core."""
+    fields: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if not key.strip():
+                break
+            fields[key.strip()] = value.strip()
+    except OSError:
+        pass
+    numbers = "-".join(fields[k] for k in ("cpu family", "model") if k in fields)
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    features = set(fields.get("flags", fields.get("Features", "")).split())
+    return {"model": f"{name} {numbers}".strip().replace("/", "_"), "features": features}
+
+
+@cache
+def _cache_bytes() -> tuple[int, int]:
+    """(L2 of a core, last level) in bytes; 1 MiB and 32 MiB where the system does not say."""
+    sizes: dict[int, int] = {}
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            level, text = int((index / "level").read_text()), (index / "size").read_text().strip()
+        except (OSError, ValueError):
+            continue
+        sizes[level] = int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}.get(text[-1], 1)
+    return sizes.get(2, 1 << 20), sizes[max(sizes)] if sizes else 32 << 20
+
+
+def _meminfo_available_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 4 << 30
