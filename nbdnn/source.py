@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -43,10 +44,7 @@ def _reachable(name: str) -> set[str]:
 @cache
 def _parsed(name: str) -> tuple[str, tuple[str, ...]]:
     """(dump of the syntax tree without docstrings, kernel modules imported) of a module."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise ModuleNotFoundError(f"no source for module {name}")
-    tree = ast.parse(Path(spec.origin).read_bytes())
+    tree = ast.parse(_source_path(name).read_bytes())
     imported: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -55,6 +53,16 @@ def _parsed(name: str) -> tuple[str, tuple[str, ...]]:
             imported.update(alias.name for alias in node.names if _is_kernel(alias.name))
         _drop_docstring(node)
     return ast.dump(tree), tuple(sorted(imported))
+
+
+def _source_path(name: str) -> Path:
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__:
+        return Path(loaded.__file__)
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"no source for module {name}")
+    return Path(spec.origin)
 
 
 def _modules_of(package: str, names: list[str]) -> list[str]:

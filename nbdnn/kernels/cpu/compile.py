@@ -1,0 +1,100 @@
+"""Compiled kernels, cached on disk under an honest key.
+
+A kernel is a Python function ``task(args, ctx, index, worker)`` of four int64 that Numba compiles to a C function. The
+key hashes everything the machine code depends on: the parsed source of the kernel's module and of every kernel module
+it imports, the build parameters, Numba's and llvmlite's versions, the interpreter and the CPU with its features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+import platformdirs
+from numba import types
+from numba.core import compiler, serialize
+from numba.core.ccallback import CFunc
+
+from nbdnn.source import transitive_hash
+
+TASK_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
+# NaN and infinities keep their meaning; only the order of additions inside a kernel may change.
+FASTMATH = {"contract", "arcp", "nsz"}
+
+_log = logging.getLogger("nbdnn")
+_tasks: dict[tuple, CFunc] = {}
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: ``$NBDNN_CACHE_DIR``, else the user's cache folder."""
+    return Path(os.environ.get("NBDNN_CACHE_DIR") or platformdirs.user_cache_dir("nbdnn")) / "cpu"
+
+
+def compile_task(function: Callable[..., None], key: Hashable, *, fastmath: bool | set[str] = False) -> CFunc:
+    """The compiled task; its ``.address`` is what the launcher calls.
+
+    `key` must determine every value that `function` closes over; with the function's qualified name and the source
+    of its module it names the machine code.
+    """
+    name = (function.__module__, function.__qualname__, key, str(fastmath))
+    if name not in _tasks:
+        options = {"nopython": True, "error_model": "numpy", "boundscheck": False, "fastmath": fastmath}
+        task = CFunc(function, (TASK_SIGNATURE.args, TASK_SIGNATURE.return_type), locals={}, options=options)
+        task._cache = DiskCache(function, name)
+        task.compile()
+        _tasks[name] = task
+    return _tasks[name]
+
+
+class DiskCache:
+    """What a Numba dispatcher or C function expects of its cache: load and save one compiled overload."""
+
+    def __init__(self, function: Callable, key: Hashable) -> None:
+        self._module = sys.modules[function.__module__]
+        self._label = f"{function.__module__.rpartition('.')[2]}-{function.__name__}"
+        self._key = key
+
+    def _path(self, target_context: Any, signature: Any) -> Path:
+        facts = (
+            transitive_hash(self._module),
+            self._key,
+            str(signature),
+            numba.__version__,
+            llvmlite.__version__,
+            sys.version_info[:3],
+            target_context.codegen().magic_tuple(),
+        )
+        return cache_dir() / f"{self._label}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}.nbc"
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        path = self._path(target_context, signature)
+        try:
+            payload = pickle.loads(path.read_bytes())
+            return compiler.CompileResult._rebuild(target_context, *payload)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # a truncated or foreign file must cost a compilation, never the program
+            _log.warning("compiled kernel %s could not be read (%s): compiling again", path, error)
+            return None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if result.library.has_dynamic_globals:
+            raise RuntimeError(f"{self._label} embeds an address of this process: it cannot be kept on disk")
+        path = self._path(result.target_context, signature)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+                file.write(serialize.dumps(result._reduce()))
+            os.replace(file.name, path)
+        except OSError as error:
+            _log.warning("compiled kernels cannot be kept in %s: %s", path.parent, error)

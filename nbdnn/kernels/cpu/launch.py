@@ -1,0 +1,125 @@
+"""Run a program of tasks on Numba's threads.
+
+A program is a list of phases; a phase is (task, number of indices, ctx): its tasks run in any order on any worker, and
+a phase begins when the one before has ended. Workers draw indices from a shared counter, so uneven tasks and a busy
+core cost little. One compiled driver serves every kernel: only the driver is compiled with ``parallel=True``, and a
+call costs one Numba call whatever the number of phases.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import sys
+import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit, prange, types
+from numba.core.ccallback import CFunc
+
+from nbdnn.kernels.cpu.compile import DiskCache
+from nbdnn.kernels.cpu.vector import atomic_add, call_task, f64_to_bits, num_threads, pointer, stack
+
+# What every task finds at `args`, as int64 indices.
+ARG_POINTERS, MAX_POINTERS = 0, 5
+ARG_ALPHA, ARG_BETA, ARG_WORKSPACE = 5, 6, 7
+
+_int64 = pointer("i64")
+_line = stack(64)
+
+
+class Phase(NamedTuple):
+    """`count` indices of a compiled task, and the int64 array it finds at `ctx`."""
+
+    task: CFunc
+    count: int
+    ctx: np.ndarray
+
+
+def _drive(program, n_phases, p0, p1, p2, p3, p4, alpha, beta, workspace):
+    args = _line()
+    slots = _int64(args)
+    slots[0], slots[1], slots[2], slots[3], slots[4] = p0, p1, p2, p3, p4
+    slots[5], slots[6], slots[7] = f64_to_bits(alpha), f64_to_bits(beta), workspace
+    workers = num_threads()
+    next_index = _line()
+    for phase in range(n_phases):
+        row = _int64(program + 24 * phase)
+        function, count, ctx = row[0], row[1], row[2]
+        if count < 2 or workers < 2:
+            for index in range(count):
+                call_task(function, args, ctx, index, 0)
+        else:
+            _int64(next_index)[0] = 0
+            for worker in prange(workers):
+                index = atomic_add(next_index, 1)
+                while index < count:
+                    call_task(function, args, ctx, index, worker)
+                    index = atomic_add(next_index, 1)
+
+
+_DRIVE_SIGNATURE = types.void(*[types.int64] * 7, types.float64, types.float64, types.int64)
+
+
+class Program:
+    """A runner of the CPU provider: phases with everything they keep alive."""
+
+    def __init__(self, phases: Sequence[Phase], keep: Sequence[np.ndarray] = ()) -> None:
+        phases = [phase for phase in phases if phase.count > 0]
+        rows = [(phase.task.address, phase.count, phase.ctx.ctypes.data) for phase in phases]
+        self._table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        self._keep = (list(phases), list(keep))
+        self._start = (self._table.ctypes.data, len(phases))
+        self._drive, self._lock = driver()
+
+    def __call__(
+        self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int = 0, stream: int = 0
+    ) -> None:
+        padded = pointers + (0,) * (MAX_POINTERS - len(pointers))
+        if self._lock is None:
+            self._drive(*self._start, *padded, *scalars, workspace)
+        else:
+            with self._lock:
+                self._drive(*self._start, *padded, *scalars, workspace)
+
+
+@cache
+def driver():
+    """(compiled driver, lock or None). Workqueue aborts on concurrent calls, so there every call takes the lock."""
+    layer = threading_layer()
+    dispatcher = njit(parallel=True, nogil=True, error_model="numpy")(_drive)
+    dispatcher._cache = DiskCache(_drive, "driver")
+    dispatcher.compile(_DRIVE_SIGNATURE.args)
+    dispatcher.disable_compile()
+    return dispatcher, threading.Lock() if layer == "workqueue" else None
+
+
+@cache
+def threading_layer() -> str:
+    """Name of the layer in use: the program's own where one runs already, else tbb, omp or workqueue, in that order."""
+    from numba.np.ufunc import parallel
+
+    if not parallel._is_initialized:
+        _preload_tbb()
+        parallel._launch_threads()
+    import numba
+
+    return numba.threading_layer()
+
+
+def _preload_tbb() -> None:
+    """Load libtbb from the tbb distribution: Numba looks for it by name only, which fails in a virtual environment."""
+    try:
+        files = importlib.metadata.files("tbb") or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    wanted = "tbb12.dll" if sys.platform == "win32" else "libtbb.so.12"
+    for file in files:
+        path = Path(str(file.locate()))
+        if file.name == wanted and path.exists():
+            ctypes.CDLL(str(path.resolve()), mode=ctypes.RTLD_GLOBAL)
+            return

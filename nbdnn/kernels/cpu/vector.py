@@ -1,0 +1,260 @@
+"""LLVM intrinsics that Numba lacks: raw loads and stores, half precision, atomics, and the register-tiled micro-kernel.
+
+Kernels get addresses as int64 and never see an array object: no reference counting, no wraparound indexing, and one
+compiled kernel for every shape. The micro-kernel is emitted as LLVM vector code because the accumulators must stay in
+registers: mr x nv vectors, one broadcast and nv fused multiply-adds a row and step. Source: own, after Goto and van
+de Geijn (doi:10.1145/1356052.1356053) and the indirect convolution of Dukhan (arXiv:1907.02129).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOAT = {"f32": ir.FloatType(), "f64": ir.DoubleType()}
+NUMBA_FLOAT = {"f32": types.float32, "f64": types.float64}
+_POINTEE = {
+    "f32": types.float32,
+    "f64": types.float64,
+    "f16": types.uint16,
+    "bf16": types.uint16,
+    "i32": types.int32,
+    "i64": types.int64,
+}
+
+
+@cache
+def pointer(dtype: str):
+    """Intrinsic: address (int64) -> typed pointer that Numba can index; 16-bit floats appear as uint16."""
+    type_ = types.CPointer(_POINTEE[dtype])
+
+    @intrinsic
+    def as_pointer(typingctx, address):
+        def codegen(context, builder, sig, args):
+            return builder.inttoptr(args[0], context.get_value_type(type_))
+
+        return signature(type_, types.int64), codegen
+
+    return as_pointer
+
+
+@intrinsic
+def call_task(typingctx, function, args, ctx, index, worker):
+    """Call the task at address `function`: void(args, ctx, index, worker)."""
+
+    def codegen(context, builder, sig, values):
+        type_ = ir.FunctionType(ir.VoidType(), [I64] * 4)
+        builder.call(builder.inttoptr(values[0], type_.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return signature(types.none, *[types.int64] * 5), codegen
+
+
+@intrinsic
+def atomic_add(typingctx, address, value):
+    """Add to the int64 at `address`; returns what was there before."""
+
+    def codegen(context, builder, sig, args):
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
+
+    return signature(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def num_threads(typingctx):
+    """Threads a parallel region runs on now. Numba's own function embeds an address and so cannot be cached on disk."""
+
+    def codegen(context, builder, sig, args):
+        type_ = ir.FunctionType(ir.IntType(64), [])
+        return builder.call(cgutils.get_or_insert_function(builder.module, type_, "get_num_threads"), [])
+
+    return signature(types.int64), codegen
+
+
+@cache
+def stack(size_bytes: int):
+    """Intrinsic: address of `size_bytes` bytes on this function's stack, aligned to 64."""
+
+    @intrinsic
+    def stack_bytes(typingctx):
+        def codegen(context, builder, sig, args):
+            with builder.goto_entry_block():
+                slot = builder.alloca(I8, size=ir.Constant(I64, size_bytes))
+                slot.align = 64
+            return builder.ptrtoint(slot, I64)
+
+        return signature(types.int64), codegen
+
+    return stack_bytes
+
+
+@intrinsic
+def bits_to_f64(typingctx, bits):
+    """The float64 whose bit pattern is this int64."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return signature(types.float64, types.int64), codegen
+
+
+@intrinsic
+def f64_to_bits(typingctx, value):
+    """The bit pattern of this float64, as int64."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], I64)
+
+    return signature(types.int64, types.float64), codegen
+
+
+@intrinsic
+def f16_to_f32(typingctx, bits):
+    """Widen an IEEE half (uint16)."""
+
+    def codegen(context, builder, sig, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return signature(types.float32, types.uint16), codegen
+
+
+@intrinsic
+def f32_to_f16(typingctx, value):
+    """Round to an IEEE half (uint16), to nearest even."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), I16)
+
+    return signature(types.uint16, types.float32), codegen
+
+
+@intrinsic
+def bf16_to_f32(typingctx, bits):
+    """Widen a bfloat16 (uint16): a shift."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(builder.shl(builder.zext(args[0], I32), I32(16)), ir.FloatType())
+
+    return signature(types.float32, types.uint16), codegen
+
+
+@intrinsic
+def f32_to_bf16(typingctx, value):
+    """Round to bfloat16 (uint16), to nearest even; a NaN stays a (quiet) NaN."""
+
+    def codegen(context, builder, sig, args):
+        bits = builder.bitcast(args[0], I32)
+        lsb = builder.and_(builder.lshr(bits, I32(16)), I32(1))
+        rounded = builder.add(bits, builder.add(lsb, I32(0x7FFF)))
+        quiet = builder.or_(bits, I32(0x400000))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), I32(16)), I16)
+
+    return signature(types.uint16, types.float32), codegen
+
+
+@intrinsic
+def f32_from_bits(typingctx, bits):
+    """The float32 whose bit pattern is this int32."""
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return signature(types.float32, types.int32), codegen
+
+
+@intrinsic
+def _identity_f32(typingctx, value):
+    return signature(types.float32, types.float32), lambda context, builder, sig, args: args[0]
+
+
+@intrinsic
+def _identity_f64(typingctx, value):
+    return signature(types.float64, types.float64), lambda context, builder, sig, args: args[0]
+
+
+WIDEN = {"f16": f16_to_f32, "bf16": bf16_to_f32, "f32": _identity_f32, "f64": _identity_f64}
+NARROW = {"f16": f32_to_f16, "bf16": f32_to_bf16, "f32": _identity_f32, "f64": _identity_f64}
+
+
+@cache
+def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_step: int | None, accumulate: bool):
+    """Intrinsic: one register tile of a matrix product whose two operands are found through offset tables.
+
+        tile[m, j] (+)= sum_k A[m, k] * B[k, j]      m < mr, j < nv * vl
+        A[m, k] = *(a_rows[m] + a_offsets[k])        B[k, :] = *(b + b_offsets[k])
+
+    Arguments, all int64: a_rows (address of mr addresses), a_offsets (address of int32 byte offsets), b, b_offsets,
+    k_len, tile (address of mr x nv*vl accumulators, row-major, aligned to the vector). A step of `a_step` or `b_step`
+    bytes replaces its table where it is not None. Accumulates in `dtype`, in the order of k.
+    """
+    scalar = FLOAT[dtype]
+    vector = ir.VectorType(scalar, vl)
+    item_bytes = 4 if dtype == "f32" else 8
+
+    def offset(builder, step, table, k):
+        if step is not None:
+            return builder.mul(k, I64(step))
+        slot = builder.gep(builder.inttoptr(table, I32.as_pointer()), [k])
+        return builder.sext(builder.load(slot), I64)
+
+    def splat(builder, value):
+        undefined = ir.Constant(vector, ir.Undefined)
+        first = builder.insert_element(undefined, value, I32(0))
+        return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, vl), [0] * vl))
+
+    def vector_slot(builder, address, j):
+        return builder.inttoptr(builder.add(address, I64(j * vl * item_bytes)), vector.as_pointer())
+
+    def codegen(context, builder, sig, args):
+        a_rows, a_table, b, b_table, k_len, tile = args
+        fma_type = ir.FunctionType(vector, [vector] * 3)
+        fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{vl}{dtype}")
+        rows = builder.inttoptr(a_rows, I64.as_pointer())
+        a = [builder.load(builder.gep(rows, [I64(m)])) for m in range(mr)]
+        if accumulate:
+            start = [builder.load(vector_slot(builder, tile, i), align=vl * item_bytes) for i in range(mr * nv)]
+        else:
+            start = [ir.Constant(vector, [0.0] * vl)] * (mr * nv)
+        entry = builder.block
+        head = builder.append_basic_block("k_head")
+        body = builder.append_basic_block("k_body")
+        done = builder.append_basic_block("k_done")
+        builder.branch(head)
+
+        builder.position_at_end(head)
+        k = builder.phi(I64)
+        k.add_incoming(I64(0), entry)
+        acc = [builder.phi(vector) for _ in start]
+        for phi, initial in zip(acc, start, strict=True):
+            phi.add_incoming(initial, entry)
+        builder.cbranch(builder.icmp_signed("<", k, k_len), body, done)
+
+        builder.position_at_end(body)
+        b_k = builder.add(b, offset(builder, b_step, b_table, k))
+        a_k = offset(builder, a_step, a_table, k)
+        columns = [builder.load(vector_slot(builder, b_k, j), align=item_bytes) for j in range(nv)]
+        for m in range(mr):
+            value = splat(builder, builder.load(builder.inttoptr(builder.add(a[m], a_k), scalar.as_pointer())))
+            for j in range(nv):
+                phi = acc[m * nv + j]
+                phi.add_incoming(builder.call(fma, [value, columns[j], phi]), body)
+        k.add_incoming(builder.add(k, I64(1)), body)
+        builder.branch(head)
+
+        builder.position_at_end(done)
+        for i, phi in enumerate(acc):
+            builder.store(phi, vector_slot(builder, tile, i), align=vl * item_bytes)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def micro(typingctx, a_rows, a_offsets, b, b_offsets, k_len, tile):
+        return signature(types.none, *[types.int64] * 6), codegen
+
+    return micro
