@@ -1,0 +1,301 @@
+"""Named lists of problems: the convolutions of well-known networks, and the edge cases that the tests are made of.
+
+>>> layers = workload("resnet50", batch=1)
+>>> layers[0].name, str(layers[0].problem), sum(layer.count for layer in layers)
+('conv1', 'conv_fwd:f32:n1c3h224w224:k64r7s7:p3x3:u2x2:d1x1:g1:cross:nchw', 53)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from nbdnn.errors import InvalidProblem
+from nbdnn.problem import ConvProblem, parse
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A problem of a network: the first layer that poses it, and how often the network does."""
+
+    problem: ConvProblem
+    name: str
+    count: int
+
+
+def workload(
+    name: str, batch: int = 1, dtype: str = "f32", layout: str = "nchw", *, train: bool = False
+) -> list[Layer]:
+    """The different problems of a network, in the order in which it first meets them.
+
+    Parameters
+    ----------
+    name
+        One of `WORKLOADS`.
+    layout
+        'nchw' or 'nhwc'; a 3-D network takes these for 'ncdhw' and 'ndhwc'.
+    train
+        Also the gradients: of every layer by its filter, and of every layer but the first by its input.
+    """
+    return merged(network(name, batch, dtype, layout, train=train))
+
+
+def network(name: str, batch: int = 1, dtype: str = "f32", layout: str = "nchw", *, train: bool = False) -> list[Layer]:
+    """Every convolution of a network in the order of execution, each with count 1; arguments as for `workload`."""
+    if name not in _NETWORKS:
+        raise InvalidProblem(f"workload {name!r} is not one of {', '.join(WORKLOADS)}")
+    net = _Net(batch, dtype, layout)
+    forward = [Layer(problem, layer, 1) for layer, problem in _NETWORKS[name](net)]
+    if not train:
+        return forward
+    return forward + [gradient for layer in reversed(forward) for gradient in _gradients(layer, layer is forward[0])]
+
+
+def merged(layers: list[Layer]) -> list[Layer]:
+    """Equal problems as one layer, counts added."""
+    first: dict[ConvProblem, Layer] = {}
+    for layer in layers:
+        seen = first.get(layer.problem)
+        first[layer.problem] = replace(seen, count=seen.count + layer.count) if seen else layer
+    return list(first.values())
+
+
+def _gradients(layer: Layer, is_first: bool) -> list[Layer]:
+    """By filter, then by input. A transposed convolution is a bwd_data whose input gradient is a convolution."""
+    by_input = "conv_fwd" if layer.problem.op == "conv_bwd_data" else "conv_bwd_data"
+    ops = ["conv_bwd_filter"] + ([] if is_first else [by_input])
+    return [Layer(layer.problem.with_op(op), f"{layer.name}.{op.removeprefix('conv_')}", 1) for op in ops]
+
+
+@dataclass(frozen=True)
+class _Net:
+    """What all layers of a network share."""
+
+    batch: int
+    dtype: str
+    layout: str
+
+    def conv(
+        self,
+        c: int,
+        spatial: tuple[int, ...],
+        k: int,
+        extent: int,
+        stride: int = 1,
+        groups: int = 1,
+        op: str = "conv_fwd",
+    ) -> ConvProblem:
+        """A cubic filter, padded so that stride 1 keeps the extents."""
+        ndim, pad = len(spatial), extent // 2 if extent % 2 else 0
+        layout = {"nchw": "ncdhw", "nhwc": "ndhwc"}.get(self.layout, self.layout) if ndim == 3 else self.layout
+        return ConvProblem(
+            op=op,
+            dtype=self.dtype,
+            n=self.batch,
+            c=c,
+            spatial=spatial,
+            k=k,
+            filter=(extent,) * ndim,
+            pad=((pad, pad),) * ndim,
+            stride=(stride,) * ndim,
+            dilation=(1,) * ndim,
+            groups=groups,
+            layout=layout,
+        )
+
+
+_Named = Iterator[tuple[str, ConvProblem]]
+
+
+def _resnet50(net: _Net) -> _Named:
+    """Version 1.5: a bottleneck's stride is in its 3x3."""
+    yield "conv1", net.conv(3, (224, 224), 64, 7, stride=2)
+    c, side = 64, 56
+    for stage, (width, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
+        for block in range(blocks):
+            stride = 2 if stage > 1 and block == 0 else 1
+            at = f"layer{stage}.{block}"
+            yield f"{at}.conv1", net.conv(c, (side, side), width, 1)
+            yield f"{at}.conv2", net.conv(width, (side, side), width, 3, stride=stride)
+            yield f"{at}.conv3", net.conv(width, (side // stride,) * 2, 4 * width, 1)
+            if block == 0:
+                yield f"{at}.downsample", net.conv(c, (side, side), 4 * width, 1, stride=stride)
+            c, side = 4 * width, side // stride
+
+
+def _mobilenet_v2(net: _Net) -> _Named:
+    yield "features.0", net.conv(3, (224, 224), 32, 3, stride=2)
+    c, side, index = 32, 112, 1
+    for expand, k, blocks, first_stride in (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    ):
+        for block in range(blocks):
+            stride = first_stride if block == 0 else 1
+            at, width = f"features.{index}", c * expand
+            if expand > 1:
+                yield f"{at}.expand", net.conv(c, (side, side), width, 1)
+            yield f"{at}.depthwise", net.conv(width, (side, side), width, 3, stride=stride, groups=width)
+            side //= stride
+            yield f"{at}.project", net.conv(width, (side, side), k, 1)
+            c, index = k, index + 1
+    yield f"features.{index}", net.conv(c, (side, side), 1280, 1)
+
+
+def _vgg16(net: _Net) -> _Named:
+    c, side, index = 3, 224, 0
+    for k, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(convolutions):
+            yield f"features.{index}", net.conv(c, (side, side), k, 3)
+            c, index = k, index + 2
+        side, index = side // 2, index + 1
+
+
+def _unet3d(net: _Net) -> _Named:
+    """The 3-D U-Net of the MLPerf training benchmark: one 128^3 volume, three classes."""
+    widths, side = (32, 64, 128, 256, 320, 320), 128
+    c = 1
+    for level, k in enumerate(widths):
+        stride = 1 if level == 0 else 2
+        yield f"down{level}.conv1", net.conv(c, (side,) * 3, k, 3, stride=stride)
+        side //= stride
+        yield f"down{level}.conv2", net.conv(k, (side,) * 3, k, 3)
+        c = k
+    for level, k in reversed(list(enumerate(widths[:-1]))):
+        side *= 2
+        yield f"up{level}.transpose", net.conv(k, (side,) * 3, c, 2, stride=2, op="conv_bwd_data")
+        yield f"up{level}.conv1", net.conv(2 * k, (side,) * 3, k, 3)
+        yield f"up{level}.conv2", net.conv(k, (side,) * 3, k, 3)
+        c = k
+    yield "output", net.conv(c, (side,) * 3, 3, 1)
+
+
+_NETWORKS = {"resnet50": _resnet50, "mobilenet_v2": _mobilenet_v2, "vgg16": _vgg16, "unet3d": _unet3d}
+WORKLOADS = tuple(_NETWORKS)
+
+
+class Edge(NamedTuple):
+    """A convolution that breaks a careless kernel: its shape (a problem text less op, dtype, mode, layout), and why."""
+
+    shape: str
+    why: str
+
+
+# One below, at and one above every tile extent that a kernel here uses (4, 6, 8, 12, 16, 32, 48, 64).
+TILE_LADDER = (3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
+
+
+def _tile_edges() -> tuple[Edge, ...]:
+    """Every rung once as a width, once as input and once as output channels; extents that meet differ in their rung."""
+    rungs = len(TILE_LADDER)
+    edges = []
+    for i, w in enumerate(TILE_LADDER):
+        c, k, h = TILE_LADDER[(i + 15) % rungs], TILE_LADDER[(i + 8) % rungs], TILE_LADDER[(i * 5) % 12]
+        shape = f"n1c{c}h{h}w{w}:k{k}r3s3:p1x1:u1x1:d1x1:g1"
+        edges.append(Edge(shape, f"tile remainders: {h}x{w} outputs, {c} to {k} channels"))
+    return tuple(edges)
+
+
+# Few and different: what every dtype, both modes and every epilogue are tried on.
+CORE_2D = (
+    Edge("n2c5h9w11:k7r3s3:p1x1:u1x1:d1x1:g1", "odd and prime everywhere, two images"),
+    Edge("n1c16h8w24:k32r3s3:p1x1:u1x1:d1x1:g1", "whole vectors and tiles everywhere"),
+    Edge("n2c19h7w13:k18r3s3:p1x1:u2x2:d1x1:g1", "stride 2, more than a vector of channels and a remainder"),
+    Edge("n2c33h5w7:k17r1s1:p0x0:u1x1:d1x1:g1", "1x1: a plain matrix product, nothing divides anything"),
+    Edge("n2c24h9w10:k24r3s3:p1x1:u1x1:d1x1:g24", "depthwise"),
+    Edge("n1c6h8w9:k4r3s2:ba1.2x0.3:u2x1:d1x2:g2", "asymmetric in every parameter, groups of unequal width"),
+)
+CORE_3D = (
+    Edge("n1c5d5h6w7:k6t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", "odd extents in 3-D"),
+    Edge("n2c8d4h5w9:k17t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1", "stride 2 in 3-D, a remainder of filters"),
+    Edge("n2c4d5h6w7:k6t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2", "asymmetric in every parameter, grouped, 3-D"),
+)
+EDGES_2D = (
+    *CORE_2D,
+    *_tile_edges(),
+    Edge("n1c1h1w1:k1r1s1:p0x0:u1x1:d1x1:g1", "one product"),
+    Edge("n3c4h1w1:k5r3s3:p1x1:u1x1:d1x1:g1", "one pixel: eight of nine taps read padding"),
+    Edge("n2c7h6w5:k9r6s5:p0x0:u1x1:d1x1:g1", "the filter is the image: one output"),
+    Edge("n1c9h1w70:k10r1s3:p0x1:u1x1:d1x1:g1", "one row: a 1-D convolution"),
+    Edge("n1c9h70w1:k10r3s1:p1x0:u1x1:d1x1:g1", "one column: every row has a single output"),
+    Edge("n1c6h7w9:k8r3s3:p0x0:u1x1:d1x1:g1", "border valid"),
+    Edge("n1c6h7w9:k8r3s3:p2x2:u1x1:d1x1:g1", "border full"),
+    Edge("n1c3h4w4:k5r3s3:p5x4:u1x1:d1x1:g1", "outputs wholly in the padding are zero"),
+    Edge("n1c5h8w12:k6r2s2:p0x0:u3x3:d1x1:g1", "stride beyond the filter: inputs nobody reads, a zero gradient"),
+    Edge("n1c5h10w12:k6r3s3:p0x0:u2x2:d1x1:g1", "stride 2 that leaves the last row and column unread"),
+    Edge("n2c18h9w7:k33r1s1:p0x0:u2x2:d1x1:g1", "1x1 with stride: three of four inputs unread"),
+    Edge("n1c5h6w6:k7r1s1:p1x1:u1x1:d1x1:g1", "1x1 with padding: a border of zeros"),
+    Edge("n1c4h11w13:k5r3s3:p2x2:u1x1:d2x2:g1", "dilation keeps the extents"),
+    Edge("n1c4h20w21:k5r3s3:p3x3:u2x2:d3x3:g1", "dilation and stride, coprime"),
+    Edge("n2c3h23w25:k20r7s7:p3x3:u2x2:d1x1:g1", "the first layer of a network: three channels, 7x7"),
+    Edge("n1c3h29w31:k9r11s11:p2x2:u4x4:d1x1:g1", "11x11 with stride 4"),
+    Edge("n1c8h9w10:k8r5s5:p2x2:u1x1:d1x1:g1", "5x5: an FFT's and a larger Winograd's home"),
+    Edge("n1c6h9w8:k7r1s7:p0x3:u1x1:d1x1:g1", "a row filter"),
+    Edge("n1c6h9w8:k7r7s1:p3x0:u1x1:d1x1:g1", "a column filter"),
+    Edge("n1c7h9w9:k6r2s2:p1x1:u1x1:d1x1:g1", "an even filter: half padding grows the output"),
+    Edge("n2c12h7w8:k18r3s3:p1x1:u1x1:d1x1:g3", "groups of four to six channels"),
+    Edge("n1c32h6w9:k32r3s3:p1x1:u1x1:d1x1:g8", "ResNeXt: four channels a group"),
+    Edge("n1c33h10w11:k33r3s3:p1x1:u2x2:d1x1:g33", "depthwise, stride 2, an odd number of channels"),
+    Edge("n1c5h8w9:k10r3s3:p1x1:u1x1:d1x1:g5", "depthwise with two outputs a channel"),
+    Edge("n1c17h12w13:k17r7s7:p3x3:u1x1:d1x1:g17", "depthwise 7x7"),
+    Edge("n2c16h9w9:k16r5s5:p2x2:u2x2:d1x1:g16", "depthwise 5x5, stride 2"),
+    Edge("n1c18h15w14:k18r3s3:p2x2:u1x1:d2x2:g18", "depthwise, dilated"),
+    Edge("n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1", "several tiles and a remainder on every axis"),
+    Edge("n1c520h5w6:k9r3s3:p1x1:u1x1:d1x1:g1", "a reduction over channels longer than any block"),
+    Edge("n1c9h4w5:k520r1s1:p0x0:u1x1:d1x1:g1", "more filters than any block; the long reduction of bwd_data"),
+    Edge("n3c5h41w43:k6r3s3:p1x1:u1x1:d1x1:g1", "the long reduction of bwd_filter"),
+)
+EDGES_3D = (
+    *CORE_3D,
+    Edge("n1c16d4h8w16:k32t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", "whole vectors and tiles everywhere, 3-D"),
+    Edge("n1c9d3h4w33:k33t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", "tile remainders in 3-D"),
+    Edge("n1c7d3h5w4:k9t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "1x1x1: a plain matrix product"),
+    Edge("n1c5d6h6w8:k4t2r2s2:p0x0x0:u2x2x2:d1x1x1:g1", "2x2x2 with stride 2: a U-Net's way up"),
+    Edge("n1c1d1h1w1:k1t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "one product in 3-D"),
+    Edge("n1c4d6h7w8:k5t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1", "planes: no reach along the depth"),
+    Edge("n1c4d6h5w5:k5t3r1s1:p1x0x0:u1x1x1:d1x1x1:g1", "a filter along the depth only"),
+    Edge("n1c4d7h8w9:k5t3r3s3:p2x2x2:u1x1x1:d2x2x2:g1", "dilation in 3-D"),
+    Edge("n1c9d4h6w7:k9t3r3s3:p1x1x1:u1x1x1:d1x1x1:g9", "depthwise in 3-D"),
+)
+EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
+
+
+def edges(op: str) -> list[ConvProblem]:
+    """The edge cases of one op: all in float32 and both layouts; the core in every dtype and mode, with every epilogue."""
+    plain, last = {2: "nchw", 3: "ncdhw"}, {2: "nhwc", 3: "ndhwc"}
+    problems = [_posed(op, "f32", edge, layout) for edge in EDGES_2D for layout in ("nchw", "nhwc")]
+    problems += [_posed(op, "f32", edge, layout) for edge in EDGES_3D for layout in ("ncdhw", "ndhwc")]
+    for edge in (*CORE_2D, *CORE_3D):
+        ndim = 3 if edge in CORE_3D else 2
+        in_f32 = [_posed(op, "f32", edge, layout[ndim]) for layout in (plain, last)]
+        problems += [replace(p, mode="conv") for p in in_f32]
+        problems += [replace(p, dtype=dtype, compute="") for p in in_f32 for dtype in ("f64", "f16", "bf16")]
+        problems += [replace(p, dtype="f16", compute="f16") for p in in_f32]
+    for shape in CORE_2D[::3]:
+        contiguous, channels_last = (_posed(op, "f32", shape, layout) for layout in ("nchw", "nhwc"))
+        problems += [
+            replace(contiguous, w_layout="krsc"),
+            replace(contiguous, y_layout="nhwc"),
+            replace(channels_last, w_layout="kcrs"),
+            replace(channels_last, y_layout="nchw"),
+            replace(contiguous, align=4),
+            replace(channels_last, align=4),
+        ]
+    epilogues = EPILOGUES if op == "conv_fwd" else ("beta",)
+    problems += [
+        replace(_posed(op, "f32", edge, layout), epilogue=tuple(epilogue.split("+")))
+        for epilogue in epilogues
+        for edge in CORE_2D[1:5]
+        for layout in ("nchw", "nhwc")
+    ]
+    return list(dict.fromkeys(problems))
+
+
+def _posed(op: str, dtype: str, edge: Edge, layout: str) -> ConvProblem:
+    return parse(f"{op}:{dtype}:{edge.shape}:cross:{layout}")
