@@ -267,7 +267,7 @@ EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "
 
 
 def edges(op: str) -> list[ConvProblem]:
-    """The edge cases of one op: all in float32 and both layouts; the core in every dtype and mode, with every epilogue."""
+    """The edge cases of one op: all in float32 and both layouts; the core in every dtype, mode and epilogue."""
     plain, last = {2: "nchw", 3: "ncdhw"}, {2: "nhwc", 3: "ndhwc"}
     problems = [_posed(op, "f32", edge, layout) for edge in EDGES_2D for layout in ("nchw", "nhwc")]
     problems += [_posed(op, "f32", edge, layout) for edge in EDGES_3D for layout in ("ncdhw", "ndhwc")]

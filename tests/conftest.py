@@ -1,0 +1,27 @@
+"""Every test session has its own empty database; compiled kernels, whose key is honest, are kept between sessions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything of nbdnn is imported: flags and paths of the machine must not reach the tests."""
+    folder = Path(tempfile.mkdtemp(prefix="nbdnn-tests-"))
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ.pop("NBDNN_FLAGS", None)
+    os.environ["NBDNN_DB"] = str(folder / "tuning.db")
+    os.environ["NBDNN_CACHE_DIR"] = str(config.cache.mkdir("nbdnn-kernels"))
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator:
+    from nbdnn.device import cpu_device
+
+    return cpu_device()

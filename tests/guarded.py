@@ -1,0 +1,82 @@
+"""Operands in memory as unkind as a caller's: no better aligned than promised, with NaN before, behind and inside."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import ml_dtypes
+import numpy as np
+
+from nbdnn.problem import ConvProblem
+
+NUMPY_DTYPE = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64}
+_GUARD_BYTES = 4096
+_NAN_BYTE = 0xFF  # repeated, it is a NaN of every floating-point type
+
+
+class Buffer:
+    """`size_bytes` between guards, at an address that is a multiple of `align` and of nothing larger."""
+
+    def __init__(self, size_bytes: int, align: int) -> None:
+        self._raw = np.full(size_bytes + 2 * _GUARD_BYTES + 2 * align, _NAN_BYTE, np.uint8)
+        base = self._raw.ctypes.data
+        address = -(-(base + _GUARD_BYTES) // (2 * align)) * (2 * align) + align
+        self._start, self._stop = address - base, address - base + size_bytes
+        self.address = address
+
+    def array(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray:
+        """The array of logical `shape` with `strides` in elements that fills the buffer."""
+        numpy_dtype = np.dtype(NUMPY_DTYPE[dtype])
+        strides_bytes = tuple(stride * numpy_dtype.itemsize for stride in strides)
+        return np.ndarray(shape, numpy_dtype, self._raw, self._start, strides_bytes)
+
+    def poison(self) -> None:
+        """NaN everywhere, as before anything was written."""
+        self._raw[self._start : self._stop] = _NAN_BYTE
+
+    def is_guarded(self) -> bool:
+        """Whether nobody wrote outside."""
+        return bool((self._raw[: self._start] == _NAN_BYTE).all() and (self._raw[self._stop :] == _NAN_BYTE).all())
+
+
+class Operands:
+    """A buffer and an array for each operand of a problem; 'out' holds NaN, or data where beta reads it."""
+
+    def __init__(self, problem: ConvProblem, values: dict[str, np.ndarray]) -> None:
+        self._values = values
+        self.buffers = {o.name: Buffer(o.size_bytes, problem.align) for o in problem.operands}
+        self.arrays = {o.name: self.buffers[o.name].array(o.shape, o.strides, o.dtype) for o in problem.operands}
+        self.pointers = tuple(self.buffers[o.name].address for o in problem.operands)
+        (self._out,) = (o.name for o in problem.operands if o.role == "out")
+        for name, value in values.items():
+            self.arrays[name][...] = value
+
+    @property
+    def out(self) -> np.ndarray:
+        return self.arrays[self._out]
+
+    def reset(self) -> None:
+        """The output as before the first run."""
+        self.buffers[self._out].poison()
+        if self._out in self._values:
+            self.out[...] = self._values[self._out]
+
+    def assert_only_out_was_written(self) -> None:
+        for name, buffer in self.buffers.items():
+            assert buffer.is_guarded(), f"wrote outside of {name}"
+            if name != self._out:
+                assert np.array_equal(self.arrays[name], self._values[name]), f"wrote into {name}"
+
+
+def values(problem: ConvProblem, kind: str) -> dict[str, np.ndarray]:
+    """Contents for each operand that is read: 'integers' (-3..3 without 0) or 'normal' (zero mean)."""
+    rng = np.random.default_rng(crc32(f"{kind} {problem}".encode()))
+    read = [o for o in problem.operands if o.role == "in" or "beta" in problem.epilogue]
+    filled = {}
+    for operand in read:
+        if kind == "integers":
+            value = rng.integers(1, 4, operand.shape) * rng.choice([-1, 1], operand.shape)
+        else:
+            value = rng.standard_normal(operand.shape)
+        filled[operand.name] = value.astype(NUMPY_DTYPE[operand.dtype])
+    return filled

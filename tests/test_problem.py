@@ -1,0 +1,153 @@
+"""Problems: one text form, validation that names the numbers, and what follows from the fields."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.problem import CONV_OPS, ConvProblem, Operand, dense_strides, parse
+from nbdnn.workloads import WORKLOADS, edges, workload
+
+EXAMPLE = "conv_fwd:f32:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
+WITH_EVERYTHING = "conv_fwd:f16:cf16:n2c4d5h6w7:k6t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2:conv:ndhwc:kctrs:yncdhw:a4:e:bias+relu+res+beta"
+
+
+@pytest.mark.parametrize("text", [EXAMPLE, WITH_EVERYTHING, EXAMPLE.replace("fwd", "bwd_data") + ":e:beta"])
+def test_text_is_canonical(text: str) -> None:
+    assert str(parse(text)) == text
+    assert parse(f"  {text}\n") == parse(text)
+
+
+@pytest.mark.parametrize("op", CONV_OPS)
+def test_text_of_every_edge_case_names_it(op: str) -> None:
+    problems = edges(op)
+    assert [parse(str(problem)) for problem in problems] == problems
+    assert len({str(problem) for problem in problems}) == len(problems)
+
+
+def test_defaults_are_left_out_of_the_text_and_equal_to_being_given() -> None:
+    problem = parse(EXAMPLE)
+    assert replace(problem, compute="f32", w_layout="kcrs", y_layout="nchw", align=16) == problem
+    assert parse(EXAMPLE.replace(":nchw", ":nhwc")).w_layout == "krsc"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "ends too soon"),
+        ("pool_fwd:f32:n1c1h1w1", "unknown op 'pool_fwd'"),
+        ("conv_fwd:f32:n1c1h4w4:k1r3s3", "ends too soon"),
+        (EXAMPLE.replace("n32", "m32"), "'m32c64h56w56'.*dims such as"),
+        (EXAMPLE.replace("r3s3", "r3"), "'k64r3'.*a filter such as"),
+        (EXAMPLE.replace("p1x1", "p1xx1"), "'p1xx1'.*such as p1x1"),
+        (EXAMPLE.replace("p1x1", "ba1x1"), "before.after pairs"),
+        (EXAMPLE.replace("cross", "full"), "mode 'full' is not one of conv, cross"),
+        (EXAMPLE.replace("nchw", "chwn"), "layout 'chwn'"),
+        (EXAMPLE + ":e:selu", "'selu' is not one of bias, relu"),
+        (EXAMPLE + ":e:relu+bias", "in that order"),
+        (EXAMPLE + ":e:relu+tanh", "at most one"),
+        (EXAMPLE + ":a4:krsc", "'krsc'.*not understood there"),
+        (EXAMPLE.replace("fwd", "bwd_filter") + ":e:bias", "gradients take beta"),
+        (EXAMPLE.replace("g1", "g3"), "input channels: 64 is not a multiple of groups 3"),
+        (EXAMPLE.replace("g1", "g0"), "groups is 0"),
+        (EXAMPLE.replace("u1x1", "u1x0"), "stride is 0"),
+        (EXAMPLE.replace("d1x1", "d0x1"), "dilation is 0"),
+        (EXAMPLE.replace("h56", "h0"), "spatial extent is 0"),
+        (EXAMPLE.replace("p1x1", "p1x1x1"), "pad has 3 axes, the image has 2"),
+        (EXAMPLE.replace("r3", "r60"), "output extent of spatial axis 0 would be -1: the filter spans 60.*image 58"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        parse(text)
+
+
+def test_types_and_ranks_raise_invalid_type() -> None:
+    with pytest.raises(InvalidType, match="'int8'"):
+        parse(EXAMPLE.replace("f32", "int8"))
+    problem = parse(EXAMPLE)
+    with pytest.raises(InvalidType, match="2 or 3 spatial axes, not 1"):
+        replace(problem, spatial=(4,))
+    with pytest.raises(InvalidProblem, match="compute type 'f16' is not one of f32"):
+        replace(problem, compute="f16")
+
+
+def test_output_extents() -> None:
+    def extent(size: int, r: int, pad: tuple[int, int], u: int, d: int) -> int:
+        shape = f"conv_fwd:f32:n1c1h{size}w1:k1r{r}s1:ba{pad[0]}.{pad[1]}x0.0:u{u}x1:d{d}x1:g1:cross:nchw"
+        return parse(shape).out_spatial[0]
+
+    assert extent(7, 3, (0, 0), 1, 1) == 5
+    assert extent(7, 3, (2, 2), 1, 1) == 9
+    assert extent(8, 3, (0, 0), 2, 1) == 3
+    assert extent(9, 3, (0, 1), 2, 3) == 2
+    assert extent(5, 5, (0, 0), 3, 1) == 1
+
+
+def test_operands_are_what_a_runner_takes() -> None:
+    problem = parse(WITH_EVERYTHING)
+    x, w, y, bias, residual = problem.operands
+    assert x == Operand("x", (2, 4, 5, 6, 7), (840, 1, 168, 28, 4), "f16")
+    assert w == Operand("w", (6, 2, 2, 3, 1), (12, 6, 3, 1, 1), "f16")
+    assert y == Operand("y", (2, 6, 4, 3, 9), (648, 108, 27, 9, 1), "f16", "out")
+    assert (bias.shape, residual.strides) == ((6,), y.strides)
+    assert [o.name for o in parse(EXAMPLE).with_op("conv_bwd_data").operands] == ["w", "dy", "dx"]
+    assert [o.name for o in parse(EXAMPLE).with_op("conv_bwd_filter").operands] == ["x", "dy", "dw"]
+
+
+def test_layouts_of_the_gradients_follow_their_operand() -> None:
+    text = EXAMPLE.replace("fwd", "bwd_data").replace(":nchw", ":nhwc:ynchw")
+    _, dy, dx = parse(text).operands
+    assert dy.strides == dense_strides(dy.shape, channels_last=True)
+    assert dx.strides == dense_strides(dx.shape, channels_last=False)
+
+
+def test_work_and_traffic() -> None:
+    problem = parse("conv_fwd:f16:n2c4h5w5:k6r3s3:p1x1:u1x1:d1x1:g2:cross:nchw:e:beta")
+    assert problem.flops == 2 * (2 * 6 * 25) * (2 * 9)
+    assert problem.min_bytes == 2 * (2 * 4 * 25 + 6 * 2 * 9 + 2 * (2 * 6 * 25))
+    lengths = [problem.with_op(op).reduction_length for op in CONV_OPS]
+    assert lengths == [2 * 9, 3 * 9, 2 * 25]
+
+
+def test_layer_forgets_batch_and_extents_only() -> None:
+    problem = parse(EXAMPLE)
+    assert problem.layer == "conv_fwd:f32:c64:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
+    assert replace(problem, n=1, spatial=(7, 9)).layer == problem.layer
+    assert replace(problem, mode="conv").layer != problem.layer
+
+
+def test_frozen_and_hashable() -> None:
+    problem = parse(EXAMPLE)
+    with pytest.raises(FrozenInstanceError):
+        problem.n = 3  # type: ignore[misc]
+    assert len({problem, parse(EXAMPLE)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "convolutions", "different", "multiplications"),
+    [
+        ("resnet50", 53, 23, 4.087e9),
+        ("mobilenet_v2", 52, 30, 0.2995e9),
+        ("vgg16", 13, 9, 15.347e9),
+        ("unet3d", 28, 23, 477.3e9),
+    ],
+)
+def test_workloads_are_the_published_networks(
+    name: str, convolutions: int, different: int, multiplications: float
+) -> None:
+    layers = workload(name)
+    assert (sum(layer.count for layer in layers), len(layers)) == (convolutions, different)
+    assert sum(layer.count * layer.problem.flops / 2 for layer in layers) == pytest.approx(multiplications, rel=1e-3)
+    gradients = sum(layer.count for layer in workload(name, train=True)) - convolutions
+    assert gradients == 2 * convolutions - 1
+
+
+def test_workload_takes_batch_dtype_and_layout() -> None:
+    for name in WORKLOADS:
+        problems: list[ConvProblem] = [layer.problem for layer in workload(name, 4, "bf16", "nhwc")]
+        assert {(p.n, p.dtype, p.channels_last, p.w_channels_last) for p in problems} == {(4, "bf16", True, True)}
+    with pytest.raises(InvalidProblem, match="'alexnet' is not one of resnet50"):
+        workload("alexnet")
