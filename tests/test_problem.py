@@ -11,7 +11,10 @@ from nbdnn.problem import CONV_OPS, ConvProblem, Operand, dense_strides, parse
 from nbdnn.workloads import WORKLOADS, edges, workload
 
 EXAMPLE = "conv_fwd:f32:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
-WITH_EVERYTHING = "conv_fwd:f16:cf16:n2c4d5h6w7:k6t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2:conv:ndhwc:kctrs:yncdhw:a4:e:bias+relu+res+beta"
+WITH_EVERYTHING = (
+    "conv_fwd:f16:cf16:n2c4d5h6w7:k6t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2:conv:ndhwc"
+    ":kctrs:yncdhw:a4:e:bias+relu+res+beta"
+)
 
 
 @pytest.mark.parametrize("text", [EXAMPLE, WITH_EVERYTHING, EXAMPLE.replace("fwd", "bwd_data") + ":e:beta"])
