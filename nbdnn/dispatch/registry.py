@@ -1,0 +1,46 @@
+"""THE ordered lists: every candidate of every op, in the order that breaks ties. The last of a list supports everything.
+
+Importing this module loads the kernel modules, so the dispatcher imports it when it first makes a plan.
+"""
+
+from __future__ import annotations
+
+from nbdnn.candidate import Candidate
+from nbdnn.errors import InvalidProblem
+from nbdnn.kernels.cpu import conv_direct
+from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
+
+_LISTS: dict[str, tuple[Candidate, ...]] = {
+    "conv_fwd": (conv_direct.FWD,),
+    "conv_bwd_data": (conv_direct.BWD_DATA,),
+    "conv_bwd_filter": (conv_direct.BWD_FILTER,),
+}
+
+# The forward through a gradient's candidates: these race only where the caller's direction_hint asks for them.
+_LOWERINGS: dict[str, tuple[Candidate, ...]] = {
+    "bprop weights": tuple(AsBwdFilter(candidate) for candidate in _LISTS["conv_bwd_filter"]),
+    "bprop inputs": tuple(AsBwdData(candidate) for candidate in _LISTS["conv_bwd_data"]),
+}
+
+
+def candidates(op: str, hint: str = "") -> tuple[Candidate, ...]:
+    """The candidates of `op`, in order; with a direction hint, that lowering's come before the last of them."""
+    *specialised, general = _LISTS[op]
+    return (*specialised, *_LOWERINGS.get(hint, ()), general)
+
+
+def candidate(id: str) -> Candidate | None:
+    """The candidate of that id, None where there is none."""
+    return _BY_ID.get(id)
+
+
+def named(id: str) -> Candidate:
+    """The candidate of that id; InvalidProblem lists the ids of its op."""
+    if found := candidate(id):
+        return found
+    op = id.partition("/")[0]
+    known = [known for known in _BY_ID if known.startswith(f"{op}/")] or list(_LISTS)
+    raise InvalidProblem(f"no candidate {id!r}; there are {', '.join(known)}")
+
+
+_BY_ID = {candidate.id: candidate for group in (*_LISTS.values(), *_LOWERINGS.values()) for candidate in group}
