@@ -22,13 +22,19 @@ from numba import njit, prange, types
 from numba.core.ccallback import CFunc
 
 from nbdnn.kernels.cpu.compile import DiskCache
-from nbdnn.kernels.cpu.vector import atomic_add, call_task, f64_to_bits, num_threads, pointer, stack
+from nbdnn.kernels.cpu.vector import atomic_add, call_task, num_threads, pointer, stack, struct
 
-# What every task finds at `args`, as int64 indices.
-ARG_POINTERS, MAX_POINTERS = 0, 5
-ARG_ALPHA, ARG_BETA, ARG_WORKSPACE = 5, 6, 7
+MAX_POINTERS = 5
+# What every task finds at `args`: the runner's arguments. The first pointers are also an int64 array of MAX_POINTERS.
+ARGS = np.dtype(
+    [(f"p{i}", np.int64) for i in range(MAX_POINTERS)]
+    + [("alpha", np.float64), ("beta", np.float64), ("workspace", np.int64)],
+    align=True,
+)
+assert ARGS.itemsize == 64
 
 _int64 = pointer("i64")
+_args = struct(ARGS)
 _line = stack(64)
 
 
@@ -42,9 +48,9 @@ class Phase(NamedTuple):
 
 def _drive(program, n_phases, p0, p1, p2, p3, p4, alpha, beta, workspace):
     args = _line()
-    slots = _int64(args)
-    slots[0], slots[1], slots[2], slots[3], slots[4] = p0, p1, p2, p3, p4
-    slots[5], slots[6], slots[7] = f64_to_bits(alpha), f64_to_bits(beta), workspace
+    given = _args(args)
+    given.p0, given.p1, given.p2, given.p3, given.p4 = p0, p1, p2, p3, p4
+    given.alpha, given.beta, given.workspace = alpha, beta, workspace
     workers = num_threads()
     next_index = _line()
     for phase in range(n_phases):

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
+from numba.np.numpy_support import from_dtype
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOAT = {"f32": ir.FloatType(), "f64": ir.DoubleType()}
@@ -42,6 +44,34 @@ def pointer(dtype: str):
         return signature(type_, types.int64), codegen
 
     return as_pointer
+
+
+def record(*fields: str) -> np.dtype:
+    """A struct of int64 fields, in which a kernel gets its parameters."""
+    return np.dtype([(name, np.int64) for name in fields], align=True)
+
+
+def filled(dtype: np.dtype, **values: int) -> np.ndarray:
+    """One record with every field set; a field left out or unknown is an error."""
+    if missing := set(dtype.names or ()) ^ set(values):
+        raise TypeError(f"fields set and fields of the record differ: {sorted(missing)}")
+    made = np.zeros(1, dtype)
+    made[0] = tuple(values[name] for name in dtype.names or ())
+    return made
+
+
+def struct(dtype: np.dtype):
+    """Intrinsic: address (int64) -> the record there, its fields read by name."""
+    type_ = from_dtype(dtype)
+
+    @intrinsic
+    def at_address(typingctx, address):
+        def codegen(context, builder, sig, args):
+            return builder.inttoptr(args[0], context.get_value_type(type_))
+
+        return signature(type_, types.int64), codegen
+
+    return at_address
 
 
 @intrinsic
@@ -92,26 +122,6 @@ def stack(size_bytes: int):
         return signature(types.int64), codegen
 
     return stack_bytes
-
-
-@intrinsic
-def bits_to_f64(typingctx, bits):
-    """The float64 whose bit pattern is this int64."""
-
-    def codegen(context, builder, sig, args):
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return signature(types.float64, types.int64), codegen
-
-
-@intrinsic
-def f64_to_bits(typingctx, value):
-    """The bit pattern of this float64, as int64."""
-
-    def codegen(context, builder, sig, args):
-        return builder.bitcast(args[0], I64)
-
-    return signature(types.int64, types.float64), codegen
 
 
 @intrinsic

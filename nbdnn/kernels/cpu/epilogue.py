@@ -1,0 +1,142 @@
+"""What happens to a tile of accumulators before it is stored: activation(alpha*acc + beta*out + bias + residual).
+
+Every kernel hands its accumulators, in the compute type, to the store of this module, so each method fuses the whole
+epilogue, rounds to 16 bits exactly once, and writes any layout. exp is a degree-6 polynomial on [-ln2/2, ln2/2] with
+the exponent set by bits (relative error below 2 ulp of float32); tanh near 0 is Cephes' odd polynomial. Source: own,
+coefficients from the Cephes library (S. Moshier).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+from numba import float32, float64, int32, njit
+
+from nbdnn.kernels.cpu.vector import NARROW, WIDEN, f32_from_bits, pointer
+
+
+@njit(inline="always")
+def _exp_f32(x):
+    x = float32(88.72) if x > float32(88.72) else x
+    x = float32(-87.33) if x < float32(-87.33) else x
+    n = np.rint(x * float32(1.44269504))
+    r = x - n * float32(0.693359375) + n * float32(2.12194440e-4)
+    p = float32(1.9875691500e-4)
+    p = p * r + float32(1.3981999507e-3)
+    p = p * r + float32(8.3334519073e-3)
+    p = p * r + float32(4.1665795894e-2)
+    p = p * r + float32(1.6666665459e-1)
+    p = p * r + float32(5.0000001201e-1)
+    p = p * r * r + r + float32(1.0)
+    return p * f32_from_bits(int32((int32(n) + int32(127)) << int32(23)))
+
+
+@njit(inline="always")
+def _sigmoid_f32(x):
+    return float32(1.0) / (float32(1.0) + _exp_f32(-x))
+
+
+@njit(inline="always")
+def _tanh_f32(x):
+    z = x * x
+    p = float32(-5.70498872745e-3)
+    p = p * z + float32(2.06390887954e-2)
+    p = p * z + float32(-5.37397155531e-2)
+    p = p * z + float32(1.33314422036e-1)
+    p = p * z + float32(-3.33332819422e-1)
+    near = p * z * x + x
+    far = float32(1.0) - float32(2.0) / (_exp_f32(float32(2.0) * abs(x)) + float32(1.0))
+    return near if abs(x) < float32(0.625) else (far if x > float32(0.0) else -far)
+
+
+@njit(inline="always")
+def _sigmoid_f64(x):
+    return float64(1.0) / (float64(1.0) + math.exp(-x))
+
+
+@njit(inline="always")
+def _tanh_f64(x):
+    return math.tanh(x)
+
+
+@cache
+def tile_store(dtype: str, compute: str):
+    """Compiled-in function that finishes and stores one tile; see the parameters of `store`."""
+    data, tile_of, index = pointer(dtype), pointer(compute), pointer("i64")
+    widen, narrow = WIDEN[dtype], NARROW[dtype]
+    real = float32 if compute == "f32" else float64
+    sigmoid, tanh = (_sigmoid_f32, _tanh_f32) if compute == "f32" else (_sigmoid_f64, _tanh_f64)
+
+    @njit(no_cpython_wrapper=True, error_model="numpy", fastmath={"contract", "arcp", "nsz"})
+    def activate(tile, count, code):
+        if code == 1:
+            for i in range(count):
+                tile[i] = real(0.0) if tile[i] < real(0.0) else tile[i]
+        elif code == 2:
+            for i in range(count):
+                tile[i] = tile[i] * sigmoid(tile[i])
+        elif code == 3:
+            for i in range(count):
+                tile[i] = sigmoid(tile[i])
+        elif code == 4:
+            for i in range(count):
+                tile[i] = tanh(tile[i])
+
+    @njit(no_cpython_wrapper=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def add_tensor(tile, pitch, rows, lanes, source, row_offsets, lane_offsets, contiguous, factor):
+        for m in range(rows):
+            line = m * pitch
+            start = row_offsets[m]
+            if contiguous:
+                start += lane_offsets[0]
+                for j in range(lanes):
+                    tile[line + j] += factor * widen(source[start + j])
+            else:
+                for j in range(lanes):
+                    tile[line + j] += factor * widen(source[start + lane_offsets[j]])
+
+    @njit(no_cpython_wrapper=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def store(tile, pitch, rows, lanes, out, row_offsets, lane_offsets, contiguous, flags, alpha, beta):
+        """Element (m, j) of the tile goes to out[row_offsets[m] + lane_offsets[j]].
+
+        tile, out, row_offsets, lane_offsets are addresses; offsets are int64 elements; `contiguous` says that
+        consecutive lanes lie side by side. flags = (activation: 0 or 1 + its place in problem.ACTIVATIONS,
+        bias address or 0, whether the bias goes by row or by lane, residual address or 0, whether beta reads out).
+        """
+        acc, y = tile_of(tile), data(out)
+        row_off, lane_off = index(row_offsets), index(lane_offsets)
+        activation, bias, bias_by_row, residual, read_out = flags
+        if alpha != 1.0:
+            for i in range(rows * pitch):
+                acc[i] *= real(alpha)
+        if read_out:
+            add_tensor(acc, pitch, rows, lanes, y, row_off, lane_off, contiguous, real(beta))
+        if bias:
+            b = data(bias)
+            for m in range(rows):
+                line = m * pitch
+                if bias_by_row:
+                    value = widen(b[m])
+                    for j in range(lanes):
+                        acc[line + j] += value
+                else:
+                    for j in range(lanes):
+                        acc[line + j] += widen(b[j])
+        if residual:
+            add_tensor(acc, pitch, rows, lanes, data(residual), row_off, lane_off, contiguous, real(1.0))
+        if activation:
+            activate(acc, rows * pitch, activation)
+        for m in range(rows):
+            line = m * pitch
+            start = row_off[m]
+            if contiguous:
+                start += lane_off[0]
+                for j in range(lanes):
+                    y[start + j] = narrow(acc[line + j])
+            else:
+                for j in range(lanes):
+                    y[start + lane_off[j]] = narrow(acc[line + j])
+
+    return store

@@ -1,0 +1,186 @@
+"""A convolution as its kernels see it: tensors by strides, taps by offsets.
+
+The forward and bwd_data are both gathers,
+
+    out[n, o, start + i*out_step] = sum over c, taps of  in[n, c, i*in_step + offset(tap)] * w[o, c, tap]
+
+on every spatial axis. The forward is one such gather. bwd_data of stride u is u interleaved ones an axis (every u-th
+output pixel sees the same subset of the taps), each with in_step 1. A 2-D problem gets a depth axis of extent 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from nbdnn.problem import ACTIVATIONS, ConvProblem, dense_strides
+
+
+class Axis(NamedTuple):
+    """One spatial axis of a gather: (index of the tap in the filter, offset in the input) pairs, and the ranges."""
+
+    taps: tuple[tuple[int, int], ...]
+    in_step: int
+    in_extent: int
+    out_start: int
+    out_step: int
+    count: int
+
+    @property
+    def low(self) -> int:
+        """Smallest tap offset: the first input position that output 0 of this gather reads."""
+        return min((offset for _, offset in self.taps), default=0)
+
+    @property
+    def span(self) -> int:
+        """Largest minus smallest tap offset."""
+        return max((offset for _, offset in self.taps), default=0) - self.low
+
+
+class Gather(NamedTuple):
+    """The axes (depth, height, width) of one sub-convolution."""
+
+    d: Axis
+    h: Axis
+    w: Axis
+
+    @property
+    def pixels(self) -> int:
+        return self.d.count * self.h.count * self.w.count
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Everything about a forward or bwd_data that a CPU kernel needs; strides in elements, channels a group.
+
+    in_strides, out_strides: (n, group, channel, d, h, w); w_strides: (group, out channel, in channel, t, r, s).
+    in_pointer, w_pointer, out_pointer: positions among the problem's operands.
+    """
+
+    gathers: tuple[Gather, ...]
+    n: int
+    groups: int
+    c_in: int
+    c_out: int
+    in_strides: tuple[int, ...]
+    w_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    in_pointer: int
+    w_pointer: int
+    out_pointer: int
+
+    @property
+    def taps(self) -> int:
+        """Taps of all gathers together."""
+        return sum(len(g.d.taps) * len(g.h.taps) * len(g.w.taps) for g in self.gathers)
+
+
+def geometry(problem: ConvProblem) -> Geometry:
+    """The gathers of a forward or bwd_data problem."""
+    forward = problem.op == "conv_fwd"
+    gathers = product(*(_axes(problem, axis, forward) for axis in range(3)))
+    c, k = problem.c // problem.groups, problem.k // problem.groups
+    w = problem.operands[1 if forward else 0]
+    ws = _with_depth(w.strides, 2)
+    source, target = (problem.operands[0], problem.operands[2]) if forward else problem.operands[1:3]
+    c_in, c_out = (c, k) if forward else (k, c)
+    return Geometry(
+        gathers=tuple(Gather(*g) for g in gathers),
+        n=problem.n,
+        groups=problem.groups,
+        c_in=c_in,
+        c_out=c_out,
+        in_strides=_grouped(source.strides, c_in),
+        w_strides=(ws[0] * k, ws[0], ws[1], *ws[2:]) if forward else (ws[0] * k, ws[1], ws[0], *ws[2:]),
+        out_strides=_grouped(target.strides, c_out),
+        in_pointer=0 if forward else 1,
+        w_pointer=1 if forward else 0,
+        out_pointer=2,
+    )
+
+
+def spatial3(extents: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:
+    """Extents, steps or pads of three axes: a 2-D problem gets a leading depth of `fill`."""
+    return (fill,) * (3 - len(extents)) + tuple(extents)
+
+
+def _axes(problem: ConvProblem, axis: int, forward: bool) -> tuple[Axis, ...]:
+    extent = spatial3(problem.spatial)[axis]
+    out = spatial3(problem.out_spatial)[axis]
+    taps = spatial3(problem.filter)[axis]
+    before = spatial3(tuple(b for b, _ in problem.pad), 0)[axis]
+    u = spatial3(problem.stride)[axis]
+    d = spatial3(problem.dilation)[axis]
+    flip = problem.mode == "conv"
+
+    def stored(r: int) -> int:
+        return taps - 1 - r if flip else r
+
+    if forward:
+        pairs = tuple((stored(r), r * d - before) for r in range(taps))
+        return (Axis(pairs, u, extent, 0, 1, out),)
+    phases = []
+    for phase in range(min(u, extent)):
+        pairs = tuple(
+            (stored(r), (phase + before - r * d) // u) for r in range(taps) if (phase + before - r * d) % u == 0
+        )
+        phases.append(Axis(pairs, 1, out, phase, u, len(range(phase, extent, u))))
+    return tuple(phases)
+
+
+def _with_depth(strides: tuple[int, ...], lead: int) -> tuple[int, ...]:
+    return strides if len(strides) == lead + 3 else (*strides[:lead], 0, *strides[lead:])
+
+
+def _grouped(strides: tuple[int, ...], channels: int) -> tuple[int, ...]:
+    n, c, d, h, w = _with_depth(strides, 2)
+    return (n, c * channels, c, d, h, w)
+
+
+def tensor_strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
+    """(n, c, d, h, w) strides of a dense tensor of 2 or 3 spatial axes."""
+    return _with_depth(dense_strides(shape, channels_last), 2)
+
+
+# The parameters that every gather kernel starts from; each adds its own.
+GATHER_FIELDS = (
+    *("n", "groups", "c_in", "c_out", "in_pointer", "w_pointer", "out_pointer"),
+    *("in_n", "in_g", "in_c", "in_d", "in_h", "in_w"),
+    *("w_g", "w_o", "w_i", "w_t", "w_r", "w_s"),
+    *("out_n", "out_g", "out_c", "out_d", "out_h", "out_w"),
+    *("count_d", "count_h", "count_w", "in_step_d", "in_step_h", "in_step_w", "extent_d", "extent_h", "extent_w"),
+    *("start_d", "start_h", "start_w", "out_step_d", "out_step_h", "out_step_w"),
+    *("taps_d", "taps_h", "taps_w"),
+    *("activation", "bias_pointer", "residual_pointer", "read_out"),
+)
+
+
+def gather_values(problem: ConvProblem, geo: Geometry, gather: Gather) -> dict[str, int]:
+    """The value of each of GATHER_FIELDS; operand positions that do not exist are -1."""
+    values = {
+        **{name: getattr(geo, name) for name in GATHER_FIELDS[:7]},
+        **_spread("in", "ngcdhw", geo.in_strides),
+        **_spread("w", "goitrs", geo.w_strides),
+        **_spread("out", "ngcdhw", geo.out_strides),
+    }
+    for name, axis in zip("dhw", gather, strict=True):
+        values |= {
+            f"count_{name}": axis.count,
+            f"in_step_{name}": axis.in_step,
+            f"extent_{name}": axis.in_extent,
+            f"start_{name}": axis.out_start,
+            f"out_step_{name}": axis.out_step,
+            f"taps_{name}": len(axis.taps),
+        }
+    names = [operand.name for operand in problem.operands]
+    for name in ("bias", "residual"):
+        values[f"{name}_pointer"] = names.index(name) if name in names else -1
+    return values | {
+        "activation": ACTIVATIONS.index(problem.activation) + 1 if problem.activation else 0,
+        "read_out": int("beta" in problem.epilogue),
+    }
+
+
+def _spread(prefix: str, names: str, values: tuple[int, ...]) -> dict[str, int]:
+    return {f"{prefix}_{name}": value for name, value in zip(names, values, strict=True)}
