@@ -10,7 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from nbdnn.device import Device
 from nbdnn.problem import Problem
@@ -42,21 +42,20 @@ class Runner(Protocol):
     ) -> None: ...
 
 
-class Config(Protocol):
-    """Tuning parameters of a candidate: hashable, with a ``str()`` that is unique among ``configs()`` and stored."""
-
-    def __hash__(self) -> int: ...
-    def __str__(self) -> str: ...
-
-
 class NoConfig(NamedTuple):
-    """The one config of a candidate that has nothing to tune."""
+    """The one config of a candidate that has nothing to tune.
+
+    Every config is hashable, and its ``str()`` is unique among the candidate's ``configs()``: it is what is stored.
+    """
 
     def __str__(self) -> str:
         return ""
 
 
-class Candidate(ABC):
+ConfigT = TypeVar("ConfigT", bound=Hashable)
+
+
+class Candidate(ABC, Generic[ConfigT]):
     """One implementation of one op.
 
     op, provider, algorithm make up the id, such as ``conv_fwd/cpu/direct``. ``algo`` is Theano's name for the method
@@ -85,17 +84,17 @@ class Candidate(ABC):
     def supports(self, problem: Problem, device: Device) -> Support:
         """Whether the result is correct here; a refusal carries the number that failed."""
 
-    def configs(self, problem: Problem, device: Device) -> tuple[Hashable, ...]:
+    def configs(self, problem: Problem, device: Device) -> tuple[ConfigT, ...]:
         """Every config worth measuring, the default first."""
-        return (NoConfig(),)
+        return (NoConfig(),)  # type: ignore[return-value]
 
-    def workspace_bytes(self, problem: Problem, config: Hashable, device: Device) -> int:
+    def workspace_bytes(self, problem: Problem, config: ConfigT, device: Device) -> int:
         return 0
 
     @abstractmethod
-    def estimate(self, problem: Problem, config: Hashable, device: Device) -> float:
+    def estimate(self, problem: Problem, config: ConfigT, device: Device) -> float:
         """Cost model: predicted time in microseconds, comparable across candidates and providers."""
 
     @abstractmethod
-    def prepare(self, problem: Problem, config: Hashable, device: Device) -> Runner:
+    def prepare(self, problem: Problem, config: ConfigT, device: Device) -> Runner:
         """Compile or load what is needed and return the runner. May take seconds."""

@@ -30,6 +30,9 @@ TASK_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
 # NaN and infinities keep their meaning; only the order of additions inside a kernel may change.
 FASTMATH = {"contract", "arcp", "nsz"}
 
+# Options of a function that is called from kernels only: `@njit(**DEVICE)`.
+DEVICE: dict[str, Any] = {"no_cpython_wrapper": True, "error_model": "numpy"}
+
 _log = logging.getLogger("nbdnn")
 _tasks: dict[tuple, CFunc] = {}
 
@@ -49,7 +52,7 @@ def compile_task(function: Callable[..., None], key: Hashable, *, fastmath: bool
     if name not in _tasks:
         options = {"nopython": True, "error_model": "numpy", "boundscheck": False, "fastmath": fastmath}
         task = CFunc(function, (TASK_SIGNATURE.args, TASK_SIGNATURE.return_type), locals={}, options=options)
-        task._cache = DiskCache(function, name)
+        task._cache = DiskCache(function, name)  # type: ignore[attr-defined]
         task.compile()
         _tasks[name] = task
     return _tasks[name]

@@ -230,7 +230,7 @@ def _filter_phase(problem: ConvProblem) -> tuple[Phase, list[np.ndarray]]:
     return Phase(_filter_task(problem.dtype), pairs, ctx), [*tables, lanes]
 
 
-class Direct(Candidate):
+class Direct(Candidate[NoConfig]):
     """The sums as written; supports every convolution."""
 
     provider, algorithm, algo = "cpu", "direct", "none"

@@ -14,6 +14,7 @@ from functools import cache
 import numpy as np
 from numba import float32, float64, int32, njit
 
+from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.vector import NARROW, WIDEN, f32_from_bits, pointer
 
 
@@ -69,7 +70,7 @@ def tile_store(dtype: str, compute: str):
     real = float32 if compute == "f32" else float64
     sigmoid, tanh = (_sigmoid_f32, _tanh_f32) if compute == "f32" else (_sigmoid_f64, _tanh_f64)
 
-    @njit(no_cpython_wrapper=True, error_model="numpy", fastmath={"contract", "arcp", "nsz"})
+    @njit(**DEVICE, fastmath={"contract", "arcp", "nsz"})
     def activate(tile, count, code):
         if code == 1:
             for i in range(count):
@@ -84,7 +85,7 @@ def tile_store(dtype: str, compute: str):
             for i in range(count):
                 tile[i] = tanh(tile[i])
 
-    @njit(no_cpython_wrapper=True, error_model="numpy", fastmath={"contract", "nsz"})
+    @njit(**DEVICE, fastmath={"contract", "nsz"})
     def add_tensor(tile, pitch, rows, lanes, source, row_offsets, lane_offsets, contiguous, factor):
         for m in range(rows):
             line = m * pitch
@@ -97,7 +98,7 @@ def tile_store(dtype: str, compute: str):
                 for j in range(lanes):
                     tile[line + j] += factor * widen(source[start + lane_offsets[j]])
 
-    @njit(no_cpython_wrapper=True, error_model="numpy", fastmath={"contract", "nsz"})
+    @njit(**DEVICE, fastmath={"contract", "nsz"})
     def store(tile, pitch, rows, lanes, out, row_offsets, lane_offsets, contiguous, flags, alpha, beta):
         """Element (m, j) of the tile goes to out[row_offsets[m] + lane_offsets[j]].
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 from nbdnn.problem import ACTIVATIONS, ConvProblem, dense_strides
 
 
-class Axis(NamedTuple):
+@dataclass(frozen=True)
+class Axis:
     """One spatial axis of a gather: (index of the tap in the filter, offset in the input) pairs, and the ranges."""
 
     taps: tuple[tuple[int, int], ...]

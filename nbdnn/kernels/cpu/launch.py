@@ -39,10 +39,10 @@ _line = stack(64)
 
 
 class Phase(NamedTuple):
-    """`count` indices of a compiled task, and the int64 array it finds at `ctx`."""
+    """A compiled task, how many indices it runs over, and the int64 array it finds at `ctx`."""
 
     task: CFunc
-    count: int
+    tasks: int
     ctx: np.ndarray
 
 
@@ -75,8 +75,8 @@ class Program:
     """A runner of the CPU provider: phases with everything they keep alive."""
 
     def __init__(self, phases: Sequence[Phase], keep: Sequence[np.ndarray] = ()) -> None:
-        phases = [phase for phase in phases if phase.count > 0]
-        rows = [(phase.task.address, phase.count, phase.ctx.ctypes.data) for phase in phases]
+        phases = [phase for phase in phases if phase.tasks > 0]
+        rows = [(phase.task.address, phase.tasks, phase.ctx.ctypes.data) for phase in phases]
         self._table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         self._keep = (list(phases), list(keep))
         self._start = (self._table.ctypes.data, len(phases))
