@@ -1,0 +1,440 @@
+"""One SQLite file of records, shared by threads, by processes and with crashes. Every error is a DatabaseError.
+
+* A writable file has a lock file beside it. Whoever opens a connection holds it shared; whoever creates the file,
+  switches it to WAL or renames a damaged one away holds it alone, and looks again first: so nobody attaches the -wal
+  of one file to another.
+* A connection belongs to one process and thread, and to the file (inode) on which it was opened: before each use the
+  inode at the path is compared, so that a file which was deleted or set aside is left, and after each write, so that
+  nothing is written into a file that has just been set aside.
+* No thread is inside SQLite during a fork, and a child neither uses nor closes what it inherits: closing would roll
+  the parent's transaction back in the shared memory of the WAL.
+* Waiting for other processes is done here and not by SQLite's busy handler, which Ctrl-C cannot interrupt.
+* A read-only file is opened for one action at a time and leaves nothing beside it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import random
+import shutil
+import sqlite3
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+from weakref import WeakSet
+
+from nbdnn.dispatch.measurement import KEY_FIELDS, Kind, LayerChoice, Measurement, Record, checksum
+from nbdnn.errors import DatabaseError
+
+try:
+    import fcntl
+except ImportError:  # Windows: SQLite's own locks order the writers, and an open file cannot be renamed away
+    fcntl = None  # type: ignore[assignment]
+
+SCHEMA = 1
+APPLICATION_ID = 0x6E62646E  # 'nbdn'
+PATIENCE_S = 5.0  # for other processes; a commit takes about 1 ms, a checkpoint tens
+_SHORT_PATIENCE_S = 0.02  # once one wait has been in vain, until a write succeeds
+_COMPANIONS = ("-wal", "-shm", "-journal")
+_TABLES: dict[Kind, str] = {Measurement: "measurement", LayerChoice: "layer_choice"}
+_REAL = ("median_us", "spread", "error")
+_INTEGER = ("samples", "workspace_bytes", "deterministic", "cudnn_version")
+
+T = TypeVar("T")
+Action = Callable[[sqlite3.Connection], T]
+Identity = tuple[int, int]
+
+
+class _Contents(NamedTuple):
+    identity: Identity
+    size_bytes: int
+    mtime_ns: int
+    wal: bool
+
+
+class DamagedFile(DatabaseError):
+    """The file is not, or no longer, a database. `identity` is the file that was seen."""
+
+    def __init__(self, message: str, identity: Identity) -> None:
+        super().__init__(message)
+        self.identity = identity
+
+
+class UnwritablePlace(DatabaseError):
+    """The file, or the folder for it, cannot be written; it may be readable."""
+
+
+class _Again(Exception):
+    """Another process holds the file, or has just replaced it: worth another attempt."""
+
+
+# Held during every use of SQLite, and by a fork: its mutexes must be free in the child.
+_gate = threading.RLock()
+
+
+class _Handle:
+    """A connection, the process that may use it, and the file on which it was opened."""
+
+    def __init__(self, connection: sqlite3.Connection, identity: Identity) -> None:
+        self.connection = connection
+        self.identity: Identity | None = identity
+        self._pid = os.getpid()
+        _handles.add(self)
+
+    def usable(self, identity: Identity | None) -> bool:
+        return self.identity is not None and self.identity == identity and self._pid == os.getpid()
+
+    def close(self) -> None:
+        with _gate:
+            if self._pid == os.getpid():
+                self.connection.close()
+            elif self.identity is not None:
+                self.abandon()
+            self.identity = None
+
+    def abandon(self) -> None:
+        """Keep an inherited connection for good: collecting it would close it."""
+        import ctypes
+
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.connection))
+        self.identity = None
+
+    __del__ = close
+
+
+_handles: WeakSet[_Handle] = WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for handle in list(_handles):
+        handle.abandon()
+    _gate.release()
+
+
+@atexit.register
+def _close_all() -> None:
+    with _gate:
+        for handle in list(_handles):
+            handle.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_gate.acquire, after_in_parent=_gate.release, after_in_child=_after_fork_in_child)
+
+
+class SqliteFile:
+    """The file at `path`. Actions are functions of a connection; they run again when another process interferes."""
+
+    def __init__(self, path: str | os.PathLike[str], writable: bool) -> None:
+        # The real path, so that two names of one file share the lock file, and a chdir changes nothing.
+        self.path = Path(os.path.realpath(os.path.expanduser(path)))
+        self.writable = writable
+        self._thread = threading.local()
+        self._patience_s = PATIENCE_S
+
+    def read(self, action: Action[T], default: T) -> T:
+        """What `action` finds; `default` where there is no file. Never creates it."""
+        return self._patiently(lambda: self._read_once(action, default))
+
+    def write(self, action: Action[T]) -> T:
+        """Run `action` in one transaction, in a file that is created where there is none."""
+        return self._patiently(lambda: self._write_once(action))
+
+    def set_aside(self, seen: Identity) -> Path | None:
+        """Rename the damaged file and its companions; the new name, or None where another process was faster."""
+
+        def attempt() -> Path | None:
+            with self._locked(alone=True):
+                if self._identity() != seen:
+                    return None
+                aside = Path(f"{self.path}.damaged-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.getpid()}")
+                while aside.exists():
+                    aside = Path(f"{aside}x")
+                for suffix in ("", *_COMPANIONS):
+                    with suppress(FileNotFoundError):
+                        os.rename(f"{self.path}{suffix}", f"{aside}{suffix}")
+                return aside
+
+        return self._patiently(attempt)
+
+    def close(self) -> None:
+        """Close the calling thread's connection; those of other threads close when the threads end."""
+        if handle := getattr(self._thread, "handle", None):
+            handle.close()
+
+    # Attempts
+
+    def _patiently(self, attempt: Callable[[], T]) -> T:
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                with _gate:
+                    result = attempt()
+            except _Again as reason:
+                if time.monotonic() >= deadline:
+                    self._patience_s = _SHORT_PATIENCE_S
+                    raise DatabaseError(f"{self.path} {reason}") from None
+            except OSError as error:
+                raise DatabaseError(f"{self.path}: {error.strerror}") from None
+            else:
+                self._patience_s = PATIENCE_S
+                return result
+            time.sleep(random.uniform(0.001, 0.01))
+
+    def _read_once(self, action: Action[T], default: T) -> T:
+        if self.writable:
+            with suppress(UnwritablePlace):
+                if (handle := self._handle(create=False)) is None:
+                    return default
+                with self._explained(handle.identity):
+                    return action(handle.connection)
+        return self._read_and_leave_nothing(action, default)
+
+    def _write_once(self, action: Action[T]) -> T:
+        handle = self._handle(create=True)
+        assert handle is not None
+        connection, identity = handle.connection, handle.identity
+        with self._explained(identity):
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                result = action(connection)
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+        if self._identity() != identity:
+            raise _Again("is being replaced all the time")
+        return result
+
+    def _read_and_leave_nothing(self, action: Action[T], default: T) -> T:
+        before = self._contents()
+        if before is None:
+            return default
+        try:
+            with self._explained(before.identity), self._passing_connection(before.wal) as connection:
+                result = action(connection)
+        except (DatabaseError, OSError):
+            if self._contents() == before:
+                raise
+            raise _Again("is being changed all the time") from None
+        if self._contents() != before:
+            raise _Again("is being changed all the time")
+        return result
+
+    @contextmanager
+    def _passing_connection(self, wal: bool) -> Iterator[sqlite3.Connection]:
+        path, mode = self.path, "ro" if wal else "ro&immutable=1"
+        with ExitStack() as stack:
+            if wal and not os.path.exists(f"{path}-shm"):  # SQLite would make one, and leave it: work on a copy
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nbdnn-"))
+                for suffix in ("", "-wal"):
+                    shutil.copyfile(f"{path}{suffix}", f"{folder}/copy{suffix}")
+                path, mode = Path(folder, "copy"), "rw"
+            connection = stack.enter_context(closing(self._connect(path, mode)))
+            self._refuse_foreign(connection.execute("PRAGMA application_id").fetchone()[0])
+            yield connection
+
+    # Opening
+
+    def _handle(self, create: bool) -> _Handle | None:
+        """The calling thread's connection to the file at the path now; None where there is none and none is wanted."""
+        identity = self._identity()
+        handle: _Handle | None = getattr(self._thread, "handle", None)
+        if handle is not None and handle.usable(identity):
+            return handle
+        if handle is not None:
+            handle.close()
+            self._thread.handle = None
+        if identity is None and not create:
+            return None
+        if identity is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked(alone=False):
+            handle = self._open() if self._is_prepared() else None
+        if handle is None:
+            with self._locked(alone=True):
+                self._prepare()
+                handle = self._open()
+        self._thread.handle = handle
+        return handle
+
+    def _open(self) -> _Handle:
+        identity = self._identity()
+        with self._explained(identity):
+            connection = self._connect(self.path, "rw")
+        if identity is None or self._identity() != identity:
+            connection.close()
+            raise _Again("is being replaced all the time")
+        return _Handle(connection, identity)
+
+    def _is_prepared(self) -> bool:
+        """Whether the file needs nothing but opening, by its header; raises where it must not be touched.
+
+        SQLite itself might write to a file in WAL mode while finding out that it is of a newer schema.
+        """
+        identity = self._identity()
+        if identity is None:
+            return False
+        if any(handle.usable(identity) for handle in _handles):
+            return True  # found so before; and closing a second descriptor would drop the locks of the first
+        with open(self.path, "rb", buffering=0) as file:
+            header = file.read(100)
+        if not header:
+            return False
+        if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
+            raise DamagedFile(f"{self.path} is not a database", identity)
+        version, application = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68))
+        self._refuse_newer(version)
+        self._refuse_foreign(application or APPLICATION_ID)  # 0 while it is being created
+        return (version, application, header[18:20]) == (SCHEMA, APPLICATION_ID, b"\2\2")
+
+    def _prepare(self) -> None:
+        """Make the file one with the tables and in WAL mode; a crash at any point leaves one that can be prepared."""
+        if self._is_prepared():
+            return
+        identity = self._identity()
+        if identity is None:
+            for suffix in _COMPANIONS:
+                Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+        with self._explained(identity), closing(self._connect(self.path, "rwc")) as connection:
+            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+                create_tables(connection)
+            self._refuse_foreign(connection.execute("PRAGMA application_id").fetchone()[0])
+            connection.execute("PRAGMA journal_mode=WAL")  # stays as it was on file systems without shared memory
+
+    def _connect(self, path: Path, mode: str) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            f"{path.as_uri()}?mode={mode}", uri=True, timeout=0, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._refuse_newer(connection.execute("PRAGMA user_version").fetchone()[0])
+            connection.execute("PRAGMA synchronous=NORMAL")  # WAL: survives kill -9; a power cut loses the last rows
+        except BaseException:
+            connection.close()
+            raise
+        # Rotten text must not fail the whole query: its checksum drops that row.
+        connection.text_factory = lambda text: text.decode(errors="replace")
+        return connection
+
+    @contextmanager
+    def _locked(self, alone: bool) -> Iterator[None]:
+        if fcntl is None:
+            yield
+            return
+        try:
+            descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise UnwritablePlace(f"{self.path} cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            raise _Again("is locked by another process") from None
+        finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile holds the descriptor too
+            os.close(descriptor)
+
+    # Facts and errors
+
+    def _identity(self) -> Identity | None:
+        """(device, inode) of the file at the path now; None where there is none."""
+        try:
+            found = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            raise DatabaseError(f"{self.path} is not a file")
+        return found.st_dev, found.st_ino
+
+    def _contents(self) -> _Contents | None:
+        """What changes when the file does; None where there is none, or an empty one."""
+        if (identity := self._identity()) is None or (found := os.stat(self.path)).st_size == 0:
+            return None
+        return _Contents(identity, found.st_size, found.st_mtime_ns, os.path.exists(f"{self.path}-wal"))
+
+    def _refuse_newer(self, version: int) -> None:
+        if version > SCHEMA:
+            raise DatabaseError(f"{self.path} is of schema {version}, made by a newer nbdnn; this one knows {SCHEMA}")
+
+    def _refuse_foreign(self, application: int) -> None:
+        if application != APPLICATION_ID:
+            raise DatabaseError(f"{self.path} is a database of another program")
+
+    @contextmanager
+    def _explained(self, identity: Identity | None) -> Iterator[None]:
+        """Turn what SQLite raises into what can be done about it."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+            if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL):
+                raise _Again("is locked by another process") from None
+            damaged = code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith("no such ")
+            if damaged and identity is not None:
+                raise DamagedFile(f"{self.path} is damaged: {error}", identity) from None
+            if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+                raise UnwritablePlace(f"{self.path} cannot be written: {error}") from None
+            raise DatabaseError(f"{self.path}: {error}") from None
+
+
+def create_tables(connection: sqlite3.Connection) -> None:
+    """The two tables, one b-tree each, so that no index can disagree with its table."""
+    connection.execute("BEGIN IMMEDIATE")
+    for kind, table in _TABLES.items():
+        columns = "".join(f"{field} {_sql_type(field)}, " for field in kind._fields)
+        connection.execute(
+            f"CREATE TABLE {table} ({columns}checksum INTEGER NOT NULL, PRIMARY KEY ({_key(kind)})) WITHOUT ROWID"
+        )
+    connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version={SCHEMA}")
+    connection.execute("COMMIT")
+
+
+def select(
+    connection: sqlite3.Connection, kind: type[Record], where: str = "1", parameters: Iterable[object] = ()
+) -> list[Record]:
+    """The sound records of a kind, in the order of their keys. One whose checksum does not match is left out."""
+    columns = ", ".join((*kind._fields, "checksum"))
+    query = f"SELECT {columns} FROM {_TABLES[kind]} WHERE {where} ORDER BY {_key(kind)}"
+    records = []
+    for *values, stored in connection.execute(query, tuple(parameters)):
+        if kind is Measurement:
+            values[_DETERMINISTIC] = bool(values[_DETERMINISTIC])
+        record = kind(*values)
+        if checksum(record) == stored:
+            records.append(record)
+    return records
+
+
+def count(connection: sqlite3.Connection, kind: Kind) -> int:
+    """How many rows there are, sound or not."""
+    return connection.execute(f"SELECT count(*) FROM {_TABLES[kind]}").fetchone()[0]
+
+
+def upsert(connection: sqlite3.Connection, records: Iterable[Measurement | LayerChoice]) -> None:
+    """Write records, each instead of one with its key."""
+    for record in records:
+        marks = ", ".join("?" * (len(record) + 1))
+        connection.execute(f"REPLACE INTO {_TABLES[type(record)]} VALUES ({marks})", (*record, checksum(record)))
+
+
+def delete(connection: sqlite3.Connection, kind: Kind, where: str = "1", parameters: Iterable[object] = ()) -> int:
+    return connection.execute(f"DELETE FROM {_TABLES[kind]} WHERE {where}", tuple(parameters)).rowcount
+
+
+_DETERMINISTIC = Measurement._fields.index("deterministic")
+
+
+def _key(kind: Kind) -> str:
+    return ", ".join(kind._fields[: KEY_FIELDS[kind]])
+
+
+def _sql_type(field: str) -> str:
+    return "REAL" if field in _REAL else "INTEGER NOT NULL" if field in _INTEGER else "TEXT NOT NULL"
