@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A first example may compile a kernel; what an example costs says nothing about its result.
+settings.register_profile("nbdnn", deadline=None, print_blob=True)
+settings.load_profile("nbdnn")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,217 @@
+"""The matrix: every candidate on every edge case it supports, against the reference.
+
+Each cell prepares the runner once and makes three checks with it: sums of small integers are exact; random data stay
+within the error model; nothing is read that was not given, nothing written but the output, and a second run over the
+same dirty workspace gives the same bits. Whatever the registry lists is here by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Hashable
+from contextlib import nullcontext
+from functools import lru_cache
+from itertools import count
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from guarded import NUMPY_DTYPE, Buffer, Operands, values
+
+from nbdnn import reference, tolerance
+from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
+from nbdnn.device import Device, cpu_device
+from nbdnn.dispatch import registry
+from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.workloads import CORE_2D, edges
+
+_WORKSPACE_ALIGN = 64
+# Every config runs on these; they differ in what a config may get wrong: remainders, whole tiles, several tiles.
+_CONFIG_SHAPES = (CORE_2D[0].shape, CORE_2D[1].shape, CORE_2D[4].shape, "n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1")
+
+
+class Cell(NamedTuple):
+    candidate: Candidate
+    problem: ConvProblem
+
+    def __str__(self) -> str:
+        return f"{self.candidate.id}-{self.problem}"
+
+
+def _listed(op: str) -> list[Candidate]:
+    """The CPU candidates of `op`, the forward's lowerings to a gradient among them."""
+    every = [candidate for hint in ("", "bprop weights", "bprop inputs") for candidate in registry.candidates(op, hint)]
+    return [candidate for candidate in dict.fromkeys(every) if candidate.provider == "cpu" and candidate.op == op]
+
+
+def _cells() -> list[Cell]:
+    device = cpu_device()
+    return [
+        Cell(candidate, problem)
+        for op in CONV_OPS
+        for problem in edges(op)
+        for candidate in _listed(op)
+        if candidate.supports(problem, device).ok
+    ]
+
+
+CELLS = _cells()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_cell(cell: Cell, device: Device) -> None:
+    default = cell.candidate.configs(cell.problem, device)[0]
+    check(cell.candidate, cell.problem, default, device)
+
+
+def _config_cells() -> list[Cell]:
+    device = cpu_device()
+    chosen = [cell for cell in CELLS if any(shape in str(cell.problem) for shape in _CONFIG_SHAPES)]
+    return [cell for cell in chosen if len(cell.candidate.configs(cell.problem, device)) > 1]
+
+
+@pytest.mark.parametrize("cell", _config_cells(), ids=str)
+def test_every_config(cell: Cell, device: Device) -> None:
+    for config in cell.candidate.configs(cell.problem, device)[1:]:
+        check(cell.candidate, cell.problem, config, device)
+
+
+def check(candidate: Candidate, problem: ConvProblem, config: Hashable, device: Device) -> None:
+    """The three checks of one cell."""
+    runner = candidate.prepare(problem, config, device)
+    workspace = Buffer(candidate.workspace_bytes(problem, config, device), _WORKSPACE_ALIGN)
+    for kind, scalars in (("integers", (1.0, -1.0)), ("normal", (0.75, 0.5))):
+        operands = Operands(problem, values(problem, kind))
+        runner(operands.pointers, scalars, workspace.address, 0)
+        operands.assert_only_out_was_written()
+        assert workspace.is_guarded(), "wrote outside of the workspace"
+        first = operands.out.copy()
+        expected = expectation(problem, kind, scalars)
+        fault = tolerance.fault(problem, candidate, first, expected)
+        assert not fault, f"{kind}, config {config}: {fault}"
+        if kind == "integers" and problem.activation in (None, "relu"):
+            assert_exact(candidate, problem, first, expected)
+
+        operands.reset()
+        runner(operands.pointers, scalars, workspace.address, 0)
+        fault = tolerance.fault(problem, candidate, operands.out, expected)
+        assert not fault, f"{kind}, config {config}, second run: {fault}"
+        if candidate.deterministic:
+            assert operands.out.tobytes() == first.tobytes(), "a second run gave other bits"
+
+
+@lru_cache(maxsize=4)
+def expectation(problem: ConvProblem, kind: str, scalars: tuple[float, float]) -> reference.Sample:
+    expected = reference.whole(problem, values(problem, kind), scalars)
+    assert_says_something(problem, expected)
+    return expected
+
+
+def assert_says_something(problem: ConvProblem, expected: reference.Sample) -> None:
+    """A check against zeros checks nothing: of what any product reaches, at least 0.3 must be other than zero."""
+    reached = expected.sum_abs > 0
+    alive = np.count_nonzero(expected.value[reached])
+    assert alive >= 0.3 * np.count_nonzero(reached) > 0 or len(reached) < 10, f"{problem}: the reference is mostly zero"
+
+
+def assert_exact(candidate: Candidate, problem: ConvProblem, got: np.ndarray, expected: reference.Sample) -> None:
+    """Bit for bit; methods that transform the image are exact after rounding to integers."""
+    exact = expected.value.astype(NUMPY_DTYPE[problem.dtype]).astype(np.float64)
+    flat = got[expected.index].astype(np.float64)
+    if tolerance.transforms(candidate):
+        flat = np.rint(flat)
+    assert np.array_equal(flat, exact), "a sum of small integers is not exact"
+
+
+def test_every_candidate_has_three_problems() -> None:
+    counts = Counter(cell.candidate.id for cell in CELLS)
+    listed = [candidate.id for op in CONV_OPS for candidate in _listed(op)]
+    assert {name: counts[name] for name in listed if counts[name] < 3} == {}
+
+
+def test_a_reference_of_zeros_is_refused() -> None:
+    problem = parse("conv_fwd:f32:n1c2h8w8:k3r3s3:p1x1:u1x1:d1x1:g1:cross:nchw")
+    zeros = reference.whole(problem, {"x": np.zeros(problem.x_shape), "w": np.ones(problem.w_shape)})
+    with pytest.raises(AssertionError, match="mostly zero"):
+        assert_says_something(problem, zeros)
+
+
+class Broken(Candidate):
+    """The reference as a candidate, with one of the faults that kernels have."""
+
+    op, provider, algorithm = "conv_fwd", "test", "broken"
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def supports(self, problem: ConvProblem, device: Device) -> Support:
+        return YES
+
+    def workspace_bytes(self, problem: ConvProblem, config: Hashable, device: Device) -> int:
+        return 64
+
+    def estimate(self, problem: ConvProblem, config: Hashable, device: Device) -> float:
+        return 1.0
+
+    def prepare(self, problem: ConvProblem, config: Hashable, device: Device) -> Runner:
+        runs = count()
+
+        def run(pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int) -> None:
+            x, w, y = (_memory(p, o.shape) for p, o in zip(pointers, problem.operands, strict=True))
+            scratch = _memory(workspace, (17,))
+            result = reference.compute(problem, {"x": x, "w": w}, scalars).astype(np.float32)
+            match self.fault:
+                case "reads the output":
+                    result += 0 * y
+                case "reads the workspace before writing it":
+                    result += 0 * scratch[0]
+                case "writes past the output":
+                    _memory(pointers[2], (y.size + 1,))[-1] = 1
+                case "writes before the output":
+                    _memory(pointers[2] - 4, (1,))[0] = 1
+                case "writes past the workspace":
+                    scratch[16] = 1
+                case "writes into an operand":
+                    w[0, 0, 0, 0] += 1
+                case "rounds to half precision":
+                    result = result.astype(np.float16).astype(np.float32)
+                case "changes from run to run":
+                    result *= 1 + 1e-7 * next(runs)
+                case "leaves the last output":
+                    result[-1, -1, -1, -1] = y[-1, -1, -1, -1]
+                case "forgets one product":
+                    result[0, 0, 1, 1] -= x[0, 0, 1, 1] * w[0, 0, 1, 1] * scalars[0]
+                case "ignores alpha":
+                    result /= scalars[0]
+            y[...] = result
+
+        return run
+
+
+def _memory(address: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_float * prod(shape)).from_address(address)).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("fault", "caught"),
+    [
+        ("", None),
+        ("reads the output", "nan instead of"),
+        ("reads the workspace before writing it", "nan instead of"),
+        ("writes past the output", "outside of y"),
+        ("writes before the output", "outside of y"),
+        ("writes past the workspace", "outside of the workspace"),
+        ("writes into an operand", "wrote into w"),
+        ("rounds to half precision", "times the permitted error"),
+        ("changes from run to run", "other bits"),
+        ("leaves the last output", "nan instead of"),
+        ("forgets one product", "times the permitted error"),
+        ("ignores alpha", "times the permitted error"),
+    ],
+)
+def test_the_checks_catch(fault: str, caught: str | None, device: Device) -> None:
+    problem = parse(f"conv_fwd:f32:{CORE_2D[0].shape}:cross:nchw")
+    with pytest.raises(AssertionError, match=caught) if caught else nullcontext():
+        check(Broken(fault), problem, NoConfig(), device)

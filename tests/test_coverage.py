@@ -1,0 +1,70 @@
+"""What each candidate must support, written out: a `supports` that says no must not shrink the matrix unseen."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+
+from nbdnn.device import Device
+from nbdnn.dispatch import registry
+from nbdnn.problem import parse
+
+# One shape a feature; {} takes the rest of the text. 2-D and 3-D alike where the layout has a depth.
+_SHAPES_2D = {
+    "3x3": "n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g1:cross",
+    "1x1": "n2c16h9w11:k24r1s1:p0x0:u1x1:d1x1:g1:cross",
+    "5x5": "n2c16h9w11:k24r5s5:p2x2:u1x1:d1x1:g1:cross",
+    "7x7/2": "n2c3h23w25:k24r7s7:p3x3:u2x2:d1x1:g1:cross",
+    "stride": "n2c16h9w11:k24r3s3:p1x1:u2x2:d1x1:g1:cross",
+    "dilation": "n2c16h9w11:k24r3s3:p2x2:u1x1:d2x2:g1:cross",
+    "asymmetric": "n2c16h9w11:k24r3s2:ba1.2x0.3:u2x1:d1x2:g1:cross",
+    "groups": "n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g4:cross",
+    "depthwise": "n2c16h9w11:k16r3s3:p1x1:u1x1:d1x1:g16:cross",
+    "conv mode": "n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g1:conv",
+    "one pixel": "n1c16h1w1:k24r3s3:p1x1:u1x1:d1x1:g1:cross",
+}
+_SHAPES_3D = {
+    "3x3": "n2c16d5h6w7:k24t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross",
+    "1x1": "n2c16d5h6w7:k24t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1:cross",
+    "stride": "n2c16d5h6w7:k24t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1:cross",
+    "dilation": "n2c16d5h6w7:k24t3r3s3:p2x2x2:u1x1x1:d2x2x2:g1:cross",
+    "asymmetric": "n2c16d5h6w7:k24t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g1:cross",
+    "groups": "n2c16d5h6w7:k24t3r3s3:p1x1x1:u1x1x1:d1x1x1:g4:cross",
+    "depthwise": "n2c16d5h6w7:k16t3r3s3:p1x1x1:u1x1x1:d1x1x1:g16:cross",
+    "conv mode": "n2c16d5h6w7:k24t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:conv",
+}
+_ENDS = {"nchw": ("nhwc", "kcrs"), "nhwc": ("nchw", "krsc"), "ncdhw": ("ndhwc", "kctrs"), "ndhwc": ("ncdhw", "ktrsc")}
+
+
+class Covers(NamedTuple):
+    """Space-separated dtypes and layouts, comma-separated shapes of the tables above, and ends of the text."""
+
+    dtypes: str
+    layouts: str
+    shapes: str
+    ends: str = ""
+
+
+_EVERY_DTYPE, _EVERY_LAYOUT = "f16 bf16 f32 f64", "nchw nhwc ncdhw ndhwc"
+_EVERY_SHAPE = ", ".join(_SHAPES_2D)
+_FORWARD_ENDS = "e:bias e:bias+relu e:swish e:sigmoid e:tanh e:bias+relu+res+beta a4"
+
+COVERAGE: dict[str, tuple[Covers, ...]] = {
+    "conv_fwd/cpu/direct": (Covers(_EVERY_DTYPE, _EVERY_LAYOUT, _EVERY_SHAPE, _FORWARD_ENDS),),
+    "conv_bwd_data/cpu/direct": (Covers(_EVERY_DTYPE, _EVERY_LAYOUT, _EVERY_SHAPE, "e:beta a4"),),
+    "conv_bwd_filter/cpu/direct": (Covers(_EVERY_DTYPE, _EVERY_LAYOUT, _EVERY_SHAPE, "e:beta a4"),),
+}
+
+
+@pytest.mark.parametrize("id", COVERAGE)
+def test_supports_what_it_must(id: str, device: Device) -> None:
+    candidate = next(c for c in registry.candidates(id.partition("/")[0]) if c.id == id)
+    for covers in COVERAGE[id]:
+        for dtype, layout, shape in product(covers.dtypes.split(), covers.layouts.split(), covers.shapes.split(", ")):
+            body = (_SHAPES_3D if "d" in layout else _SHAPES_2D).get(shape)
+            for end in ("", *covers.ends.split()) if body else ():
+                problem = parse(":".join(filter(None, (candidate.op, dtype, body, layout, end))))
+                support = candidate.supports(problem, device)
+                assert support.ok, f"{problem}: {support.reason}"
