@@ -66,10 +66,14 @@ def test_text_round_trip(problem: ConvProblem) -> None:
     assert parse(str(problem)) == problem
 
 
-@given(st.text(alphabet="conv_fwdbatilrs:0123456789xpughk.+ne", max_size=64))
-def test_any_text_is_a_problem_or_an_invalid_problem(text: str) -> None:
+@given(problems(), st.data())
+def test_a_misspelt_text_is_another_problem_or_an_invalid_one(problem: ConvProblem, data: st.DataObject) -> None:
+    text = str(problem)
+    start, stop = sorted(data.draw(st.integers(0, len(text)), label="cut") for _ in range(2))
+    misspelt = text[:start] + data.draw(st.text("conv:0123456789xpudghkre.+", max_size=3)) + text[stop:]
     with suppress(InvalidProblem):
-        assert str(parse(text))
+        other = parse(misspelt)
+        assert parse(str(other)) == other
 
 
 @given(problems())
