@@ -20,7 +20,8 @@ from typing import Literal, TypeVar
 
 from nbdnn.config import database_path as default_path
 from nbdnn.dispatch.measurement import LayerChoice, Measurement, checked, key, utc_now
-from nbdnn.dispatch.sqlite_file import Action, DamagedFile, SqliteFile, select, upsert
+from nbdnn.dispatch.sqlite_file import Action, DamagedFile, SqliteFile
+from nbdnn.dispatch.tables import select, upsert
 from nbdnn.errors import DatabaseError, NbdnnWarning
 
 __all__ = ["SHIPPED", "Database", "LayerChoice", "Measurement", "default_path", "utc_now"]

@@ -23,13 +23,13 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 from weakref import WeakSet
 
-from nbdnn.dispatch.measurement import KEY_FIELDS, Kind, LayerChoice, Measurement, Record, checksum
+from nbdnn.dispatch.tables import APPLICATION_ID, SCHEMA, create_tables
 from nbdnn.errors import DatabaseError
 
 try:
@@ -37,14 +37,9 @@ try:
 except ImportError:  # Windows: SQLite's own locks order the writers, and an open file cannot be renamed away
     fcntl = None  # type: ignore[assignment]
 
-SCHEMA = 1
-APPLICATION_ID = 0x6E62646E  # 'nbdn'
 PATIENCE_S = 5.0  # for other processes; a commit takes about 1 ms, a checkpoint tens
 _SHORT_PATIENCE_S = 0.02  # once one wait has been in vain, until a write succeeds
 _COMPANIONS = ("-wal", "-shm", "-journal")
-_TABLES: dict[Kind, str] = {Measurement: "measurement", LayerChoice: "layer_choice"}
-_REAL = ("median_us", "spread", "error")
-_INTEGER = ("samples", "workspace_bytes", "deterministic", "cudnn_version")
 
 T = TypeVar("T")
 Action = Callable[[sqlite3.Connection], T]
@@ -105,7 +100,9 @@ class _Handle:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.connection))
         self.identity = None
 
-    __del__ = close
+    def __del__(self) -> None:
+        if self.identity is not None:
+            self.close()
 
 
 _handles: WeakSet[_Handle] = WeakSet()
@@ -144,7 +141,9 @@ class SqliteFile:
 
     def write(self, action: Action[T]) -> T:
         """Run `action` in one transaction, in a file that is created where there is none."""
-        return self._patiently(lambda: self._write_once(action))
+        result = self._patiently(lambda: self._write_once(action))
+        self._patience_s = PATIENCE_S
+        return result
 
     def set_aside(self, seen: Identity) -> Path | None:
         """Rename the damaged file and its companions; the new name, or None where another process was faster."""
@@ -183,7 +182,6 @@ class SqliteFile:
             except OSError as error:
                 raise DatabaseError(f"{self.path}: {error.strerror}") from None
             else:
-                self._patience_s = PATIENCE_S
                 return result
             time.sleep(random.uniform(0.001, 0.01))
 
@@ -193,7 +191,7 @@ class SqliteFile:
                 if (handle := self._handle(create=False)) is None:
                     return default
                 with self._explained(handle.identity):
-                    return action(handle.connection)
+                    return self._run(action, handle.connection)
         return self._read_and_leave_nothing(action, default)
 
     def _write_once(self, action: Action[T]) -> T:
@@ -203,7 +201,7 @@ class SqliteFile:
         with self._explained(identity):
             connection.execute("BEGIN IMMEDIATE")
             try:
-                result = action(connection)
+                result = self._run(action, connection)
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
@@ -212,6 +210,10 @@ class SqliteFile:
         if self._identity() != identity:
             raise _Again("is being replaced all the time")
         return result
+
+    def _run(self, action: Action[T], connection: sqlite3.Connection) -> T:
+        self._refuse_newer(connection)  # each time: a newer nbdnn may have converted the file meanwhile
+        return action(connection)
 
     def _read_and_leave_nothing(self, action: Action[T], default: T) -> T:
         before = self._contents()
@@ -238,7 +240,7 @@ class SqliteFile:
                     shutil.copyfile(f"{path}{suffix}", f"{folder}/copy{suffix}")
                 path, mode = Path(folder, "copy"), "rw"
             connection = stack.enter_context(closing(self._connect(path, mode)))
-            self._refuse_foreign(connection.execute("PRAGMA application_id").fetchone()[0])
+            self._refuse_foreign(connection)
             yield connection
 
     # Opening
@@ -291,8 +293,9 @@ class SqliteFile:
         if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
             raise DamagedFile(f"{self.path} is not a database", identity)
         version, application = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68))
-        self._refuse_newer(version)
-        self._refuse_foreign(application or APPLICATION_ID)  # 0 while it is being created
+        self._judge_version(version)
+        if application:  # 0 while it is being created
+            self._judge_application(application)
         return (version, application, header[18:20]) == (SCHEMA, APPLICATION_ID, b"\2\2")
 
     def _prepare(self) -> None:
@@ -306,7 +309,7 @@ class SqliteFile:
         with self._explained(identity), closing(self._connect(self.path, "rwc")) as connection:
             if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
                 create_tables(connection)
-            self._refuse_foreign(connection.execute("PRAGMA application_id").fetchone()[0])
+            self._refuse_foreign(connection)
             connection.execute("PRAGMA journal_mode=WAL")  # stays as it was on file systems without shared memory
 
     def _connect(self, path: Path, mode: str) -> sqlite3.Connection:
@@ -314,7 +317,7 @@ class SqliteFile:
             f"{path.as_uri()}?mode={mode}", uri=True, timeout=0, isolation_level=None, check_same_thread=False
         )
         try:
-            self._refuse_newer(connection.execute("PRAGMA user_version").fetchone()[0])
+            self._refuse_newer(connection)
             connection.execute("PRAGMA synchronous=NORMAL")  # WAL: survives kill -9; a power cut loses the last rows
         except BaseException:
             connection.close()
@@ -333,10 +336,11 @@ class SqliteFile:
         except OSError as error:
             raise UnwritablePlace(f"{self.path} cannot be written: {error.strerror}") from None
         try:
-            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _Again("is locked by another process") from None
             yield
-        except BlockingIOError:
-            raise _Again("is locked by another process") from None
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile holds the descriptor too
             os.close(descriptor)
@@ -359,11 +363,17 @@ class SqliteFile:
             return None
         return _Contents(identity, found.st_size, found.st_mtime_ns, os.path.exists(f"{self.path}-wal"))
 
-    def _refuse_newer(self, version: int) -> None:
+    def _refuse_newer(self, connection: sqlite3.Connection) -> None:
+        self._judge_version(connection.execute("PRAGMA user_version").fetchone()[0])
+
+    def _judge_version(self, version: int) -> None:
         if version > SCHEMA:
             raise DatabaseError(f"{self.path} is of schema {version}, made by a newer nbdnn; this one knows {SCHEMA}")
 
-    def _refuse_foreign(self, application: int) -> None:
+    def _refuse_foreign(self, connection: sqlite3.Connection) -> None:
+        self._judge_application(connection.execute("PRAGMA application_id").fetchone()[0])
+
+    def _judge_application(self, application: int) -> None:
         if application != APPLICATION_ID:
             raise DatabaseError(f"{self.path} is a database of another program")
 
@@ -382,59 +392,3 @@ class SqliteFile:
             if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
                 raise UnwritablePlace(f"{self.path} cannot be written: {error}") from None
             raise DatabaseError(f"{self.path}: {error}") from None
-
-
-def create_tables(connection: sqlite3.Connection) -> None:
-    """The two tables, one b-tree each, so that no index can disagree with its table."""
-    connection.execute("BEGIN IMMEDIATE")
-    for kind, table in _TABLES.items():
-        columns = "".join(f"{field} {_sql_type(field)}, " for field in kind._fields)
-        connection.execute(
-            f"CREATE TABLE {table} ({columns}checksum INTEGER NOT NULL, PRIMARY KEY ({_key(kind)})) WITHOUT ROWID"
-        )
-    connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version={SCHEMA}")
-    connection.execute("COMMIT")
-
-
-def select(
-    connection: sqlite3.Connection, kind: type[Record], where: str = "1", parameters: Iterable[object] = ()
-) -> list[Record]:
-    """The sound records of a kind, in the order of their keys. One whose checksum does not match is left out."""
-    columns = ", ".join((*kind._fields, "checksum"))
-    query = f"SELECT {columns} FROM {_TABLES[kind]} WHERE {where} ORDER BY {_key(kind)}"
-    records = []
-    for *values, stored in connection.execute(query, tuple(parameters)):
-        if kind is Measurement:
-            values[_DETERMINISTIC] = bool(values[_DETERMINISTIC])
-        record = kind(*values)
-        if checksum(record) == stored:
-            records.append(record)
-    return records
-
-
-def count(connection: sqlite3.Connection, kind: Kind) -> int:
-    """How many rows there are, sound or not."""
-    return connection.execute(f"SELECT count(*) FROM {_TABLES[kind]}").fetchone()[0]
-
-
-def upsert(connection: sqlite3.Connection, records: Iterable[Measurement | LayerChoice]) -> None:
-    """Write records, each instead of one with its key."""
-    for record in records:
-        marks = ", ".join("?" * (len(record) + 1))
-        connection.execute(f"REPLACE INTO {_TABLES[type(record)]} VALUES ({marks})", (*record, checksum(record)))
-
-
-def delete(connection: sqlite3.Connection, kind: Kind, where: str = "1", parameters: Iterable[object] = ()) -> int:
-    return connection.execute(f"DELETE FROM {_TABLES[kind]} WHERE {where}", tuple(parameters)).rowcount
-
-
-_DETERMINISTIC = Measurement._fields.index("deterministic")
-
-
-def _key(kind: Kind) -> str:
-    return ", ".join(kind._fields[: KEY_FIELDS[kind]])
-
-
-def _sql_type(field: str) -> str:
-    return "REAL" if field in _REAL else "INTEGER NOT NULL" if field in _INTEGER else "TEXT NOT NULL"

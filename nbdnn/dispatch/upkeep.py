@@ -1,0 +1,120 @@
+"""Looking after a tuning database: what is in it, what no longer counts, what shall go."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from nbdnn.dispatch.exchange import AnyRecord, read_all
+from nbdnn.dispatch.measurement import STATUSES, LayerChoice, Measurement, is_current
+from nbdnn.dispatch.sqlite_file import SqliteFile
+from nbdnn.dispatch.tables import count, count_damaged, delete, select, upsert
+from nbdnn.errors import DatabaseError
+
+
+class Health(NamedTuple):
+    """What a database holds. stale: of a candidate that is gone or has changed; damaged: rows that cannot be read."""
+
+    integrity: str
+    statuses: dict[str, int]
+    choices: int
+    stale: int
+    damaged: int
+
+    @property
+    def sound(self) -> bool:
+        return self.integrity == "ok" and not self.stale and not self.damaged
+
+
+class Filter(NamedTuple):
+    """Conditions that all have to hold. device: a fingerprint, or its beginning up to a '/', such as 'cpu'."""
+
+    problem: str | None = None
+    device: str | None = None
+    op: str | None = None
+    cudnn: bool = False
+    cudnn_version: int | None = None
+    older_than_days: float | None = None
+
+    def sql(self) -> tuple[str, list[object]]:
+        """The condition on measurements, and its parameters."""
+        conditions: list[tuple[str, tuple[object, ...]]] = []
+        if self.problem is not None:
+            conditions.append(("problem = ?", (self.problem,)))
+        if self.device is not None:
+            conditions.append(("(device = ? OR instr(device, ?) = 1)", (self.device, f"{self.device}/")))
+        if self.op is not None:
+            conditions.append(("instr(problem, ?) = 1", (f"{self.op}:",)))
+        if self.cudnn or self.cudnn_version is not None:
+            conditions.append(("instr(candidate, '/cudnn/') > 0", ()))
+        if self.cudnn_version is not None:
+            conditions.append(("cudnn_version = ?", (self.cudnn_version,)))
+        if self.older_than_days is not None:
+            moment = datetime.now(UTC) - timedelta(days=self.older_than_days)
+            conditions.append(("substr(measured_at, 1, 19) < ?", (moment.strftime("%Y-%m-%dT%H:%M:%S"),)))
+        where = " AND ".join(condition for condition, _ in conditions) or "1"
+        return where, [parameter for _, parameters in conditions for parameter in parameters]
+
+
+def find(connection: sqlite3.Connection, filter: Filter) -> list[Measurement]:
+    return select(connection, Measurement, *filter.sql())
+
+
+def inspect(file: SqliteFile) -> Health:
+    """Integrity, and how many records of each sort there are."""
+
+    def action(connection: sqlite3.Connection) -> tuple[str, list[AnyRecord], int]:
+        problems = [line for (line,) in connection.execute("PRAGMA integrity_check(3)")]
+        return "; ".join(problems), read_all(connection), count_damaged(connection)
+
+    integrity, records, damaged = file.read(action, ("ok", [], 0))
+    rows = [record for record in records if isinstance(record, Measurement)]
+    return Health(
+        integrity=integrity,
+        statuses={status: sum(row.status == status for row in rows) for status in STATUSES},
+        choices=len(records) - len(rows),
+        stale=sum(not is_current(record) for record in records),
+        damaged=damaged,
+    )
+
+
+def prune(file: SqliteFile) -> int:
+    """Remove what is stale or damaged; how many records."""
+    # Before the transaction, because it imports every kernel.
+    stale = {record for record in file.read(read_all, []) if not is_current(record)}
+
+    def action(connection: sqlite3.Connection) -> int:
+        removed = 0
+        for kind in (Measurement, LayerChoice):
+            keep = [record for record in select(connection, kind) if record not in stale]
+            if lost := count(connection, kind) - len(keep):
+                removed += lost
+                delete(connection, kind)
+                upsert(connection, keep)
+        return removed
+
+    removed = file.write(action)
+    _compact(file)
+    return removed
+
+
+def forget(file: SqliteFile, filter: Filter) -> int:
+    """Remove the measurements that the filter finds and the choices that rest on them; how many measurements."""
+    where, parameters = filter.sql()
+    chosen = "device, problem, candidate, config"
+
+    def action(connection: sqlite3.Connection) -> int:
+        rests = f"({chosen}) IN (SELECT {chosen} FROM measurement WHERE {where})"
+        delete(connection, LayerChoice, rests, parameters)
+        return delete(connection, Measurement, where, parameters)
+
+    removed = file.write(action)
+    _compact(file)
+    return removed
+
+
+def _compact(file: SqliteFile) -> None:
+    with suppress(DatabaseError):  # in use: the space is used again later
+        file.read(lambda connection: connection.execute("VACUUM"), None)
