@@ -89,6 +89,10 @@ class Library(ABC):
     def view(self, array: Any) -> View: ...
 
     @abstractmethod
+    def pointer(self, array: Any) -> int:
+        """Address of an array from `allocator`."""
+
+    @abstractmethod
     def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str) -> Callable[[], Any]:
         """A function that makes an uninitialised dense array, to be `given` to the caller when it is filled."""
 
@@ -111,6 +115,9 @@ class _NumPy(Library):
         if dtype is None or not array.dtype.isnative:
             raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(_BY_NAME)}")
         return View(array.ctypes.data, array.shape, array.strides, dtype, array.flags.writeable)
+
+    def pointer(self, array: np.ndarray) -> int:
+        return _pointer_at(id(array) + _DATA_OFFSET).value or 0
 
     def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str) -> Callable[[], np.ndarray]:
         numpy_dtype = _numpy_dtype(dtype)
@@ -188,6 +195,9 @@ class _Torch(Library):
             raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(_BY_NAME)}")
         strides = tuple(step * ITEMSIZE[dtype] for step in array.stride())
         return View(array.data_ptr(), tuple(array.shape), strides, dtype, True)
+
+    def pointer(self, array: Any) -> int:
+        return array.data_ptr()
 
     def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str) -> Callable[[], Any]:
         return partial(self._torch.empty_strided, shape, dense_strides(shape, channels_last), dtype=self._dtypes[dtype])

@@ -1,4 +1,4 @@
-"""THE ordered lists: every candidate of every op, in the order that breaks ties. The last of a list supports everything.
+"""THE ordered lists: every candidate of every op, in the order that breaks ties. Each ends with one that runs all.
 
 Importing this module loads the kernel modules, so the dispatcher imports it when it first makes a plan.
 """
@@ -29,18 +29,12 @@ def candidates(op: str, hint: str = "") -> tuple[Candidate, ...]:
     return (*specialised, *_LOWERINGS.get(hint, ()), general)
 
 
-def candidate(id: str) -> Candidate | None:
-    """The candidate of that id, None where there is none."""
-    return _BY_ID.get(id)
-
-
-def named(id: str) -> Candidate:
+def candidate(id: str) -> Candidate:
     """The candidate of that id; InvalidProblem lists the ids of its op."""
-    if found := candidate(id):
+    if found := _BY_ID.get(id):
         return found
-    op = id.partition("/")[0]
-    known = [known for known in _BY_ID if known.startswith(f"{op}/")] or list(_LISTS)
-    raise InvalidProblem(f"no candidate {id!r}; there are {', '.join(known)}")
+    known = [known for known in _BY_ID if known.startswith(id.partition("/")[0] + "/")]
+    raise InvalidProblem(f"no candidate {id!r}; there are {', '.join(known or _BY_ID)}")
 
 
-_BY_ID = {candidate.id: candidate for group in (*_LISTS.values(), *_LOWERINGS.values()) for candidate in group}
+_BY_ID = {member.id: member for group in (*_LISTS.values(), *_LOWERINGS.values()) for member in group}

@@ -1,0 +1,184 @@
+"""The arguments of the convolutions, checked: Theano's words in, fields of a problem and a request out."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any, NamedTuple
+
+from nbdnn import config
+from nbdnn.array import DTYPE_NAMES
+from nbdnn.dispatch import events, registry
+from nbdnn.dispatch.policy import Request
+from nbdnn.dispatch.selection import Filters
+from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.problem import ACTIVATIONS, COMPUTE_OF, ITEMSIZE, ConvProblem
+
+HINTS = (None, "forward!", "bprop weights", "bprop inputs")
+_COMPUTE_NAMES = {"float16": "f16", "float32": "f32", "float64": "f64"}
+_AXES = {2: ("height", "width"), 3: ("depth", "height", "width")}
+
+
+class Arguments(NamedTuple):
+    """Everything of a call but its arrays and scalars, as the caller gave it.
+
+    shape: img_shp or kerns_shp of a gradient. layer: what separates equal layers for the ``*_once`` policies.
+    """
+
+    op: str
+    ndim: int
+    shape: tuple[int, ...] | None
+    border_mode: Any
+    subsample: Any
+    dilation: Any
+    conv_mode: Any
+    direction_hint: str | None
+    algo: str | None
+    precision: str | None
+    num_groups: int
+    activation: str | None
+    workspace_limit: int | None
+    deterministic: bool | None
+    allow_tf32: bool | None
+    layer: str | int | None
+
+
+def axes(name: str, value: Any, ndim: int, smallest: int = 1) -> tuple[int, ...]:
+    """`value` for every axis: an int for all of them, or a tuple with one for each."""
+    given = value if isinstance(value, tuple) else (value,) * ndim
+    if len(given) != ndim:
+        raise InvalidProblem(f"{name} is {value!r}: {len(given)} axes, but the image has {ndim}")
+    return tuple(_integer(name, value, each, smallest) for each in given)
+
+
+def padding(
+    border_mode: Any, filter: tuple[int, ...], dilation: tuple[int, ...]
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    """(before, after) of each axis: 'valid' 0, 'full' (k-1)*d, 'half' ((k-1)*d+1)//2, an int, or a tuple of ints or of
+    (before, after) pairs."""
+    if isinstance(border_mode, str):
+        spans = [(k - 1) * d for k, d in zip(filter, dilation, strict=True)]
+        match border_mode:
+            case "valid":
+                return ((0, 0),) * len(filter)
+            case "full":
+                return tuple((span, span) for span in spans)
+            case "half":
+                return tuple(((span + 1) // 2,) * 2 for span in spans)
+        raise InvalidProblem(f"border_mode is {border_mode!r}, expected 'valid', 'full', 'half', an int or a tuple")
+    given = border_mode if isinstance(border_mode, tuple) else (border_mode,) * len(filter)
+    if len(given) != len(filter):
+        raise InvalidProblem(f"border_mode is {border_mode!r}: {len(given)} axes, but the image has {len(filter)}")
+    pairs = [each if isinstance(each, tuple) else (each, each) for each in given]
+    if wrong := [pair for pair in pairs if len(pair) != 2]:
+        raise InvalidProblem(f"border_mode is {border_mode!r}: {wrong[0]!r} is not a pair (before, after)")
+    before_after = [[_integer("border_mode", border_mode, each, 0) for each in pair] for pair in pairs]
+    return tuple((before, after) for before, after in before_after)
+
+
+def _integer(name: str, value: Any, each: Any, smallest: int) -> int:
+    try:
+        number = index(each)
+    except TypeError:
+        raise InvalidProblem(f"{name} is {value!r}, expected an int or a tuple of ints") from None
+    if number < smallest:
+        raise InvalidProblem(f"{name} is {value!r}: {number} is less than {smallest}")
+    return number
+
+
+def out_shape(ishape: Any, kshape: Any, border_mode: Any, subsample: Any, dilation: Any) -> tuple[int, ...]:
+    """Shape of the result of a convolution: see `nbdnn.get_conv_out_shape`."""
+    ishape, kshape = (tuple(map(index, shape)) for shape in (ishape, kshape))
+    ndim = len(ishape) - 2
+    if ndim not in (2, 3) or len(kshape) != len(ishape):
+        raise InvalidType(f"ishape has {len(ishape)} axes and kshape {len(kshape)}, expected 4 and 4, or 5 and 5")
+    steps, strides = axes("dilation", dilation, ndim), axes("subsample", subsample, ndim)
+    before_after = padding(border_mode, kshape[2:], steps)
+    problem = ConvProblem(
+        "conv_fwd", "f32", ishape[0], kshape[1], ishape[2:], kshape[0], kshape[2:], before_after, strides, steps
+    )
+    return problem.y_shape
+
+
+def check(given: Arguments) -> None:
+    """What can be said without looking at the arrays."""
+    for name, value, valid in (
+        ("direction_hint", given.direction_hint, HINTS),
+        ("conv_mode", given.conv_mode, ("conv", "cross")),
+        ("activation", given.activation, (None, *ACTIVATIONS)),
+        ("precision", given.precision, (None, *config.PRECISIONS)),
+    ):
+        if value not in valid:
+            raise InvalidProblem(f"{name} is {value!r}, expected one of {', '.join(map(repr, valid))}")
+    if not isinstance(given.layer, str | int | None):
+        raise InvalidProblem(f"layer is {given.layer!r}, expected a name")
+    limit = given.workspace_limit
+    if limit is not None and _integer("workspace_limit", limit, limit, 0) < 0:
+        raise InvalidProblem(f"workspace_limit is {limit}")
+    for name, flag in (("deterministic", given.deterministic), ("allow_tf32", given.allow_tf32)):
+        if flag not in (None, True, False):
+            raise InvalidProblem(f"{name} is {flag!r}, expected True, False or None")
+
+
+def compute_type(op: str, dtype: str, precision: str | None) -> str:
+    """The compute type for `precision` (None: the flag) on data of `dtype`."""
+    precision = precision or config.current()["dnn.conv.precision"]
+    if precision in ("as_input", "as_input_f32"):
+        compute = "f16" if (dtype, precision) == ("f16", "as_input") else COMPUTE_OF[dtype][0]
+    else:
+        compute = _COMPUTE_NAMES[precision]
+    if compute == "f16" and op != "conv_fwd":
+        raise InvalidType(f"precision {precision!r} is 16-bit compute on {DTYPE_NAMES[dtype]}: gradients need float32")
+    if compute not in COMPUTE_OF[dtype]:
+        possible = ", ".join(DTYPE_NAMES[each] for each in COMPUTE_OF[dtype])
+        raise InvalidProblem(
+            f"precision {precision!r} does not go with {DTYPE_NAMES[dtype]} data; possible: {possible}"
+        )
+    return compute
+
+
+def request(given: Arguments, problem: ConvProblem) -> Request:
+    """How the caller wants the problem computed; the flags speak where an argument is None."""
+    settings = config.current()
+    flag = "dnn.conv.algo_" + problem.op.removeprefix("conv_")
+    algo = given.algo if given.algo is not None else settings[flag]
+    if algo not in (*config.METHODS[given.op, given.ndim], *config.POLICIES) and not _is_id(algo):
+        raise InvalidProblem(_unknown_algo(given, algo))
+    filters = Filters(
+        deterministic=settings["dnn.deterministic"] if given.deterministic is None else given.deterministic,
+        allow_tf32=settings["dnn.allow_tf32"] if given.allow_tf32 is None else given.allow_tf32,
+        workspace_limit=settings["dnn.workspace_limit"] if given.workspace_limit is None else given.workspace_limit,
+        method=algo if algo in config.METHODS[given.op, given.ndim] else "",
+        candidate=algo if _is_id(algo) else "",
+        hint=_applicable_hint(given.direction_hint, problem),
+    )
+    return Request(algo if algo in config.POLICIES else "guess_on_shape_change", filters, given.layer)
+
+
+def _is_id(algo: Any) -> bool:
+    return isinstance(algo, str) and "/" in algo and bool(registry.candidate(algo))
+
+
+def _unknown_algo(given: Arguments, algo: Any) -> str:
+    valid = (*config.METHODS[given.op, given.ndim], *config.POLICIES)
+    only_2d = given.ndim == 3 and algo in config.METHODS[given.op, 2]
+    problem = "exists in 2-D only" if only_2d else "is unknown"
+    return f"algo {algo!r} {problem}; valid: {', '.join(valid)}, or a candidate id such as {given.op}/cpu/direct"
+
+
+def _applicable_hint(hint: str | None, problem: ConvProblem) -> str:
+    """The hint, where the lowering it names computes this problem; else '', and an event says why."""
+    if hint in (None, "forward!"):
+        return ""
+    wanted = [0 if hint == "bprop weights" else k - 1 for k in problem.filter]
+    if {*problem.stride, *problem.dilation, problem.groups} != {1}:
+        why = "it needs stride, dilation and groups of 1"
+    elif problem.pad != tuple((p, p) for p in wanted):
+        why = f"it needs border_mode {'valid' if hint == 'bprop weights' else 'full'!r}"
+    elif problem.epilogue:
+        why = f"a gradient has no epilogue {'+'.join(problem.epilogue)}"
+    elif ITEMSIZE[problem.compute] == 2:
+        why = "a gradient has no 16-bit compute"
+    else:
+        return hint  # type: ignore[return-value]
+    events.emit("ignored", problem, "", f"direction_hint {hint!r}: {why}")
+    return ""

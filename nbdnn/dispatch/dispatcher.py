@@ -1,0 +1,151 @@
+"""From a problem to a plan that runs, and the memos that make a repeated call cheap.
+
+Everything here belongs to one thread: plans hold runners, which are not shared. A context holds what goes with one
+state of the flags; its memo maps whatever a public function calls equal calls to what that function made of the first.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from nbdnn import config
+from nbdnn.candidate import Runner
+from nbdnn.device import Device
+from nbdnn.dispatch import events, policy, workspace
+from nbdnn.dispatch.database import Database
+from nbdnn.dispatch.policy import Choice, Request
+from nbdnn.dispatch.timing import Given
+from nbdnn.problem import Problem
+
+# A program whose shapes never repeat must not grow for ever.
+_MAX_MEMO, _MAX_CONTEXTS = 4096, 32
+
+
+class Plan:
+    """A problem's chosen candidate and config, prepared. `run` computes."""
+
+    __slots__ = ("_context", "choice", "device", "problem", "request", "runner", "workspace_bytes")
+
+    def __init__(self, context: Context, problem: Problem, device: Device, request: Request, choice: Choice) -> None:
+        self._context, self.problem, self.device, self.request = context, problem, device, request
+        self.take(choice)
+
+    def take(self, choice: Choice) -> None:
+        """Run `choice` from now on."""
+        self.choice, self.workspace_bytes = choice, choice.option.workspace_bytes
+        self.runner = self._context.runner(self.problem, self.device, choice)
+        events.emit("selected", self.problem, choice.option.candidate.id, _described(choice))
+
+    def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
+        """Compute. Where the workspace cannot be allocated, the next in rank takes over, now and from then on."""
+        if not self.workspace_bytes:
+            self.runner(pointers, scalars, 0, stream)
+            return
+        try:
+            memory = workspace.take(self.workspace_bytes)
+        except MemoryError:
+            self._take_next()
+            self.run(pointers, scalars, stream)
+        else:
+            self.runner(pointers, scalars, memory.address, stream)
+
+    def _take_next(self) -> None:
+        reason = f"no memory for its workspace of {self.workspace_bytes} bytes"
+        events.emit("failed", self.problem, self.choice.option.candidate.id, reason)
+        limited = self.request.filters._replace(workspace_limit=self.workspace_bytes - 1)
+        smaller = self.request._replace(filters=limited)
+        self.take(policy.choose(self.problem, self.device, self._context.database, smaller))
+
+
+def _described(choice: Choice) -> str:
+    option = choice.option
+    return ", ".join(filter(None, (choice.source, str(option.config), f"workspace {option.workspace_bytes} bytes")))
+
+
+class Context:
+    """One thread's plans under one state of the flags.
+
+    memo: of the public functions: key of a call -> what runs it. It is emptied when the database has changed.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.generation = database.generation
+        self.memo: dict[Any, Any] = {}
+        self._plans: dict[tuple[Problem, Device, Request], Plan] = {}
+        self._runners: dict[tuple, Runner] = {}
+
+    def refresh(self) -> None:
+        self.generation = self.database.generation
+        self.memo.clear()
+
+    def remember(self, key: Any, call: Any) -> None:
+        if len(self.memo) >= _MAX_MEMO:
+            self.forget()
+        self.memo[key] = call
+
+    def forget(self) -> None:
+        """Drop every plan and runner."""
+        for memo in (self.memo, self._plans, self._runners):
+            memo.clear()
+
+    def plan(self, problem: Problem, device: Device, request: Request, given: Given | None = None) -> Plan:
+        """The plan for a problem. A plan made before stays the same object as long as the choice is the same."""
+        choice = policy.choose(problem, device, self.database, request, given)
+        plan = self._plans.get((problem, device, request))
+        if plan is None:
+            plan = self._plans[problem, device, request] = Plan(self, problem, device, request, choice)
+        elif plan.choice.option != choice.option:
+            plan.take(choice)
+        return plan
+
+    def runner(self, problem: Problem, device: Device, choice: Choice) -> Runner:
+        key = (problem, device, choice.option.key)
+        if key not in self._runners:
+            candidate, config_, _ = choice.option
+            self._runners[key] = candidate.prepare(problem, config_, device)
+        return self._runners[key]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.contexts: dict[config.Settings, Context] = {}
+
+
+_thread = _Thread()
+_databases: dict[tuple[str, str], Database] = {}
+_lock = threading.Lock()
+
+
+def context() -> Context:
+    """The calling thread's context for the flags as they are now."""
+    settings = config.current()
+    found = _thread.contexts.get(settings)
+    if found is None:
+        if len(_thread.contexts) >= _MAX_CONTEXTS:
+            _thread.contexts.clear()
+        found = _thread.contexts[settings] = Context(database())
+    if found.generation != found.database.generation:
+        found.refresh()
+    return found
+
+
+def database() -> Database:
+    """The process's tuning database for the flags as they are now."""
+    key = str(config.database_path()), config.current()["tune.mode"]
+    with _lock:
+        if key not in _databases:
+            _databases[key] = Database(*key)
+        return _databases[key]
+
+
+def empty_cache() -> None:
+    """Free the workspace of every thread, and the calling thread's plans.
+
+    The memory comes back with the next call that needs it.
+    """
+    for each in _thread.contexts.values():
+        each.forget()
+    _thread.contexts.clear()
+    workspace.empty()

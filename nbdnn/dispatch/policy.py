@@ -1,0 +1,239 @@
+"""How a choice is made: the four selection policies, and choices by name.
+
+guess_on_shape_change  the fastest measured; nothing measured: the cost model's first. Never measures.
+guess_once             so at the layer's first call, then the same for every shape that it fits. Kept in the process.
+time_on_shape_change   measure what has no valid row, then the fastest.
+time_once              complete measurements of this very problem, else the layer's choice in the database, else measure
+                       this shape and record the winner for the layer.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import NamedTuple
+
+from nbdnn import config
+from nbdnn.device import Device
+from nbdnn.dispatch import events, tuner
+from nbdnn.dispatch.database import Database, LayerChoice
+from nbdnn.dispatch.measurement import is_current, utc_now
+from nbdnn.dispatch.selection import (
+    Filters,
+    Option,
+    Refused,
+    Rows,
+    fastest,
+    ranked,
+    survey,
+    unsupported,
+    valid_rows,
+    working,
+)
+from nbdnn.dispatch.timing import Given
+from nbdnn.errors import NbdnnWarning
+from nbdnn.problem import Problem
+
+
+class Request(NamedTuple):
+    """What a caller asks for. layer: the name that separates equal layers, or the number of an op object."""
+
+    policy: str = "guess_on_shape_change"
+    filters: Filters = Filters()
+    layer: str | int | None = None
+
+
+class Choice(NamedTuple):
+    """What runs, and where that comes from: 'measured', 'cost model', 'layer' or 'named'."""
+
+    option: Option
+    source: str
+
+
+def choose(
+    problem: Problem, device: Device, database: Database, request: Request, given: Given | None = None
+) -> Choice:
+    """What runs `problem`; the timing policies measure on the `given` operands.
+
+    Raises
+    ------
+    UnsupportedProblem
+        Where nobody may run it; every candidate's reason, one a line.
+    """
+    filters = request.filters
+    if filters.by_name:
+        if named := _named(problem, device, database, filters):
+            return named
+        choice = choose(problem, device, database, request._replace(filters=filters.unnamed()), given)
+        _tell_fallback(problem, device, filters, choice.option)
+        return choice
+    return _Choosing(problem, device, database, request, given).by_policy()
+
+
+def guess(problem: Problem, device: Device, filters: Filters = Filters()) -> Option:  # noqa: B008
+    """What guess_on_shape_change picks on an empty database."""
+    options, refused = survey(problem, device, filters)
+    if not options:
+        raise unsupported(problem, refused)
+    return ranked(options, problem, device)[0]
+
+
+def forget_once() -> None:
+    """Forget what the *_once policies remember in this process."""
+    _remembered.clear()
+
+
+_remembered: dict[tuple, tuple[str, str]] = {}  # (device, layer, policy, name or op object, database) -> key
+# Budgets that were spent on a problem: time_on_shape_change goes on in the next process, not at the next call.
+_spent: set[tuple] = set()
+_warned: set[tuple[str, str]] = set()
+_lock = threading.Lock()
+
+
+class _Choosing:
+    """One choice by policy, with what every step of it looks at."""
+
+    def __init__(
+        self, problem: Problem, device: Device, database: Database, request: Request, given: Given | None
+    ) -> None:
+        self._problem, self._device, self._database = problem, device, database
+        self._request, self._given = request, given
+        self._options, self._refused = survey(problem, device, request.filters)
+        if not self._options:
+            raise unsupported(problem, self._refused)
+
+    def by_policy(self) -> Choice:
+        match self._request.policy:
+            case "guess_on_shape_change":
+                return self._best(self._rows())
+            case "guess_once":
+                return self._remembered_choice() or self._remember(self._best(self._rows()))
+            case "time_on_shape_change":
+                return self._timed()
+            case "time_once":
+                return self._timed_once()
+        raise ValueError(f"policy {self._request.policy!r} is not one of {', '.join(config.POLICIES)}")
+
+    def _rows(self) -> Rows:
+        return valid_rows(self._problem, self._device, self._database)
+
+    def _best(self, rows: Rows) -> Choice:
+        if option := fastest(self._options, rows):
+            return Choice(option, "measured")
+        if working_options := working(self._options, rows):
+            return Choice(ranked(working_options, self._problem, self._device)[0], "cost model")
+        failed = [Refused(o.candidate, f"failed when measured: {rows[o.key].reason}") for o in self._options]
+        raise unsupported(self._problem, [*self._refused, *failed])
+
+    def _is_complete(self, rows: Rows) -> bool:
+        return all(option.key in rows for option in self._options)
+
+    def _timed(self) -> Choice:
+        rows = self._rows()
+        budget_s = config.current()["tune.budget_s"]
+        spent = (self._database.path, self._device, str(self._problem), self._request.filters, budget_s)
+        if not self._is_complete(rows) and spent not in _spent:
+            try:
+                rows = tuner.tune(
+                    self._problem,
+                    self._device,
+                    self._database,
+                    filters=self._request.filters,
+                    given=self._given,
+                    budget_s=budget_s,
+                ).rows
+            except MemoryError as error:
+                events.emit("failed", self._problem, "", f"not measured: {error}")
+            _spent.add(spent)
+        return self._best(rows)
+
+    def _timed_once(self) -> Choice:
+        rows = self._rows()
+        if not self._is_complete(rows) and (remembered := self._remembered_choice()):
+            return remembered
+        choice = self._timed()
+        if not self._is_remembered():
+            self._remember(choice)
+        return choice
+
+    # The memory of *_once: op objects and guess_once in this process, time_once also in the database.
+
+    @property
+    def _key(self) -> tuple:
+        policy, _, layer = self._request
+        return self._device.fingerprint, self._problem.layer, policy, layer, self._database.path
+
+    @property
+    def _layer(self) -> str:
+        name = self._request.layer
+        return f"{self._problem.layer}@{name}" if isinstance(name, str) else self._problem.layer
+
+    def _recall(self) -> tuple[str, str] | None:
+        if found := _remembered.get(self._key):
+            return found
+        if self._request.policy == "time_once":
+            stored = self._database.layer_choice(self._device.fingerprint, self._layer)
+            if stored and is_current(stored):
+                return stored.candidate, stored.config
+            if stored:
+                events.emit("rejected", self._problem, stored.candidate, f"layer choice of {stored.candidate_version}")
+        return None
+
+    def _is_remembered(self) -> bool:
+        return bool(recalled := self._recall()) and any(option.key == recalled for option in self._options)
+
+    def _remembered_choice(self) -> Choice | None:
+        if (recalled := self._recall()) is None:
+            return None
+        rows = self._rows()
+        for option in working(self._options, rows):
+            if option.key == recalled:
+                return Choice(option, "layer")
+        reason = next((r.reason for r in self._refused if r.candidate.id == recalled[0]), "this config does not apply")
+        events.emit("replaced", self._problem, recalled[0], reason)
+        return None
+
+    def _remember(self, choice: Choice) -> Choice:
+        candidate = choice.option.candidate
+        if self._request.policy == "time_once":
+            self._database.remember(
+                LayerChoice(
+                    self._device.fingerprint,
+                    self._layer,
+                    *choice.option.key,
+                    candidate.version,
+                    str(self._problem),
+                    utc_now(),
+                )
+            )
+        if self._request.policy == "guess_once" or isinstance(self._request.layer, int):
+            _remembered[self._key] = choice.option.key
+        return choice
+
+
+def _named(problem: Problem, device: Device, database: Database, filters: Filters) -> Choice | None:
+    """The candidate or method asked for; None where another may take its place."""
+    options, refused = survey(problem, device, filters)
+    rows = valid_rows(problem, device, database)
+    usable = working(options, rows)
+    if usable:
+        usable = [option for option in usable if option.candidate.provider == "cudnn"] or usable
+        return Choice(fastest(usable, rows) or ranked(usable, problem, device)[0], "named")
+    failed = [Refused(o.candidate, f"failed when measured: {rows[o.key].reason}") for o in options]
+    if filters.candidate or config.current()["dnn.fallback"] == "raise":
+        raise unsupported(problem, [*refused, *failed])
+    return None
+
+
+def _tell_fallback(problem: Problem, device: Device, filters: Filters, instead: Option) -> None:
+    """An event a plan, and a warning once a problem and process."""
+    _, refused = survey(problem, device, filters)
+    of_method = [r for r in refused if not r.reason.startswith("its method is")]
+    why = "; ".join(f"{r.candidate.id}: {r.reason}" for r in of_method) or "nobody implements it here"
+    detail = f"algo={filters.method!r} cannot run ({why}); {instead} runs instead"
+    events.emit("fallback", problem, instead.candidate.id, detail)
+    with _lock:
+        first = (str(problem), filters.method) not in _warned
+        _warned.add((str(problem), filters.method))
+    if first:
+        warnings.warn(f"{problem}: {detail}", NbdnnWarning, stacklevel=2)

@@ -1,0 +1,253 @@
+"""Measure candidates: check each against float64, time them side by side, store every result.
+
+1. Enter: compile, run on generated zero-mean data and compare with the reference (what errs or is wrong is stored as
+   failed), then take a first sample on the caller's operands. It is stored at once: an interruption loses nothing.
+2. Rounds: the contenders are sampled in turn until each has enough. Who is several times slower than the best after
+   its first sample is none, so that a long list of candidates costs little more than its good ones.
+3. Contenders whose samples disagree are sampled again; what stays noisy is stored as such.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from time import perf_counter
+from typing import NamedTuple
+
+from nbdnn import config
+from nbdnn.device import Device
+from nbdnn.dispatch import events, workspace
+from nbdnn.dispatch.check import Check, Verdict
+from nbdnn.dispatch.database import Database
+from nbdnn.dispatch.measurement import Measurement, utc_now
+from nbdnn.dispatch.selection import Filters, Option, Rows, fastest, ranked, survey, unsupported, valid_rows
+from nbdnn.dispatch.timing import Given, Operands, Stopwatch, rotating
+from nbdnn.problem import Problem
+
+# Who takes this many times the best is not sampled again: after the first sample, and after the third.
+_HOPELESS, _BEATEN = 3.0, 1.3
+# Enough is this many samples, or three that took this long together, or one that took a second.
+_SAMPLES, _LONG_S, _VERY_LONG_S = 7, 0.3, 1.0
+# Above this relative spread the machine was busy: so many samples more.
+_NOISY, _MORE_SAMPLES = 0.1, 8
+
+# Two measurements at once would measure each other.
+_one_at_a_time = threading.RLock()
+
+Progress = Callable[[int, int, str], None]
+
+
+class TuneResult(NamedTuple):
+    """What is known after tuning a problem.
+
+    rows: the valid rows by (candidate id, config). best: the fastest option, None where all failed. guess: what
+    guess_on_shape_change picks on an empty database. complete: whether every option has a row. measured: how many rows
+    this run added.
+    """
+
+    problem: Problem
+    rows: Rows
+    best: Option | None
+    guess: Option
+    complete: bool
+    measured: int
+    seconds: float
+
+
+def tune(
+    problem: Problem,
+    device: Device,
+    database: Database,
+    *,
+    filters: Filters = Filters(),  # noqa: B008
+    given: Given | None = None,
+    budget_s: float | None = None,
+    again: bool = False,
+    progress: Progress | None = None,
+) -> TuneResult:
+    """Measure everything that may run `problem` and has no valid row yet, the guess first, and store the rows.
+
+    Parameters
+    ----------
+    given
+        The operands to time on: they are copied, never written. Random ones where None.
+    budget_s
+        Seconds after which nothing new is begun (flag tune.budget_s where None). One option is always measured.
+    again
+        Measure also what has a valid row.
+    progress
+        Called as each option begins, with (options done, options to measure, option).
+
+    Raises
+    ------
+    UnsupportedProblem
+        Where nobody may run the problem.
+    MemoryError
+        Where a second set of operands does not fit into memory.
+    KeyboardInterrupt
+        When interrupted; what was measured is stored, and the next call goes on from there.
+    """
+    begun = perf_counter()
+    with _one_at_a_time:
+        options, refused = survey(problem, device, filters)
+        if not options:
+            raise unsupported(problem, refused)
+        by_guess = ranked(options, problem, device)
+        rows = valid_rows(problem, device, database)
+        missing = [option for option in by_guess if again or option.key not in rows]
+        if missing:
+            deadline = begun + (config.current()["tune.budget_s"] if budget_s is None else budget_s)
+            race = _Race(problem, device, database, given, deadline)
+            rows |= race.run(missing, {} if again else rows, progress)
+    return TuneResult(
+        problem,
+        rows,
+        best=fastest(options, rows),
+        guess=by_guess[0],
+        complete=all(option.key in rows for option in options),
+        measured=len([option for option in missing if option.key in rows]),
+        seconds=perf_counter() - begun,
+    )
+
+
+@dataclass
+class _Entrant:
+    """An option that works, its check, and its time so far."""
+
+    option: Option
+    verdict: Verdict
+    watch: Stopwatch
+    stored_samples: int = 0
+
+    @property
+    def has_enough(self) -> bool:
+        taken, seconds = len(self.watch.samples_us), self.watch.total_s
+        return taken >= _SAMPLES or (taken >= 3 and seconds >= _LONG_S) or seconds >= _VERY_LONG_S
+
+    @property
+    def is_noisy(self) -> bool:
+        return (self.watch.spread or 0.0) > _NOISY
+
+
+class _Race:
+    """One run over options of a problem."""
+
+    def __init__(
+        self, problem: Problem, device: Device, database: Database, given: Given | None, deadline: float
+    ) -> None:
+        self._problem, self._device, self._database = problem, device, database
+        self._given, self._deadline = given, deadline
+        self._entrants: list[_Entrant] = []
+        self._rows: Rows = {}
+
+    @cached_property
+    def _operands(self) -> Operands:
+        allowed_bytes = workspace.available_bytes(self._device, None) // 2
+        return rotating(self._problem, self._device, allowed_bytes, self._given)
+
+    @cached_property
+    def _check(self) -> Check:
+        return Check(self._problem)
+
+    def run(self, options: Sequence[Option], known: Rows, progress: Progress | None) -> Rows:
+        """The rows of `options`, as far as time allows; `known` ones of others say who is hopeless."""
+        self._known_us = min((row.median_us for row in known.values() if row.median_us is not None), default=None)
+        try:
+            for done, option in enumerate(options):
+                if self._rows and self._is_late():
+                    break
+                if progress:
+                    progress(done, len(options), str(option))
+                self._enter(option)
+            while contenders := [entrant for entrant in self._entrants if self._goes_on(entrant)]:
+                if not self._sample(contenders):
+                    break
+            noisy = [entrant for entrant in self._entrants if entrant.is_noisy and self._is_near(entrant, _BEATEN)]
+            for _ in range(_MORE_SAMPLES if noisy else 0):
+                self._sample(noisy)
+        finally:
+            for entrant in self._entrants:
+                self._conclude(entrant)
+        return self._rows
+
+    def _is_late(self) -> bool:
+        return perf_counter() >= self._deadline
+
+    def _enter(self, option: Option) -> None:
+        """Prepare, check, take the first sample; store it, or why there is none."""
+        candidate, config_, workspace_bytes = option
+        operands, check = self._operands, self._check
+        try:
+            runner = candidate.prepare(self._problem, config_, self._device)
+            verdict = check.run(runner, candidate, workspace_bytes)
+            if not verdict.reason:
+                scalars = self._given.scalars if self._given else (1.0, 0.0)
+                watch = Stopwatch(runner, operands, scalars, workspace_bytes)
+                watch.sample()
+        except MemoryError:  # of this moment, not of the candidate: not stored
+            events.emit("failed", self._problem, candidate.id, f"no memory for {option}, workspace {workspace_bytes}")
+            return
+        except Exception as error:
+            verdict = Verdict(None, f"{type(error).__name__}: {error}")
+        if verdict.reason:
+            events.emit("failed", self._problem, candidate.id, verdict.reason)
+            self._store(option, verdict, None)
+        else:
+            self._entrants.append(_Entrant(option, verdict, watch, stored_samples=1))
+            self._store(option, verdict, watch)
+
+    def _best_us(self) -> float:
+        times = [entrant.watch.median_us for entrant in self._entrants]
+        return min(times if self._known_us is None else [*times, self._known_us])
+
+    def _is_near(self, entrant: _Entrant, factor: float) -> bool:
+        return entrant.watch.median_us <= factor * self._best_us()
+
+    def _goes_on(self, entrant: _Entrant) -> bool:
+        factor = _HOPELESS if len(entrant.watch.samples_us) < 3 else _BEATEN
+        return not entrant.has_enough and self._is_near(entrant, factor)
+
+    def _sample(self, entrants: Sequence[_Entrant]) -> bool:
+        """One more sample of each; False where time ran out."""
+        for entrant in entrants:
+            if self._is_late():
+                return False
+            entrant.watch.sample()
+        return True
+
+    def _conclude(self, entrant: _Entrant) -> None:
+        """Store the samples that came after the first, and tell what was measured."""
+        option, watch = entrant.option, entrant.watch
+        noisy = entrant.is_noisy and self._is_near(entrant, _BEATEN)
+        if len(watch.samples_us) > entrant.stored_samples:
+            self._store(option, entrant.verdict, watch, "noisy" if noisy else "ok")
+        detail = f"{watch.median_us:.2f} us of {len(watch.samples_us)} samples"
+        events.emit("measured", self._problem, option.candidate.id, f"{detail} {option.config}".rstrip())
+        if noisy:
+            events.emit("noisy", self._problem, option.candidate.id, f"{detail}, spread {watch.spread:.0%}")
+
+    def _store(self, option: Option, verdict: Verdict, watch: Stopwatch | None, status: str = "ok") -> None:
+        candidate = option.candidate
+        row = Measurement(
+            device=self._device.fingerprint,
+            problem=str(self._problem),
+            candidate=candidate.id,
+            config=str(option.config),
+            median_us=watch.median_us if watch else None,
+            spread=watch.spread if watch else None,
+            samples=len(watch.samples_us) if watch else 0,
+            workspace_bytes=option.workspace_bytes,
+            deterministic=candidate.deterministic,
+            math=candidate.math,
+            error=verdict.error,
+            status="failed" if verdict.reason else status,
+            reason=verdict.reason,
+            candidate_version=candidate.version,
+            cudnn_version=0,
+            driver="",
+            measured_at=utc_now(),
+        )
+        self._rows[option.key] = row
+        self._database.store([row])

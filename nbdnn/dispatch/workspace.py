@@ -1,0 +1,71 @@
+"""Scratch memory of the CPU: one buffer a thread, shared by its plans, that grows and is aligned to a cache line."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+
+from nbdnn.device import Device
+
+_ALIGN_BYTES = 64
+
+
+class Memory(NamedTuple):
+    """Bytes at an aligned address; whoever holds it keeps them alive."""
+
+    array: np.ndarray
+    address: int
+    size_bytes: int
+
+
+_NONE = Memory(np.empty(0, np.uint8), 0, 0)
+
+
+class _Buffer:
+    """What a thread has now: nothing at first, and after `empty`."""
+
+    def __init__(self) -> None:
+        self.memory = _NONE
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.buffer = _Buffer()
+        with _lock:
+            _buffers.add(self.buffer)
+
+
+_lock = threading.Lock()
+_buffers: weakref.WeakSet[_Buffer] = weakref.WeakSet()
+_thread = _Thread()
+
+
+def take(size_bytes: int) -> Memory:
+    """The calling thread's memory, of at least that size. MemoryError where it cannot grow."""
+    buffer = _thread.buffer
+    memory = buffer.memory
+    if memory.size_bytes < size_bytes:
+        buffer.memory = memory = _NONE  # the old one goes before the new one comes
+        buffer.memory = memory = _allocate(size_bytes)
+    return memory
+
+
+def empty() -> None:
+    """Drop the buffer of every thread. One in use by a running call goes when the call ends."""
+    with _lock:
+        for buffer in _buffers:
+            buffer.memory = _NONE
+
+
+def available_bytes(device: Device, limit: int | None) -> int:
+    """The largest workspace that may be used now: the limit, or what is free with the buffer that is already there."""
+    free = device.free_memory_bytes() + _thread.buffer.memory.size_bytes
+    return free if limit is None else min(limit, free)
+
+
+def _allocate(size_bytes: int) -> Memory:
+    array = np.empty(size_bytes + _ALIGN_BYTES, np.uint8)
+    return Memory(array, -(-array.ctypes.data // _ALIGN_BYTES) * _ALIGN_BYTES, size_bytes)
