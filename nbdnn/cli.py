@@ -1,0 +1,61 @@
+"""The `nbdnn` command: the parser, and what every subcommand shares when it ends well, badly or early.
+
+Exit codes: 0; 2 after an error, which is one line on stderr; 130 after Ctrl-C. A subcommand lives in ``cli_<name>.py``:
+its ``add_parser(subparsers)`` sets ``func``, which takes the parsed arguments and returns an exit code or None.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import warnings
+from typing import NoReturn
+
+from nbdnn import cli_autotune, cli_bench, cli_db, cli_explain, cli_info
+from nbdnn.cli_output import one_line
+
+INTERRUPTED = 130
+
+
+class UsageError(Exception):
+    """The command line is wrong; the message says where."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = _Parser(prog="nbdnn", description="Measure, explain and remember which implementation of an op is fastest.")
+    top.add_argument("--version", action="version", version=f"nbdnn {importlib.metadata.version('nbdnn')}")
+    subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (cli_autotune, cli_bench, cli_explain, cli_info, cli_db):
+        command.add_parser(subparsers)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line; the exit code."""
+    warnings.showwarning = _show_warning
+    try:
+        args = parser().parse_args(argv)
+        code = args.func(args)
+        sys.stdout.flush()
+        return code or 0
+    except KeyboardInterrupt:
+        print("nbdnn: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `nbdnn ... | head`: nobody reads on, which is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        print(f"nbdnn: error: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
+    print(f"nbdnn: warning: {one_line(message)}", file=sys.stderr)

@@ -1,0 +1,104 @@
+"""`nbdnn bench`: every candidate's time on every problem of the targets, beside what the machine could do at most."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from nbdnn import config
+from nbdnn.cli_autotune import add_budget, progress_bar
+from nbdnn.cli_output import duration, print_table, size
+from nbdnn.cli_targets import add_place, add_targets, layers, place
+from nbdnn.workloads import Layer
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="time every candidate",
+        description="Time every candidate. What the database has is not measured again, unless --again says so.",
+    )
+    add_targets(parser)
+    add_place(parser)
+    add_budget(parser)
+    parser.add_argument("--again", action="store_true", help="measure also what the database has")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from nbdnn.dispatch.tuner import tune
+
+    wanted = layers(args)
+    device, database = place(args)
+    budget_s = config.current()["tune.budget_s"] if args.budget is None else args.budget
+    everything = []
+    with progress_bar() as bar:
+        task = bar.add_task("", total=len(wanted))
+        for layer in wanted:
+            bar.update(task, description=layer.name or str(layer.problem))
+            result = tune(layer.problem, device, database, budget_s=budget_s, again=args.again)
+            rows = _rows(layer, result, device)
+            everything += rows
+            bar.advance(task)
+            if not args.json:
+                _print(layer, rows, device)
+    if args.json:
+        print(json.dumps(everything, indent=2))
+    return 0
+
+
+def _rows(layer: Layer, result: Any, device: Any) -> list[dict[str, Any]]:
+    """One record a measured candidate and config, the fastest first and what failed last."""
+    from nbdnn.kernels.cpu.peaks import floor_us
+
+    floor = floor_us(layer.problem, device)
+    chosen = result.best.key if result.best else None
+    rows = sorted(result.rows.values(), key=lambda row: (row.status == "failed", row.median_us or 0.0))
+    return [
+        {
+            "layer": layer.name,
+            "problem": row.problem,
+            "candidate": row.candidate,
+            "config": row.config,
+            "chosen": (row.candidate, row.config) == chosen,
+            "status": row.status,
+            "reason": row.reason,
+            "time_us": row.median_us,
+            "spread": row.spread,
+            "gflops": layer.problem.flops / row.median_us / 1e3 if row.median_us else None,
+            "share_of_floor": floor / row.median_us if row.median_us else None,
+            "workspace_bytes": row.workspace_bytes,
+            "error": row.error,
+        }
+        for row in rows
+    ]
+
+
+def _print(layer: Layer, rows: list[dict[str, Any]], device: Any) -> None:
+    from nbdnn.kernels.cpu.peaks import floor_us
+
+    columns = ("", "candidate", "config", "time", "spread", "GFLOP/s", "of floor", "workspace", "error", "status")
+    cells = [
+        (
+            "*" if row["chosen"] else "",
+            row["candidate"],
+            row["config"],
+            duration(row["time_us"]),
+            _number(row["spread"], "{:.1%}"),
+            _number(row["gflops"], "{:.1f}"),
+            _number(row["share_of_floor"], "{:.0%}"),
+            size(row["workspace_bytes"]),
+            _number(row["error"], "{:.3f}"),
+            ": ".join(filter(None, (row["status"], row["reason"]))),
+        )
+        for row in rows
+    ]
+    name = f"{layer.name}, " if layer.name else ""
+    title = f"{name}{layer.problem}: floor {duration(floor_us(layer.problem, device))}"
+    print_table(title, columns, cells, right=columns[3:9])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

@@ -1,0 +1,61 @@
+"""`nbdnn info`: what a report of a problem should begin with."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+from typing import Any
+
+from nbdnn.cli_output import size
+from nbdnn.cli_targets import add_place, place
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "info", help="versions, device, database, candidates", description="Facts for a report of a problem."
+    )
+    add_place(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = _facts(args)
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _facts(args: argparse.Namespace) -> dict[str, str]:
+    from nbdnn.dispatch import registry
+    from nbdnn.kernels.cpu.compile import cache_dir
+    from nbdnn.kernels.cpu.launch import threading_layer
+    from nbdnn.problem import CONV_OPS
+
+    layer = threading_layer()  # before the device: it decides how many threads there are
+    device, database = place(args)
+    caches = f"L2 {size(device.l2_bytes)} a core, last level {size(device.llc_bytes)}"
+    return {
+        "nbdnn": importlib.metadata.version("nbdnn"),
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "libraries": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "numba", "llvmlite")),
+        "device": device.fingerprint,
+        "caches": caches,
+        "memory": f"{size(device.free_memory_bytes())} free",
+        "threads": f"{device.threads} on {layer}" + _FORK_ADVICE.get(layer, ""),
+        "database": f"{database.path} ({database.mode}, {'there' if database.path.exists() else 'not there yet'})",
+        "kernel cache": str(cache_dir()),
+        **{op: ", ".join(c.id.removeprefix(f"{op}/") for c in registry.candidates(op)) for op in CONV_OPS},
+    }
+
+
+_FORK_ADVICE = {
+    "omp": " (kills forked children: install tbb)",
+    "workqueue": " (slow, one call at a time: install tbb)",
+}

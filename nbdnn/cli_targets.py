@@ -1,0 +1,94 @@
+"""What a command works on: workloads, problem texts and files of them, and the flags that the command line sets."""
+
+from __future__ import annotations
+
+import argparse
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from nbdnn import config
+from nbdnn.device import Device, cpu_device
+from nbdnn.dispatch import dispatcher
+from nbdnn.dispatch.database import Database
+from nbdnn.errors import InvalidProblem
+from nbdnn.problem import CONV_OPS, ITEMSIZE, parse
+from nbdnn.workloads import WORKLOADS, Layer, merged, workload
+
+
+def add_targets(parser: argparse.ArgumentParser) -> None:
+    """TARGET... and the options that choose among and shape them."""
+    parser.add_argument(
+        "target",
+        nargs="+",
+        metavar="TARGET",
+        help=f"a workload ({', '.join(WORKLOADS)}), a problem text, or a file of them, one a line, # for comments",
+    )
+    of_workloads = parser.add_argument_group("workloads")
+    of_workloads.add_argument("--batch", type=positive, default=1, metavar="N", help="images (default 1)")
+    of_workloads.add_argument("--dtype", choices=tuple(ITEMSIZE), default="f32", help="of every operand (default f32)")
+    of_workloads.add_argument(
+        "--layout", choices=("nchw", "nhwc"), default="nchw", help="channels first or last (default nchw)"
+    )
+    of_workloads.add_argument("--train", action="store_true", help="the gradients as well")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="only problems with this in their text or layer name; * and ? as in file names"
+    )
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """--device and --db."""
+    parser.add_argument("--device", choices=("cpu",), default="cpu", help="where to run (default cpu)")
+    parser.add_argument("--db", metavar="FILE", help="the tuning database (default: NBDNN_DB, or the user's)")
+
+
+def positive(text: str) -> int:
+    """An argument that must be a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def place(args: argparse.Namespace) -> tuple[Device, Database]:
+    """The device and the database that the arguments name."""
+    if args.db:
+        config.set_flags(tune__db=args.db)
+    return cpu_device(), dispatcher.database()
+
+
+def layers(args: argparse.Namespace) -> list[Layer]:
+    """The problems that the arguments name, equal ones once."""
+    found = merged([layer for target in args.target for layer in _resolve(target, args)])
+    if args.only:
+        pattern = args.only if set("*?[") & set(args.only) else f"*{args.only}*"
+        chosen = [n for n in found if fnmatchcase(str(n.problem), pattern) or fnmatchcase(n.name, pattern)]
+        if not chosen:
+            raise InvalidProblem(f"none of {len(found)} problems matches --only {args.only!r}")
+        return chosen
+    return found
+
+
+def _resolve(target: str, args: argparse.Namespace) -> list[Layer]:
+    if target in WORKLOADS:
+        return workload(target, args.batch, args.dtype, args.layout, train=args.train)
+    if target.partition(":")[0] in CONV_OPS:
+        return [Layer(parse(target), "", 1)]
+    if Path(target).is_file():
+        return _read(Path(target))
+    raise InvalidProblem(f"{target!r} is not a workload ({', '.join(WORKLOADS)}), a problem text or a file")
+
+
+def _read(path: Path) -> list[Layer]:
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise InvalidProblem(f"{path} is not a text file") from None
+    for number, line in enumerate(lines, start=1):
+        if text := line.partition("#")[0].strip():
+            try:
+                found.append(Layer(parse(text), "", 1))
+            except InvalidProblem as error:
+                raise InvalidProblem(f"{path}, line {number}: {error}") from None
+    if not found:
+        raise InvalidProblem(f"{path} holds no problem")
+    return found

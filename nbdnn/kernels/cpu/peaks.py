@@ -1,0 +1,89 @@
+"""What this CPU can do at most: fused multiply-adds from registers, and a copy through memory.
+
+Their floor of a problem is what a kernel's time is compared with. A method that needs fewer multiplications than the
+definition (Winograd, FFT) may go below it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from nbdnn.device import Device
+from nbdnn.kernels.cpu.compile import compile_task
+from nbdnn.kernels.cpu.launch import Phase, Program
+from nbdnn.kernels.cpu.vector import convert_row, micro_kernel, pointer, stack
+from nbdnn.problem import ITEMSIZE, ConvProblem
+
+_MR, _NV, _STEPS = 6, 2, 20_000  # 12 independent accumulators: more than latency x ports of any core
+_COPY_BYTES, _CACHES = 1 << 20, 2
+_TASKS_A_THREAD, _REPEATS = 32, 12
+
+
+class Peaks(NamedTuple):
+    """Floating-point operations a second in the compute type, and bytes a second of a copy, read plus written."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+def floor_us(problem: ConvProblem, device: Device) -> float:
+    """Microseconds below which no kernel that does every multiplication and touches every byte can go."""
+    peaks = measured(device, "f64" if problem.compute == "f64" else "f32")
+    return max(problem.flops / peaks.flops_per_s, problem.min_bytes / peaks.bytes_per_s) * 1e6
+
+
+@cache
+def measured(device: Device, compute: str) -> Peaks:
+    """The best of several short runs on all threads of the device."""
+    tasks = device.threads * _TASKS_A_THREAD
+    vl = device.lanes(compute)
+    flops = 2.0 * _MR * _NV * vl * _STEPS * tasks
+    factors = np.zeros(_NV * device.vector_bytes, np.uint8)
+    burn_s = _best(Program([Phase(_burn_task(compute, vl), tasks, np.zeros(1, np.int64))]), (factors.ctypes.data,))
+
+    chunks = max(tasks, -(-_CACHES * device.llc_bytes // _COPY_BYTES))
+    source, target = np.ones(chunks * _COPY_BYTES, np.uint8), np.ones(chunks * _COPY_BYTES, np.uint8)
+    copy = Program([Phase(_copy_task(device.lanes("f32")), chunks, np.zeros(1, np.int64))])
+    copy_s = _best(copy, (source.ctypes.data, target.ctypes.data))
+    return Peaks(flops / burn_s, 2.0 * chunks * _COPY_BYTES / copy_s)
+
+
+def _best(program: Program, pointers: tuple[int, ...]) -> float:
+    seconds = []
+    for _ in range(_REPEATS):
+        start = perf_counter()
+        program(pointers, (1.0, 0.0))
+        seconds.append(perf_counter() - start)
+    return min(seconds)
+
+
+@cache
+def _burn_task(compute: str, vl: int):
+    """One register tile, multiplied by the same two vectors over and over."""
+    micro = micro_kernel(compute, _MR, _NV, vl, 0, 0, False)
+    i64, rows_of, tile_of = pointer("i64"), stack(8 * _MR), stack(_MR * _NV * vl * ITEMSIZE[compute])
+
+    def burn(args, ctx, index, worker):
+        rows, factors = rows_of(), i64(args)[0]
+        for row in range(_MR):
+            i64(rows)[row] = factors
+        micro(rows, 0, factors, 0, _STEPS, tile_of())
+
+    return compile_task(burn, (compute, vl))
+
+
+@cache
+def _copy_task(vl: int):
+    """One piece of a long copy."""
+    copy_row = convert_row("f32", "f32", vl)
+    i64 = pointer("i64")
+
+    def copy(args, ctx, index, worker):
+        start = index * _COPY_BYTES
+        copy_row(i64(args)[1] + start, i64(args)[0] + start, _COPY_BYTES // 4)
+
+    return compile_task(copy, vl)

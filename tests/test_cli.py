@@ -1,0 +1,168 @@
+"""The command line as a user meets it: tables, exit codes, one-line errors, interruptions."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nbdnn.cli import main
+
+PROBLEM = "conv_fwd:f32:n1c8h10w12:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
+ANOTHER = "conv_bwd_data:f32:n1c8h10w12:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
+COMMANDS = ("autotune", "bench", "explain")
+
+
+def nbdnn(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with pipes instead of a terminal."""
+    return subprocess.run([sys.executable, "-m", "nbdnn", *arguments], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> str:
+    return str(tmp_path / "cli.db")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["tune"], "invalid choice: 'tune'"),
+        (["autotune"], "arguments are required: TARGET"),
+        (["autotune", "resnet51"], r"'resnet51' is not a workload \(resnet50, "),
+        (["autotune", "resnet50", "--batch", "0"], "argument --batch: '0' is not a whole number"),
+        (["autotune", "resnet50", "--budget", "-1"], "argument --budget: '-1' is not a number of seconds"),
+        (["autotune", "resnet50", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["autotune", "resnet50", "--only", "17x17"], "none of 23 problems matches --only '17x17'"),
+        (["explain", "conv_fwd:f32:n1"], "'n1' in 'conv_fwd:f32:n1': expected dims"),
+        (["bench", PROBLEM.replace("g1", "g3")], "8 is not a multiple of groups 3"),
+        (["info", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["info", "resnet50"], "unrecognized arguments: resnet50"),
+        (["db"], "arguments are required"),
+    ],
+)
+def test_every_error_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"nbdnn: error: [^\n]*\n", err), err
+    assert re.search(message, err)
+
+
+def test_errors_in_a_file_name_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problems = tmp_path / "problems.txt"
+    problems.write_text(f"# first a good one\n{PROBLEM}\n\n{PROBLEM.replace('k8', 'x8')}\n")
+    assert main(["explain", str(problems)]) == 2
+    assert f"{problems}, line 4: 'x8r3s3'" in capsys.readouterr().err
+    problems.write_text("# nothing\n")
+    assert main(["explain", str(problems)]) == 2
+    assert "holds no problem" in capsys.readouterr().err
+    problems.write_bytes(b"\xff\xfe\x00")
+    assert main(["explain", str(problems)]) == 2
+    assert "is not a text file" in capsys.readouterr().err
+
+
+def test_a_flag_that_does_not_exist_is_an_error_of_the_command_line() -> None:
+    environment = {**os.environ, "NBDNN_FLAGS": "dnn.speed=11"}
+    command = [sys.executable, "-m", "nbdnn", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 2
+    assert re.fullmatch(r"nbdnn: error: unknown flag 'dnn.speed'[^\n]*\n", done.stderr)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "info", "db"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*filter(None, [command]), "--help"])
+    assert stop.value.code == 0
+    assert "usage: nbdnn" in capsys.readouterr().out
+
+
+def test_autotune_measures_once_and_says_so(db: str, tmp_path: Path) -> None:
+    problems = tmp_path / "problems.txt"
+    problems.write_text(f"{PROBLEM}  # with a comment\n{ANOTHER}\n{PROBLEM}\n")
+    first = nbdnn("autotune", str(problems), "--db", db, "--budget", "3")
+    assert first.returncode == 0, first.stderr
+    assert first.stderr == ""
+    assert "\x1b" not in first.stdout
+    assert PROBLEM in first.stdout
+    assert ANOTHER in first.stdout
+    assert re.search(rf"\d+ measurements of 2 problems are kept in {re.escape(db)}", first.stdout)
+    row = next(line.split() for line in first.stdout.splitlines() if PROBLEM in line)
+    assert row[:2] == [PROBLEM, "2"]
+    assert row[2].startswith("conv_fwd/cpu/")
+    assert re.fullmatch(r"\d+\.\d\dx", row[-1])
+
+    second = nbdnn("autotune", str(problems), "--db", db, "--json")
+    assert second.returncode == 0, second.stderr
+    results = json.loads(second.stdout)
+    assert [(r["problem"], r["count"], r["measured"], r["complete"]) for r in results] == [
+        (PROBLEM, 2, 0, True),
+        (ANOTHER, 1, 0, True),
+    ]
+    assert all(r["speedup"] == r["default_us"] / r["time_us"] for r in results)
+    assert "Nothing was measured" in nbdnn("autotune", str(problems), "--db", db).stdout
+
+
+def test_bench_shows_every_candidate_and_explain_what_is_chosen(db: str) -> None:
+    from nbdnn.dispatch import registry
+
+    done = nbdnn("bench", PROBLEM, "--db", db, "--json", "--budget", "5")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert {row["candidate"] for row in rows} <= {c.id for c in registry.candidates("conv_fwd")}
+    assert sum(row["chosen"] for row in rows) == 1
+    assert all(row["gflops"] > 0 and row["share_of_floor"] > 0 for row in rows if row["status"] == "ok")
+    assert [r["time_us"] for r in rows] == sorted(r["time_us"] for r in rows)
+
+    text = nbdnn("bench", PROBLEM, "--db", db).stdout
+    assert f"{PROBLEM}: floor" in text
+    explained = json.loads(nbdnn("explain", PROBLEM, "--db", db, "--json").stdout)
+    assert {row["candidate"] for row in explained} >= {c.id for c in registry.candidates("conv_fwd")}
+    chosen = next(row for row in rows if row["chosen"])
+    assert [row["candidate"] for row in explained if row["chosen"]] == [chosen["candidate"]]
+    assert chosen["candidate"] in nbdnn("explain", PROBLEM, "--db", db).stdout
+
+
+def test_info_names_what_a_report_needs(db: str) -> None:
+    done = nbdnn("info", "--db", db, "--json")
+    facts = json.loads(done.stdout)
+    assert db in facts["database"]
+    assert "cpu/direct" in facts["conv_fwd"]
+    assert facts["device"].startswith("cpu/")
+    assert set(facts) == {line.split("  ")[0].strip() for line in nbdnn("info", "--db", db).stdout.splitlines()}
+
+
+def test_ctrl_c_keeps_what_was_measured(db: str) -> None:
+    command = [sys.executable, "-m", "nbdnn", "autotune", "vgg16", "--db", db]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not _rows_in(db) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "the same command goes on from there" in err
+    assert "Traceback" not in err
+    assert _rows_in(db) > 0
+
+
+def _rows_in(db: str) -> int:
+    if not Path(db).exists():
+        return 0
+    return len(nbdnn("db", "--db", db, "list").stdout.splitlines()) - 1
+
+
+def test_output_into_a_closed_pipe_is_no_error(db: str) -> None:
+    command = f"{sys.executable} -m nbdnn explain vgg16 --db {db} | true"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
