@@ -47,12 +47,12 @@ def _scratch_bytes(width: int, compute: str) -> int:
 
 
 @cache
-def _gather_task(dtype: str):
+def _gather_task(dtype: str, vl: int):
     """Forward and bwd_data: a run of output rows, counted over n x group x channel x depth x height."""
     compute = DEFAULT_COMPUTE[dtype]
     data, acc_of, i64, offset_slot = pointer(dtype), pointer(compute), pointer("i64"), stack(8)
     args_at, params_at = struct(ARGS), struct(_GATHER)
-    widen, store, itemsize, acc_bytes = WIDEN[dtype], tile_store(dtype, compute), ITEMSIZE[dtype], ITEMSIZE[compute]
+    widen, store, itemsize, acc_bytes = WIDEN[dtype], tile_store(dtype, compute, vl), ITEMSIZE[dtype], ITEMSIZE[compute]
     real = float32 if compute == "f32" else float64
 
     def gather_rows(args, ctx, index, worker):
@@ -108,7 +108,7 @@ def _gather_task(dtype: str):
             out = pointers[f.out_pointer]
             store(tile, width, 1, width, out, row_slot, f.lanes, f.contiguous, flags, a.alpha, a.beta)
 
-    return compile_task(gather_rows, dtype, fastmath=FASTMATH)
+    return compile_task(gather_rows, (dtype, vl), fastmath=FASTMATH)
 
 
 def _tap_table(axis: Axis) -> np.ndarray:
@@ -137,7 +137,9 @@ def _gather_phase(
         lanes=lanes.ctypes.data,
         contiguous=int(gather.w.out_step * geo.out_strides[-1] == 1),
     )
-    return Phase(_gather_task(problem.dtype), ceil(rows / rows_a_task), ctx), [*tables, lanes]
+    return Phase(
+        _gather_task(problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype])), ceil(rows / rows_a_task), ctx
+    ), [*tables, lanes]
 
 
 _FILTER = record(
@@ -148,12 +150,12 @@ _FILTER = record(
 
 
 @cache
-def _filter_task(dtype: str):
+def _filter_task(dtype: str, vl: int):
     """bwd_filter: every tap of one (k, c) pair."""
     compute = DEFAULT_COMPUTE[dtype]
     data, acc_of, i64, offset_slot = pointer(dtype), pointer(compute), pointer("i64"), stack(8)
     args_at, params_at = struct(ARGS), struct(_FILTER)
-    widen, store, acc_bytes = WIDEN[dtype], tile_store(dtype, compute), ITEMSIZE[compute]
+    widen, store, acc_bytes = WIDEN[dtype], tile_store(dtype, compute, vl), ITEMSIZE[compute]
     real = float32 if compute == "f32" else float64
 
     def filter_taps(args, ctx, index, worker):
@@ -192,10 +194,10 @@ def _filter_task(dtype: str):
         flags = (0, 0, True, 0, f.read_out)
         store(tile, taps, 1, taps, a.p2, row_slot, f.lanes, f.contiguous, flags, a.alpha, a.beta)
 
-    return compile_task(filter_taps, dtype, fastmath=FASTMATH | {"reassoc"})
+    return compile_task(filter_taps, (dtype, vl), fastmath=FASTMATH | {"reassoc"})
 
 
-def _filter_phase(problem: ConvProblem) -> tuple[Phase, list[np.ndarray]]:
+def _filter_phase(problem: ConvProblem, device: Device) -> tuple[Phase, list[np.ndarray]]:
     forward = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout=""))
     (gather,) = forward.gathers
     tables = [_tap_table(axis) for axis in gather]
@@ -227,7 +229,11 @@ def _filter_phase(problem: ConvProblem) -> tuple[Phase, list[np.ndarray]]:
         read_out=int("beta" in problem.epilogue),
     )
     pairs = problem.k * problem.c // problem.groups
-    return Phase(_filter_task(problem.dtype), pairs, ctx), [*tables, lanes]
+    task = _filter_task(problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype]))
+    return Phase(task, pairs, ctx), [
+        *tables,
+        lanes,
+    ]
 
 
 class Direct(Candidate[NoConfig]):
@@ -253,7 +259,7 @@ class Direct(Candidate[NoConfig]):
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
         if self.op == "conv_bwd_filter":
-            parts = [_filter_phase(problem)]
+            parts = [_filter_phase(problem, device)]
         else:
             geo = geometry(problem)
             parts = [_gather_phase(problem, geo, gather, device) for gather in geo.gathers]

@@ -15,7 +15,8 @@ import numpy as np
 from numba import float32, float64, int32, njit
 
 from nbdnn.kernels.cpu.compile import DEVICE
-from nbdnn.kernels.cpu.vector import NARROW, WIDEN, f32_from_bits, pointer
+from nbdnn.kernels.cpu.vector import NARROW, WIDEN, convert_row, f32_from_bits, pointer
+from nbdnn.problem import ITEMSIZE
 
 
 @njit(inline="always")
@@ -63,10 +64,11 @@ def _tanh_f64(x):
 
 
 @cache
-def tile_store(dtype: str, compute: str):
+def tile_store(dtype: str, compute: str, vl: int):
     """Compiled-in function that finishes and stores one tile; see the parameters of `store`."""
     data, tile_of, index = pointer(dtype), pointer(compute), pointer("i64")
-    widen, narrow = WIDEN[dtype], NARROW[dtype]
+    widen, narrow, narrow_row = WIDEN[dtype], NARROW[dtype], convert_row(compute, dtype, vl)
+    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     real = float32 if compute == "f32" else float64
     sigmoid, tanh = (_sigmoid_f32, _tanh_f32) if compute == "f32" else (_sigmoid_f64, _tanh_f64)
 
@@ -133,9 +135,7 @@ def tile_store(dtype: str, compute: str):
             line = m * pitch
             start = row_off[m]
             if contiguous:
-                start += lane_off[0]
-                for j in range(lanes):
-                    y[start + j] = narrow(acc[line + j])
+                narrow_row(out + (start + lane_off[0]) * itemsize, tile + line * acc_bytes, lanes)
             else:
                 for j in range(lanes):
                     y[start + lane_off[j]] = narrow(acc[line + j])

@@ -159,12 +159,7 @@ def f32_to_bf16(typingctx, value):
     """Round to bfloat16 (uint16), to nearest even; a NaN stays a (quiet) NaN."""
 
     def codegen(context, builder, sig, args):
-        bits = builder.bitcast(args[0], I32)
-        lsb = builder.and_(builder.lshr(bits, I32(16)), I32(1))
-        rounded = builder.add(bits, builder.add(lsb, I32(0x7FFF)))
-        quiet = builder.or_(bits, I32(0x400000))
-        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), I32(16)), I16)
+        return _to_bf16(builder, args[0], I32, I16)
 
     return signature(types.uint16, types.float32), codegen
 
@@ -194,6 +189,119 @@ NARROW = {"f16": f32_to_f16, "bf16": f32_to_bf16, "f32": _identity_f32, "f64": _
 
 
 @cache
+def convert_row(source: str, target: str, vl: int, step: int = 1):
+    """Intrinsic (to, start, n): n elements of `source` dtype, every step-th from address `start`, to `target` dtype.
+
+    Whole vectors of vl elements, then one masked vector: short rows, which is what convolutions have, cost no scalar
+    loop. step is 1 or 2. Rounds to nearest even; NaN stays NaN. Never reads beyond the last element taken.
+    """
+    bits = {"f16": I16, "bf16": I16} | FLOAT
+    read, write = (ir.VectorType(bits[name], vl) for name in (source, target))
+    suffix = {"f16": "i16", "bf16": "i16", "f32": "f32", "f64": "f64"}
+    read_bytes, write_bytes = (2 if name in ("f16", "bf16") else 4 if name == "f32" else 8 for name in (source, target))
+    mask_type, lane_type = ir.VectorType(ir.IntType(1), vl), ir.VectorType(I64, vl)
+
+    def codegen(context, builder, sig, args):
+        to, start, n = args
+        module = builder.module
+        load_type = ir.FunctionType(read, [read.as_pointer(), I32, mask_type, read])
+        store_type = ir.FunctionType(ir.VoidType(), [write, write.as_pointer(), I32, mask_type])
+        masked_load = cgutils.get_or_insert_function(module, load_type, f"llvm.masked.load.v{vl}{suffix[source]}.p0")
+        masked_store = cgutils.get_or_insert_function(module, store_type, f"llvm.masked.store.v{vl}{suffix[target]}.p0")
+        entry = builder.block
+        head, body, tail, masked, done = (builder.append_basic_block(f"row_{name}") for name in "hbtmd")
+
+        def slot(address, i, type_, item_bytes):
+            return builder.inttoptr(builder.add(address, builder.mul(i, I64(item_bytes))), type_.as_pointer())
+
+        def take(builder, address, i, load):
+            """Elements i, i+1, ... i+vl-1 of the row."""
+            parts = [
+                slot(address, builder.add(builder.mul(i, I64(step)), I64(p * vl)), read, read_bytes)
+                for p in range(step)
+            ]
+            loaded = [load(part_slot, part) for part, part_slot in enumerate(parts)]
+            if step == 1:
+                return loaded[0]
+            every = ir.Constant(ir.VectorType(I32, vl), list(range(0, vl * step, step)))
+            return builder.shuffle_vector(*loaded, every)
+
+        builder.branch(head)
+        builder.position_at_end(head)
+        i = builder.phi(I64)
+        i.add_incoming(I64(0), entry)
+        after = builder.add(i, I64(vl))
+        # Two steps read one element more than they take, so the last vector is always masked there.
+        builder.cbranch(builder.icmp_signed("<=" if step == 1 else "<", after, n), body, tail)
+
+        builder.position_at_end(body)
+        value = take(builder, start, i, lambda slot, part: builder.load(slot, align=read_bytes))
+        builder.store(_convert(builder, value, source, target, vl), slot(to, i, write, write_bytes), align=write_bytes)
+        i.add_incoming(after, body)
+        builder.branch(head)
+
+        builder.position_at_end(tail)
+        builder.cbranch(builder.icmp_signed("<", i, n), masked, done)
+        builder.position_at_end(masked)
+        left = builder.sub(n, i)
+        mask = builder.icmp_signed("<", ir.Constant(lane_type, list(range(vl))), _splat(builder, left, lane_type))
+        elements = _splat(builder, builder.sub(builder.mul(left, I64(step)), I64(step - 1)), lane_type)
+
+        def load_masked(slot, part):
+            reach = ir.Constant(lane_type, list(range(part * vl, part * vl + vl)))
+            needed = builder.icmp_signed("<", reach, elements)
+            return builder.call(masked_load, [slot, I32(read_bytes), needed, ir.Constant(read, ir.Undefined)])
+
+        value = take(builder, start, i, load_masked)
+        value = _convert(builder, value, source, target, vl)
+        builder.call(masked_store, [value, slot(to, i, write, write_bytes), I32(write_bytes), mask])
+        builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def convert(typingctx, to, start, n):
+        return signature(types.none, types.int64, types.int64, types.int64), codegen
+
+    return convert
+
+
+def _splat(builder, value, vector):
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, value, I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
+
+
+def _convert(builder, value, source, target, vl):
+    """Widen or narrow a vector of vl elements; 16-bit floats are vectors of i16."""
+    if source == target:
+        return value
+    f32, i32 = ir.VectorType(FLOAT["f32"], vl), ir.VectorType(I32, vl)
+    i16, half = ir.VectorType(I16, vl), ir.VectorType(ir.HalfType(), vl)
+    if source == "f16":
+        return builder.fpext(builder.bitcast(value, half), f32)
+    if source == "bf16":
+        return builder.bitcast(builder.shl(builder.zext(value, i32), _constant(i32, 16)), f32)
+    if target == "f16":
+        return builder.bitcast(builder.fptrunc(value, half), i16)
+    return _to_bf16(builder, value, i32, i16)
+
+
+def _constant(type_, value):
+    return ir.Constant(type_, [value] * type_.count if isinstance(type_, ir.VectorType) else value)
+
+
+def _to_bf16(builder, value, i32, i16):
+    """float32 (scalar or vector) rounded to nearest even, as the upper halves of its bits; NaN becomes a quiet NaN."""
+    bits = builder.bitcast(value, i32)
+    lsb = builder.and_(builder.lshr(bits, _constant(i32, 16)), _constant(i32, 1))
+    rounded = builder.add(bits, builder.add(lsb, _constant(i32, 0x7FFF)))
+    quiet = builder.or_(bits, _constant(i32, 0x400000))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), _constant(i32, 16)), i16)
+
+
+@cache
 def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_step: int | None, accumulate: bool):
     """Intrinsic: one register tile of a matrix product whose two operands are found through offset tables.
 
@@ -213,11 +321,6 @@ def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
             return builder.mul(k, I64(step))
         slot = builder.gep(builder.inttoptr(table, I32.as_pointer()), [k])
         return builder.sext(builder.load(slot), I64)
-
-    def splat(builder, value):
-        undefined = ir.Constant(vector, ir.Undefined)
-        first = builder.insert_element(undefined, value, I32(0))
-        return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, vl), [0] * vl))
 
     def vector_slot(builder, address, j):
         return builder.inttoptr(builder.add(address, I64(j * vl * item_bytes)), vector.as_pointer())
@@ -251,7 +354,8 @@ def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
         a_k = offset(builder, a_step, a_table, k)
         columns = [builder.load(vector_slot(builder, b_k, j), align=item_bytes) for j in range(nv)]
         for m in range(mr):
-            value = splat(builder, builder.load(builder.inttoptr(builder.add(a[m], a_k), scalar.as_pointer())))
+            value = builder.load(builder.inttoptr(builder.add(a[m], a_k), scalar.as_pointer()))
+            value = _splat(builder, value, vector)
             for j in range(nv):
                 phi = acc[m * nv + j]
                 phi.add_incoming(builder.call(fma, [value, columns[j], phi]), body)

@@ -1,0 +1,302 @@
+"""Lowering for the pixel GEMM: a strip of the input so laid out that every tap's pixels are contiguous.
+
+For one image, group and output depth, and a strip of output rows,
+
+    low[c, t, s, phase, j, q] = in[c, depth*step + offset(t), (first_row + j)*u + low_h + phase, q*u + offset(s)]
+
+with zeros beyond the borders. Rows are split by their phase modulo the stride u, so that a row tap is an offset of
+whole rows; depth and column taps are separate copies with exactly count_w columns. The pixels of the strip are then
+one contiguous run for every k = (c, t, r, s), at low_offsets[k]. 16-bit data are widened here.
+
+Rows are moved by masked vectors; where a plane's rows are as long as the output's, a plane moves in one copy and its
+border columns are zeroed after. Source: Cho and Brand, arXiv:1706.06873 (columns only), extended to strides and 3-D.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import ceil
+
+import numpy as np
+from numba import float32, float64, njit
+
+from nbdnn.device import Device
+from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values
+from nbdnn.kernels.cpu.launch import ARGS
+from nbdnn.kernels.cpu.vector import WIDEN, convert_row, pointer, record, struct
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+
+_SCRATCH_SHARE = 0.4  # of the second-level cache for one strip: the rest is the filter's and the output's
+_TASKS_PER_THREAD = 4
+
+# What lowering needs; kernels that read a lowered strip append their own fields.
+LOW_FIELDS = (
+    *GATHER_FIELDS,
+    *("strips", "strip_rows", "chunks", "chunk_blocks", "shared", "parts", "part_channels"),
+    *("k_len", "low_offsets", "row_phases", "plane_elems", "table_t", "table_s", "low_h"),
+    *("scratch_bytes", "scratch_offset", "contiguous", "flat"),
+)
+_LOW = record(*LOW_FIELDS)
+
+
+@cache
+def lower_strip(dtype: str, vl: int):
+    """Compiled-in function: the strip's input into scratch; see the module's formula."""
+    compute = DEFAULT_COMPUTE[dtype]
+    data, scratch, i64, widen = pointer(dtype), pointer(compute), pointer("i64"), WIDEN[dtype]
+    widen_row, widen_second = convert_row(dtype, compute, vl), convert_row(dtype, compute, vl, 2)
+    itemsize, acc_bytes, params_at = ITEMSIZE[dtype], ITEMSIZE[compute], struct(_LOW)
+    zero = float32(0.0) if compute == "f32" else float64(0.0)
+
+    @njit(**DEVICE)
+    def zero_fill(low, start, end):
+        for i in range(start, end):
+            low[i] = zero
+
+    @njit(**DEVICE)
+    def lower_plane(low_address, to, image, source, f, first, end, rows, offset, start, stop):
+        """One column tap whose rows are as long as the image's: one copy, then zeros beyond the borders."""
+        low, width = scratch(low_address), f.count_w
+        zero_fill(low, to, to + first * width)
+        zero_fill(low, to + end * width, to + rows * width)
+        # The elements that the shift takes from beyond the plane belong to columns that are zero.
+        skip_head, skip_tail = max(0, -offset), max(0, offset)
+        at = to + first * width + skip_head
+        count = (end - first) * width - skip_head - skip_tail
+        if count > 0:
+            taken = source + first * width + offset + skip_head
+            widen_row(low_address + at * acc_bytes, image + taken * itemsize, count)
+        if start > 0 or stop < width:
+            for j in range(first, end):
+                zero_fill(low, to + j * width, to + j * width + start)
+                zero_fill(low, to + j * width + stop, to + (j + 1) * width)
+
+    @njit(**DEVICE)
+    def lower_row(low_address, to, image, source, f, start, stop):
+        """One row of one channel."""
+        x, low, step = data(image), scratch(low_address), f.in_step_w * f.in_w
+        zero_fill(low, to, to + start)
+        zero_fill(low, to + stop, to + f.count_w)
+        if step == 1:
+            widen_row(low_address + (to + start) * acc_bytes, image + (source + start) * itemsize, stop - start)
+        elif step == 2:
+            widen_second(low_address + (to + start) * acc_bytes, image + (source + 2 * start) * itemsize, stop - start)
+        else:
+            for q in range(start, stop):
+                low[to + q] = widen(x[source + q * step])
+
+    @njit(**DEVICE)
+    def lower_row_of_pixels(low_address, to, image, source, f, start, stop, channels, channel_elems):
+        """One row of all channels, where they lie side by side: a transpose, 16 pixels at a time."""
+        x, low, step = data(image), scratch(low_address), f.in_step_w * f.in_w
+        for c in range(channels):
+            zero_fill(low, to + c * channel_elems, to + c * channel_elems + start)
+            zero_fill(low, to + c * channel_elems + stop, to + c * channel_elems + f.count_w)
+        for q0 in range(start, stop, 16):
+            q1 = min(q0 + 16, stop)
+            for c in range(channels):
+                for q in range(q0, q1):
+                    low[to + c * channel_elems + q] = widen(x[source + q * step + c])
+
+    @njit(**DEVICE)
+    def lower(image, low_address, ctx, depth, first_row, rows, first_channel, end_channel):
+        """The strip's input for channels [first_channel, end_channel)."""
+        f = params_at(ctx)
+        table_t, table_s = i64(f.table_t), i64(f.table_s)
+        width = f.count_w
+        channel_elems = f.taps_d * f.taps_w * f.plane_elems
+        if f.flat:
+            for c in range(first_channel, end_channel):
+                source = c * f.in_c + depth * f.in_d + first_row * f.in_h
+                widen_row(low_address + c * channel_elems * acc_bytes, image + source * itemsize, rows * width)
+            return
+        phase_rows = f.plane_elems // (f.row_phases * width)
+        used_rows = rows + phase_rows - f.strip_rows
+        by_plane = f.in_w == 1 and f.in_step_w == 1 and f.in_step_h == 1 and f.in_h == width
+        # One channel at a time where pixels lie side by side, all channels of a pixel where channels do.
+        run = end_channel - first_channel if f.in_c == 1 and not by_plane else 1
+        top = first_row * f.in_step_h + f.low_h
+        for c in range(first_channel, end_channel, run):
+            for t in range(f.taps_d):
+                d = depth * f.in_step_d + table_t[t]
+                inside = 0 <= d < f.extent_d
+                source = c * f.in_c + d * f.in_d
+                for s in range(f.taps_w):
+                    offset, start, stop = table_s[3 * s], table_s[3 * s + 1], table_s[3 * s + 2]
+                    to = c * channel_elems + (t * f.taps_w + s) * f.plane_elems
+                    if by_plane:
+                        first = min(max(0, -top), used_rows) if inside else used_rows
+                        end = max(first, min(used_rows, f.extent_h - top))
+                        plane = source + top * f.in_h
+                        lower_plane(low_address, to, image, plane, f, first, end, used_rows, offset, start, stop)
+                        continue
+                    for phase in range(f.row_phases):
+                        for j in range(used_rows):
+                            h = top + j * f.in_step_h + phase
+                            line = to + (phase * phase_rows + j) * width
+                            row = source + h * f.in_h + offset * f.in_w
+                            some = inside and 0 <= h < f.extent_h
+                            lo, hi = (start, stop) if some else (width, width)
+                            if f.in_c == 1:
+                                lower_row_of_pixels(low_address, line, image, row, f, lo, hi, run, channel_elems)
+                            else:
+                                lower_row(low_address, line, image, row, f, lo, hi)
+
+    return lower
+
+
+@cache
+def strip_address():
+    """Compiled-in function: (image, group, depth, first row, rows, address of the lowered strip) of a strip index."""
+
+    params_at = struct(_LOW)
+
+    @njit(**DEVICE)
+    def locate(ctx, index, workspace, worker):
+        f = params_at(ctx)
+        slot = index if f.shared else worker
+        first_row = index % f.strips * f.strip_rows
+        rest = index // f.strips
+        depth, rest = rest % f.count_d, rest // f.count_d
+        address = workspace + f.scratch_offset + slot * f.scratch_bytes
+        return rest // f.groups, rest % f.groups, depth, first_row, min(f.strip_rows, f.count_h - first_row), address
+
+    return locate
+
+
+@cache
+def lower_task(dtype: str, vl: int):
+    """A part of the channels of one strip, where the strips are lowered in a phase of their own."""
+    i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_LOW)
+    locate, lower, itemsize = strip_address(), lower_strip(dtype, vl), ITEMSIZE[dtype]
+
+    def lower_part(args, ctx, index, worker):
+        a, f = args_at(args), params_at(ctx)
+        part = index % f.parts
+        n, g, depth, first_row, rows, low = locate(ctx, index // f.parts, a.workspace, worker)
+        image = i64(args)[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize
+        first = part * f.part_channels
+        lower(image, low, ctx, depth, first_row, rows, first, min(f.c_in, first + f.part_channels))
+
+    return compile_task(lower_part, (dtype, vl), fastmath=FASTMATH)
+
+
+@dataclass(frozen=True)
+class StripPlan:
+    """How a gather is cut into strips of output rows and chunks of output channels, and the bytes of a lowered strip.
+
+    Where there are fewer strips than workers want, the output channels are cut as well, and the strips are `shared`:
+    lowered once, in `parts` ranges of channels, before the products begin. Else each worker lowers its own.
+    """
+
+    strip_rows: int
+    strips: int
+    total_strips: int
+    chunks: int
+    chunk_blocks: int
+    parts: int
+    row_phases: int
+    plane_elems: int
+    scratch_bytes: int
+
+    @property
+    def shared(self) -> bool:
+        return self.chunks > 1
+
+    def total_bytes(self, threads: int) -> int:
+        return self.scratch_bytes * (self.total_strips if self.shared else threads)
+
+
+def strip_plan(
+    geo: Geometry, gather: Gather, acc_bytes: int, blocks: int, tile_pixels: int, device: Device
+) -> StripPlan:
+    """`blocks` is the number of register tiles along the output channels, `tile_pixels` the pixels of one."""
+    height, width = gather.h.count, gather.w.count
+    row_phases, halo = min(gather.h.in_step, gather.h.span + 1), gather.h.span // gather.h.in_step
+    planes = geo.c_in * len(gather.d.taps) * len(gather.w.taps)
+    row_bytes = max(1, planes * row_phases * width * acc_bytes)
+    strips = ceil(height / min(height, max(1, int(device.l2_bytes * _SCRATCH_SHARE) // row_bytes - halo)))
+    outer = geo.n * geo.groups * gather.d.count
+    wanted = device.threads * _TASKS_PER_THREAD
+    while outer * strips < wanted and ceil(height / (strips + 1)) * width >= 2 * tile_pixels:
+        strips += 1
+    strip_rows = ceil(height / strips)
+    strips = ceil(height / strip_rows)
+    chunks = min(ceil(wanted / (outer * strips)), max(1, blocks // 2))
+    chunk_blocks = ceil(blocks / chunks)
+    plane = row_phases * (strip_rows + halo) * width
+    return StripPlan(
+        strip_rows=strip_rows,
+        strips=strips,
+        total_strips=outer * strips,
+        chunks=ceil(blocks / chunk_blocks),
+        chunk_blocks=chunk_blocks,
+        parts=min(geo.c_in, ceil(wanted / (outer * strips))),
+        row_phases=row_phases,
+        plane_elems=plane,
+        # The last tile of the last plane reads whole vectors.
+        scratch_bytes=ceil((planes * plane * acc_bytes + 4 * device.vector_bytes) / 64) * 64,
+    )
+
+
+def low_values(
+    problem: ConvProblem, geo: Geometry, gather: Gather, plan: StripPlan
+) -> tuple[dict[str, int], list[np.ndarray]]:
+    """The values of LOW_FIELDS (but scratch_offset) that describe the lowering, and the tables that they point to."""
+    acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+    low_offsets = _low_offsets(geo, gather, plan, acc_bytes)
+    table_t = np.array([offset for _, offset in gather.d.taps], np.int64)
+    table_s = _columns(gather.w)
+    step, row = gather.w.out_step * geo.out_strides[5], gather.h.out_step * geo.out_strides[4]
+    parts = plan.parts if plan.shared else 1
+    values = gather_values(problem, geo, gather) | {
+        "strips": plan.strips,
+        "strip_rows": plan.strip_rows,
+        "chunks": plan.chunks,
+        "chunk_blocks": plan.chunk_blocks,
+        "shared": int(plan.shared),
+        "parts": parts,
+        "part_channels": ceil(geo.c_in / parts),
+        "k_len": low_offsets.size,
+        "low_offsets": low_offsets.ctypes.data,
+        "row_phases": plan.row_phases,
+        "plane_elems": plan.plane_elems,
+        "table_t": table_t.ctypes.data,
+        "table_s": table_s.ctypes.data,
+        "low_h": gather.h.low,
+        "scratch_bytes": plan.scratch_bytes,
+        "contiguous": int(step == 1 and (row == gather.w.count or gather.h.count == 1)),
+        "flat": int(_is_flat(geo, gather)),
+    }
+    return values, [low_offsets, table_t, table_s]
+
+
+def _low_offsets(geo: Geometry, gather: Gather, plan: StripPlan, acc_bytes: int) -> np.ndarray:
+    """Byte offset in the lowered strip of each k = (c, t, r, s)."""
+    taps_t, taps_s = len(gather.d.taps), len(gather.w.taps)
+    phase_rows = plan.plane_elems // (plan.row_phases * gather.w.count)
+    relative = np.array([offset - gather.h.low for _, offset in gather.h.taps], np.int64)
+    u = gather.h.in_step
+    rows = (relative % u * phase_rows + relative // u) * gather.w.count
+    channel = np.arange(geo.c_in)[:, None, None, None] * (taps_t * taps_s * plan.plane_elems)
+    depth = np.arange(taps_t)[:, None, None] * (taps_s * plan.plane_elems)
+    column = np.arange(taps_s) * plan.plane_elems
+    return ((channel + depth + rows[:, None] + column) * acc_bytes).astype(np.int32).reshape(-1)
+
+
+def _is_flat(geo: Geometry, gather: Gather) -> bool:
+    """Whether a strip's pixels lie side by side in the input: 1x1, stride 1, no border, one channel after another."""
+    one_tap = all([offset for _, offset in axis.taps] == [0] and axis.in_step == 1 for axis in gather)
+    return one_tap and geo.in_strides[5] == 1 and geo.in_strides[4] == gather.w.count == gather.w.in_extent
+
+
+def _columns(axis: Axis) -> np.ndarray:
+    """(offset, first and end of the outputs inside the image) of each column tap."""
+    rows = []
+    for _, offset in axis.taps:
+        low = min(max(0, ceil(-offset / axis.in_step)), axis.count)
+        high = min(axis.count, ceil((axis.in_extent - offset) / axis.in_step))
+        rows.append((offset, low, max(low, high)))
+    return np.array(rows, np.int64).reshape(-1, 3)
