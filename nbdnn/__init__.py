@@ -1,0 +1,77 @@
+"""Deep-network primitives on NumPy, PyTorch and JAX arrays: always the fastest correct implementation, measured and
+remembered."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from nbdnn import config
+from nbdnn.conv import (
+    dnn_conv,
+    dnn_conv3d,
+    dnn_gradinput,
+    dnn_gradinput3d,
+    dnn_gradweight,
+    dnn_gradweight3d,
+    get_conv_out_shape,
+)
+from nbdnn.dispatch.events import Event, events
+from nbdnn.errors import (
+    ConfigError,
+    DatabaseError,
+    InvalidProblem,
+    InvalidType,
+    NbdnnWarning,
+    UnsupportedProblem,
+)
+
+__version__ = "0.1.0"
+
+# Loaded at first use: with them come Numba, or things that few programs need.
+_LAZY = {
+    "Explanation": "nbdnn.dispatch.explain",
+    "dnn_available": "nbdnn.availability",
+    "empty_cache": "nbdnn.dispatch.dispatcher",
+    "explain": "nbdnn.dispatch.explain",
+    "ops": "nbdnn.ops",
+    "version": "nbdnn.availability",
+}
+
+__all__ = [
+    "ConfigError",
+    "DatabaseError",
+    "Event",
+    "Explanation",
+    "InvalidProblem",
+    "InvalidType",
+    "NbdnnWarning",
+    "UnsupportedProblem",
+    "config",
+    "dnn_available",
+    "dnn_conv",
+    "dnn_conv3d",
+    "dnn_gradinput",
+    "dnn_gradinput3d",
+    "dnn_gradweight",
+    "dnn_gradweight3d",
+    "empty_cache",
+    "events",
+    "explain",
+    "get_conv_out_shape",
+    "ops",
+    "version",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'nbdnn' has no attribute {name!r}")
+    module = import_module(_LAZY[name])
+    value = module if name == "ops" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -179,6 +179,6 @@ def _applicable_hint(hint: str | None, problem: ConvProblem) -> str:
     elif ITEMSIZE[problem.compute] == 2:
         why = "a gradient has no 16-bit compute"
     else:
-        return hint  # type: ignore[return-value]
+        return hint
     events.emit("ignored", problem, "", f"direction_hint {hint!r}: {why}")
     return ""

@@ -42,8 +42,8 @@ ACTIVATIONS = ("relu", "swish", "sigmoid", "tanh")
 EPILOGUE_TOKENS = ("bias", *ACTIVATIONS, "res", "beta")
 CONV_OPS = ("conv_fwd", "conv_bwd_data", "conv_bwd_filter")
 DEFAULT_ALIGN = 16
-_LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}
-_FILTER_LAYOUTS = {2: ("kcrs", "krsc"), 3: ("kctrs", "ktrsc")}
+LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}
+FILTER_LAYOUTS = {2: ("kcrs", "krsc"), 3: ("kctrs", "ktrsc")}
 _DIM_NAMES = {2: ("h", "w"), 3: ("d", "h", "w")}
 _FILTER_NAMES = {2: ("r", "s"), 3: ("t", "r", "s")}
 
@@ -110,9 +110,9 @@ class ConvProblem:
     def __post_init__(self) -> None:
         self._validate_types()
         set_ = object.__setattr__
-        last = self.layout == _LAYOUTS[self.ndim][1]
+        last = self.layout == LAYOUTS[self.ndim][1]
         set_(self, "compute", self.compute or DEFAULT_COMPUTE[self.dtype])
-        set_(self, "w_layout", self.w_layout or _FILTER_LAYOUTS[self.ndim][last])
+        set_(self, "w_layout", self.w_layout or FILTER_LAYOUTS[self.ndim][last])
         set_(self, "y_layout", self.y_layout or self.layout)
         self._validate_numbers()
 
@@ -121,12 +121,12 @@ class ConvProblem:
             raise InvalidProblem(f"unknown op {self.op!r}: expected one of {', '.join(CONV_OPS)}")
         if self.dtype not in ITEMSIZE:
             raise InvalidType(f"dtype {self.dtype!r} is not one of {', '.join(ITEMSIZE)}")
-        if self.ndim not in _LAYOUTS:
+        if self.ndim not in LAYOUTS:
             raise InvalidType(f"a convolution has 2 or 3 spatial axes, not {self.ndim}")
         for name, value, valid in (
-            ("layout", self.layout, _LAYOUTS[self.ndim]),
-            ("filter layout", self.w_layout, (*_FILTER_LAYOUTS[self.ndim], "")),
-            ("y layout", self.y_layout, (*_LAYOUTS[self.ndim], "")),
+            ("layout", self.layout, LAYOUTS[self.ndim]),
+            ("filter layout", self.w_layout, (*FILTER_LAYOUTS[self.ndim], "")),
+            ("y layout", self.y_layout, (*LAYOUTS[self.ndim], "")),
             ("mode", self.mode, ("conv", "cross")),
             ("compute type", self.compute, (*COMPUTE_OF[self.dtype], "")),
         ):
@@ -296,7 +296,7 @@ class ConvProblem:
         else:
             tokens.append("ba" + "x".join(f"{before}.{after}" for before, after in self.pad))
         tokens += ["u" + _joined(self.stride), "d" + _joined(self.dilation), f"g{self.groups}", self.mode, self.layout]
-        if self.w_layout != _FILTER_LAYOUTS[self.ndim][self.channels_last]:
+        if self.w_layout != FILTER_LAYOUTS[self.ndim][self.channels_last]:
             tokens.append(self.w_layout)
         if self.y_layout != self.layout:
             tokens.append("y" + self.y_layout)
