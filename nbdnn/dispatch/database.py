@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 from nbdnn.config import database_path as default_path
 from nbdnn.dispatch.measurement import LayerChoice, Measurement, checked, key, utc_now
 from nbdnn.dispatch.sqlite_file import Action, DamagedFile, SqliteFile
-from nbdnn.dispatch.tables import select, upsert
+from nbdnn.dispatch.tables import select, upsert_and_look
 from nbdnn.errors import DatabaseError, NbdnnWarning
 
 __all__ = ["SHIPPED", "Database", "LayerChoice", "Measurement", "default_path", "utc_now"]
@@ -101,7 +101,7 @@ class Database:
         pending = dict(self._unsaved)
 
         def save() -> bool:
-            self._file.write(partial(upsert, records=pending.values()))
+            self._file.write(partial(upsert_and_look, records=pending.values()))
             return True
 
         if self._attempt(self._file, save, default=False):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 from weakref import WeakSet
 
-from nbdnn.dispatch.tables import APPLICATION_ID, SCHEMA, create_tables
+from nbdnn.dispatch.tables import APPLICATION_ID, SCHEMA, OutOfOrder, create_tables
 from nbdnn.errors import DatabaseError
 
 try:
@@ -279,7 +279,7 @@ class SqliteFile:
     def _is_prepared(self) -> bool:
         """Whether the file needs nothing but opening, by its header; raises where it must not be touched.
 
-        SQLite itself might write to a file in WAL mode while finding out that it is of a newer schema.
+        Not by SQLite: closing the last writable connection writes the -wal into a file that turned out to be newer.
         """
         identity = self._identity()
         if identity is None:
@@ -296,7 +296,12 @@ class SqliteFile:
         self._judge_version(version)
         if application:  # 0 while it is being created
             self._judge_application(application)
-        return (version, application, header[18:20]) == (SCHEMA, APPLICATION_ID, b"\2\2")
+        if (version, application, header[18:20]) != (SCHEMA, APPLICATION_ID, b"\2\2"):
+            return False
+        if os.path.exists(f"{self.path}-wal"):  # which may hold a newer header
+            with self._explained(identity), self._passing_connection(wal=True):
+                pass
+        return True
 
     def _prepare(self) -> None:
         """Make the file one with the tables and in WAL mode; a crash at any point leaves one that can be prepared."""
@@ -382,12 +387,15 @@ class SqliteFile:
         """Turn what SQLite raises into what can be done about it."""
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: a message that quotes rotten text
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
             if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL):
                 raise _Again("is locked by another process") from None
-            damaged = code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or str(error).startswith("no such ")
-            if damaged and identity is not None:
+            rotten = isinstance(error, OutOfOrder | UnicodeDecodeError) or code in (
+                sqlite3.SQLITE_CORRUPT,
+                sqlite3.SQLITE_NOTADB,
+            )
+            if (rotten or str(error).startswith("no such ")) and identity is not None:
                 raise DamagedFile(f"{self.path} is damaged: {error}", identity) from None
             if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
                 raise UnwritablePlace(f"{self.path} cannot be written: {error}") from None

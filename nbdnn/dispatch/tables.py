@@ -6,9 +6,9 @@ user_version is the schema; application_id tells a tuning database from any othe
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from nbdnn.dispatch.measurement import KEY_FIELDS, Kind, LayerChoice, Measurement, Record, checksum
+from nbdnn.dispatch.measurement import KEY_FIELDS, Kind, LayerChoice, Measurement, Record, checksum, key
 
 SCHEMA = 1
 APPLICATION_ID = 0x6E62646E  # 'nbdn'
@@ -16,6 +16,10 @@ _TABLES: dict[Kind, str] = {Measurement: "measurement", LayerChoice: "layer_choi
 _REAL = ("median_us", "spread", "error")
 _INTEGER = ("samples", "workspace_bytes", "deterministic", "cudnn_version")
 _DETERMINISTIC = Measurement._fields.index("deterministic")
+
+
+class OutOfOrder(sqlite3.DatabaseError):
+    """A table's rows are not where their keys say."""
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
@@ -63,6 +67,21 @@ def upsert(connection: sqlite3.Connection, records: Iterable[Measurement | Layer
     for record in records:
         marks = ", ".join("?" * (len(record) + 1))
         connection.execute(f"REPLACE INTO {_TABLES[type(record)]} VALUES ({marks})", (*record, checksum(record)))
+
+
+def upsert_and_look(connection: sqlite3.Connection, records: Collection[Measurement | LayerChoice]) -> None:
+    """`upsert`, and OutOfOrder where a look-up by device and problem does not find what has just been written.
+
+    A key that has rotted ends such a look-up too soon, without an error; the rows behind it would be measured, stored
+    and missed again for ever.
+    """
+    upsert(connection, records)
+    rows = [record for record in records if isinstance(record, Measurement)]
+    found = {}
+    for each in {row[:2] for row in rows}:
+        found.update((key(row), row) for row in select(connection, Measurement, "device = ? AND problem = ?", each))
+    if any(found.get(key(row)) != row for row in rows):
+        raise OutOfOrder("rows just written are not found")
 
 
 def delete(connection: sqlite3.Connection, kind: Kind, where: str = "1", parameters: Iterable[object] = ()) -> int:
