@@ -35,7 +35,7 @@ def dnn_conv(
     workspace_limit: int | None = None,
     deterministic: bool | None = None,
     allow_tf32: bool | None = None,
-    layer: str | None = None,
+    layer: str | int | None = None,
     workmem: None = None,
 ) -> Any:
     """Convolve a batch of images with a set of filters.
@@ -136,7 +136,7 @@ def dnn_gradinput(
     workspace_limit: int | None = None,
     deterministic: bool | None = None,
     allow_tf32: bool | None = None,
-    layer: str | None = None,
+    layer: str | int | None = None,
 ) -> Any:
     """Gradient of `dnn_conv` with respect to its images.
 
@@ -199,7 +199,7 @@ def dnn_gradweight(
     workspace_limit: int | None = None,
     deterministic: bool | None = None,
     allow_tf32: bool | None = None,
-    layer: str | None = None,
+    layer: str | int | None = None,
 ) -> Any:
     """Gradient of `dnn_conv` with respect to its filters.
 
@@ -265,7 +265,7 @@ def dnn_conv3d(
     workspace_limit: int | None = None,
     deterministic: bool | None = None,
     allow_tf32: bool | None = None,
-    layer: str | None = None,
+    layer: str | int | None = None,
     workmem: None = None,
 ) -> Any:
     """Convolve a batch of volumes with a set of filters: `dnn_conv` with three spatial axes.
@@ -315,7 +315,7 @@ def dnn_gradinput3d(
     workspace_limit: int | None = None,
     deterministic: bool | None = None,
     allow_tf32: bool | None = None,
-    layer: str | None = None,
+    layer: str | int | None = None,
 ) -> Any:
     """Gradient of `dnn_conv3d` with respect to its images: `dnn_gradinput` with three spatial axes.
 
@@ -364,7 +364,7 @@ def dnn_gradweight3d(
     workspace_limit: int | None = None,
     deterministic: bool | None = None,
     allow_tf32: bool | None = None,
-    layer: str | None = None,
+    layer: str | int | None = None,
 ) -> Any:
     """Gradient of `dnn_conv3d` with respect to its filters: `dnn_gradweight` with three spatial axes.
 

@@ -70,6 +70,14 @@ def choose(
     return _Choosing(problem, device, database, request, given).by_policy()
 
 
+def would_choose(problem: Problem, device: Device, database: Database, request: Request) -> Choice:
+    """What `choose` would run if it did not measure."""
+    if request.filters.by_name and (named := _named(problem, device, database, request.filters)):
+        return named
+    unnamed = request._replace(filters=request.filters.unnamed())
+    return _Choosing(problem, device, database, unnamed, None).without_measuring()
+
+
 def guess(problem: Problem, device: Device, filters: Filters = Filters()) -> Option:  # noqa: B008
     """What guess_on_shape_change picks on an empty database."""
     options, refused = survey(problem, device, filters)
@@ -113,6 +121,12 @@ class _Choosing:
             case "time_once":
                 return self._timed_once()
         raise ValueError(f"policy {self._request.policy!r} is not one of {', '.join(config.POLICIES)}")
+
+    def without_measuring(self) -> Choice:
+        rows, once = self._rows(), self._request.policy
+        if once == "guess_once" or (once == "time_once" and not self._is_complete(rows)):
+            return self._remembered_choice() or self._best(rows)
+        return self._best(rows)
 
     def _rows(self) -> Rows:
         return valid_rows(self._problem, self._device, self._database)

@@ -1,0 +1,131 @@
+"""Who may compute a problem, who may not and why, what is known of their times, and who is chosen now."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nbdnn import config
+from nbdnn.device import Device, cpu_device
+from nbdnn.dispatch import dispatcher, policy, registry
+from nbdnn.dispatch.selection import Filters, Option, Rows, fastest, ranked, survey, valid_rows
+from nbdnn.errors import UnsupportedProblem
+from nbdnn.problem import Problem, parse
+
+
+class Explained(NamedTuple):
+    """One candidate on one problem.
+
+    supported: whether it may be chosen under the flags of now; else `reason` says why not. config: its best one, by
+    measurements or else by the cost model. time_us: measured, else None. source: 'measured', 'noisy', 'failed' (the
+    reason says how) or 'cost model'.
+    """
+
+    candidate: str
+    config: str
+    supported: bool
+    reason: str
+    workspace_bytes: int | None
+    deterministic: bool
+    math: str
+    time_us: float | None
+    source: str
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; ``str()`` is a table."""
+
+    problem: Problem
+    device: Device
+    policy: str
+    rows: tuple[Explained, ...]
+
+    def __str__(self) -> str:
+        cells = [("", "candidate", "time", "workspace", "source", "")]
+        for row in self.rows:
+            facts = " ".join(filter(None, (row.math, "" if row.deterministic else "nondeterministic", row.reason)))
+            time = "-" if row.time_us is None else f"{row.time_us:.2f} us"
+            memory = "-" if row.workspace_bytes is None else f"{row.workspace_bytes} B"
+            name = " ".join(filter(None, (row.candidate, row.config)))
+            cells.append(("*" if row.chosen else "", name, time, memory, row.source, facts))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+        return "\n".join([f"{self.problem} on {self.device.fingerprint}, {self.policy}:", *map(str.rstrip, lines)])
+
+
+def explain(problem: Problem | str, *, device: Device | None = None) -> Explanation:
+    """Say of every candidate whether it may compute `problem`, and which one is chosen now. Nothing is measured.
+
+    Parameters
+    ----------
+    problem : Problem or str
+        A problem, or its text, such as ``conv_fwd:f32:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw``.
+    device : Device, optional
+        Default: this machine's CPU.
+
+    Returns
+    -------
+    Explanation
+        ``.rows``, in registry order, and a readable ``str()``.
+    """
+    problem = parse(problem) if isinstance(problem, str) else problem
+    device = device or cpu_device()
+    database = dispatcher.database()
+    request = _request_of_flags(problem)
+    unnamed = request.filters.unnamed()
+    options, refused = survey(problem, device, unnamed)
+    rows = valid_rows(problem, device, database)
+    try:
+        chosen = policy.would_choose(problem, device, database, request).option.key
+    except UnsupportedProblem:
+        chosen = ("", "")
+    reasons = {candidate.id: reason for candidate, reason in refused}
+    explained = []
+    for candidate in registry.candidates(problem.op):
+        its_options = [option for option in options if option.candidate is candidate]
+        if its_options:
+            preferred = next((option for option in its_options if option.key == chosen), None)
+            option = preferred or fastest(its_options, rows) or ranked(its_options, problem, device)[0]
+            explained.append(_explained(option, rows, chosen))
+        else:
+            explained.append(
+                Explained(
+                    candidate.id, "", False, reasons[candidate.id], None,
+                    candidate.deterministic, candidate.math, None, "", False,
+                )
+            )  # fmt: skip
+    return Explanation(problem, device, request.filters.by_name or request.policy, tuple(explained))
+
+
+def _explained(option: Option, rows: Rows, chosen: tuple[str, str]) -> Explained:
+    candidate, config_, workspace_bytes = option
+    row = rows.get(option.key)
+    source = "cost model" if row is None else "measured" if row.status == "ok" else row.status
+    return Explained(
+        candidate.id,
+        str(config_),
+        True,
+        row.reason if row else "",
+        workspace_bytes,
+        candidate.deterministic,
+        candidate.math,
+        row.median_us if row else None,
+        source,
+        option.key == chosen,
+    )
+
+
+def _request_of_flags(problem: Problem) -> policy.Request:
+    settings = config.current()
+    algo = settings["dnn.conv.algo_" + problem.op.removeprefix("conv_")]
+    by_policy = algo in config.POLICIES
+    filters = Filters(
+        settings["dnn.deterministic"],
+        settings["dnn.allow_tf32"],
+        settings["dnn.workspace_limit"],
+        method="" if by_policy or "/" in algo else algo,
+        candidate=algo if "/" in algo else "",
+    )
+    return policy.Request(algo if by_policy else "guess_on_shape_change", filters)
