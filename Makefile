@@ -17,7 +17,7 @@ lint: .venv/installed-dev
 	$(BIN)/mypy
 
 bench: .venv/installed-dev
-	$(BIN)/python -m pytest bench --benchmark-columns=median,iqr,rounds
+	$(BIN)/python -m pytest -c bench/pytest.ini bench
 
 # PyTorch is the yardstick here and a dependency of nothing else.
 compare: .venv/installed-torch

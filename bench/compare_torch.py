@@ -1,0 +1,266 @@
+"""nbdnn beside PyTorch on the CPU: one process, the same threads, calls interleaved, medians.
+
+    python bench/compare_torch.py [--quick] [--section NAME]... [--json FILE] [--markdown FILE]
+
+A ratio is PyTorch's time over nbdnn's: above 1, nbdnn is faster. PyTorch runs in inference mode; forwards take the
+faster of its contiguous and channels_last forms, nbdnn gets NCHW arrays only. nbdnn's problems are tuned before they
+are timed (what the database has is not measured again), and both are timed as a program calls them, from the outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import exp, fsum, log
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+
+import numpy as np
+import torch
+
+import nbdnn
+from nbdnn.cli_autotune import progress_bar
+from nbdnn.cli_output import duration, print_table
+from nbdnn.device import cpu_device
+from nbdnn.dispatch import dispatcher
+from nbdnn.dispatch.tuner import tune
+from nbdnn.problem import ConvProblem
+from nbdnn.workloads import Layer, workload
+
+BATCH_S = 10e-3
+# OpenMP's workers spin for a while after a region; whoever comes next must not pay for it.
+PAUSE_S = 5e-3
+Call = Callable[[], object]
+
+
+@dataclass
+class Row:
+    """One layer: times in microseconds a call."""
+
+    section: str
+    layer: str
+    problem: str
+    count: int
+    nbdnn_us: float
+    other_us: float
+    candidate: str
+
+    @property
+    def ratio(self) -> float:
+        return self.other_us / self.nbdnn_us
+
+
+def interleaved(calls: Sequence[Call], rounds: int) -> list[float]:
+    """Median microseconds of each call; in every round each runs for a batch, one after the other."""
+    counts = []
+    for call in calls:
+        call()
+        start = perf_counter()
+        call()
+        counts.append(max(1, round(BATCH_S / (perf_counter() - start))))
+    samples: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, count, taken in zip(calls, counts, samples, strict=True):
+            sleep(PAUSE_S)
+            call()
+            start = perf_counter()
+            for _ in range(count):
+                call()
+            taken.append((perf_counter() - start) / count * 1e6)
+    return [median(taken) for taken in samples]
+
+
+def arrays_of(problem: ConvProblem) -> list[np.ndarray]:
+    """Random inputs of the problem, in operand order, as float32."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(o.shape, np.float32) for o in problem.operands if o.role == "in"]
+
+
+def ours(problem: ConvProblem, arrays: Sequence[torch.Tensor]) -> Call:
+    """The call of nbdnn's public function that poses `problem`, on tensors."""
+    a, b = arrays
+    where, groups = (problem.pad, problem.stride, problem.dilation, problem.mode), problem.groups
+    match problem.op:
+        case "conv_fwd":
+            return lambda: nbdnn.dnn_conv(a, b, *where, num_groups=groups)
+        case "conv_bwd_data":
+            return lambda: nbdnn.dnn_gradinput(a, b, problem.x_shape, *where, num_groups=groups)
+    return lambda: nbdnn.dnn_gradweight(a, b, problem.w_shape, *where, num_groups=groups)
+
+
+def theirs(problem: ConvProblem, arrays: Sequence[torch.Tensor]) -> list[Call]:
+    """PyTorch's ways of doing the same: contiguous, and channels_last."""
+    pad = [before for before, _ in problem.pad]
+    stride, dilation, groups = list(problem.stride), list(problem.dilation), problem.groups
+    backward = torch.ops.aten.convolution_backward
+
+    def call(format_: torch.memory_format) -> Call:
+        a, b = (array.contiguous(memory_format=format_) for array in arrays)
+        if problem.op == "conv_fwd":
+            return lambda: torch.nn.functional.conv2d(a, b, None, stride, pad, dilation, groups)
+        if problem.op == "conv_bwd_data":
+            x = torch.empty(problem.x_shape, dtype=a.dtype).contiguous(memory_format=format_)
+            wanted, dy, w = [True, False, False], b, a
+        else:
+            w = torch.empty(problem.w_shape, dtype=a.dtype).contiguous(memory_format=format_)
+            wanted, dy, x = [False, True, False], b, a
+        return lambda: backward(dy, x, w, None, stride, pad, dilation, False, [0, 0], groups, wanted)
+
+    return [call(torch.contiguous_format), call(torch.channels_last)]
+
+
+@dataclass
+class Comparison:
+    """What all sections share."""
+
+    rounds: int
+    budget_s: float
+    rows: list[Row]
+
+    def against_torch(self, section: str, layers: Sequence[Layer]) -> None:
+        for layer in self._each(section, layers):
+            candidate = self._tune(layer.problem)
+            arrays = [torch.from_numpy(array) for array in arrays_of(layer.problem)]
+            with torch.inference_mode():
+                calls = [ours(layer.problem, arrays), *theirs(layer.problem, arrays)]
+                self._check(layer.problem, *(call() for call in calls[:2]))
+                mine, *others = interleaved(calls, self.rounds)
+            self._add(section, layer, mine, min(others), candidate)
+
+    def against_float32(self, section: str, dtype: torch.dtype, layers: Sequence[Layer]) -> None:
+        """nbdnn's 16-bit forward beside its own float32: a ratio above 1 is what 16 bits win."""
+        short = {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
+        for layer in self._each(section, layers):
+            narrow = replace(layer.problem, dtype=short, compute="")
+            candidate, _ = self._tune(narrow), self._tune(layer.problem)
+            wide = [torch.from_numpy(array) for array in arrays_of(layer.problem)]
+            calls = [ours(narrow, [array.to(dtype) for array in wide]), ours(layer.problem, wide)]
+            mine, other = interleaved(calls, self.rounds)
+            self._add(section, replace(layer, problem=narrow), mine, other, candidate)
+
+    def guess(self, section: str, layers: Sequence[Layer]) -> None:
+        """The guess of an empty database beside the best measured: the ratio is what not tuning costs."""
+        for layer in self._each(section, layers):
+            result = tune(layer.problem, cpu_device(), dispatcher.database(), budget_s=self.budget_s)
+            best, default = result.rows[result.best.key], result.rows[result.guess.key]
+            self._add(section, layer, best.median_us, default.median_us, f"{result.guess} for {result.best}")
+
+    def _each(self, section: str, layers: Sequence[Layer]) -> Iterator[Layer]:
+        with progress_bar() as bar:
+            yield from bar.track(layers, description=section)
+
+    def _tune(self, problem: ConvProblem) -> str:
+        return str(tune(problem, cpu_device(), dispatcher.database(), budget_s=self.budget_s).best)
+
+    def _check(self, problem: ConvProblem, mine: torch.Tensor, other: torch.Tensor | tuple) -> None:
+        other = other if isinstance(other, torch.Tensor) else next(each for each in other if each is not None)
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3 * problem.reduction_length**0.5)
+
+    def _add(self, section: str, layer: Layer, mine: float, other: float, candidate: str) -> None:
+        self.rows.append(Row(section, layer.name, str(layer.problem), layer.count, mine, other, candidate))
+
+
+def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
+    """Every section by name. `quick` keeps every third layer."""
+
+    def some(layers: Sequence[Layer]) -> Sequence[Layer]:
+        return layers[::3] if quick else layers
+
+    def forward(name: str, batch: int):
+        return lambda comparison, section: comparison.against_torch(section, some(workload(name, batch)))
+
+    def backward(name: str, wanted: Callable[[ConvProblem], bool]):
+        gradients = [n for n in workload(name, 8, train=True) if n.problem.op != "conv_fwd" and wanted(n.problem)]
+        return lambda comparison, section: comparison.against_torch(section, some(gradients))
+
+    def sixteen_bit(dtype: torch.dtype):
+        return lambda comparison, section: comparison.against_float32(section, dtype, some(workload("resnet50", 1)))
+
+    return {
+        "resnet50 forward, batch 1": forward("resnet50", 1),
+        "resnet50 forward, batch 8": forward("resnet50", 8),
+        "mobilenet_v2 forward, batch 1": forward("mobilenet_v2", 1),
+        "mobilenet_v2 forward, batch 8": forward("mobilenet_v2", 8),
+        "resnet50 backward 3x3, batch 8": backward("resnet50", lambda p: p.filter == (3, 3)),
+        "resnet50 backward 1x1, batch 8": backward("resnet50", lambda p: p.filter == (1, 1)),
+        "mobilenet_v2 backward depthwise, batch 8": backward("mobilenet_v2", lambda p: p.is_depthwise),
+        "resnet50 bfloat16 against float32, batch 1": sixteen_bit(torch.bfloat16),
+        "resnet50 float16 against float32, batch 1": sixteen_bit(torch.float16),
+        "guess against best, resnet50 and mobilenet_v2": lambda comparison, section: comparison.guess(
+            section, some([*workload("resnet50"), *workload("mobilenet_v2")])
+        ),
+    }
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    return exp(fsum(map(log, ratios)) / len(ratios))
+
+
+def totals(rows: Sequence[Row]) -> tuple[float, float]:
+    """Microseconds of all layers, each as often as its network has it."""
+    return fsum(r.nbdnn_us * r.count for r in rows), fsum(r.other_us * r.count for r in rows)
+
+
+COLUMNS = ("layer", "problem", "nbdnn", "other", "ratio", "candidate")
+
+
+def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The table of one section; the last row has the geometric mean of the ratios and the network's totals."""
+    lines = [
+        (row.layer, row.problem, duration(row.nbdnn_us), duration(row.other_us), f"{row.ratio:.2f}", row.candidate)
+        for row in rows
+    ]
+    mine, other = totals(rows)
+    mean = geometric_mean([row.ratio for row in rows])
+    total = f"all, by count: {other / mine:.2f}"
+    return [*lines, ("geometric mean", total, duration(mine), duration(other), f"{mean:.2f}", "")]
+
+
+def markdown(by_section: dict[str, list[Row]], environment: dict[str, str]) -> str:
+    parts = ["# nbdnn beside PyTorch on the CPU\n", *(f"* {name}: {value}" for name, value in environment.items()), ""]
+    for section, rows in by_section.items():
+        parts += [f"## {section}\n", f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|---|"]
+        parts += [f"| {' | '.join(line)} |" for line in cells(rows)] + [""]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", action="append", metavar="TEXT", help="only sections with this in their name")
+    parser.add_argument("--quick", action="store_true", help="every third layer, fewer rounds")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds of tuning a problem (default 20)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    args = parser.parse_args()
+
+    torch.set_num_threads(cpu_device().threads)
+    comparison = Comparison(3 if args.quick else 7, args.budget, [])
+    by_section: dict[str, list[Row]] = {}
+    for section, compare in sections(args.quick).items():
+        if not args.section or any(text in section for text in args.section):
+            compare(comparison, section)
+            by_section[section] = [row for row in comparison.rows if row.section == section]
+            print_table(section, COLUMNS, cells(by_section[section]), right=COLUMNS[2:5], footer=True)
+    if not by_section:
+        sys.exit(f"no section has {args.section} in its name: {', '.join(sections(True))}")
+
+    environment = {
+        "device": cpu_device().fingerprint,
+        "nbdnn": nbdnn.__version__,
+        "torch": torch.__version__,
+        "threads": f"{cpu_device().threads} of {os.cpu_count()}",
+    }
+    if args.json:
+        rows = [{**asdict(row), "ratio": row.ratio} for row in comparison.rows]
+        args.json.write_text(json.dumps({**environment, "rows": rows}, indent=2) + "\n")
+    if args.markdown:
+        args.markdown.write_text(markdown(by_section, environment))
+
+
+if __name__ == "__main__":
+    main()
