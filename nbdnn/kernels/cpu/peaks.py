@@ -65,13 +65,14 @@ def _best(program: Program, pointers: tuple[int, ...]) -> float:
 def _burn_task(compute: str, vl: int):
     """One register tile, multiplied by the same two vectors over and over."""
     micro = micro_kernel(compute, _MR, _NV, vl, 0, 0, False)
-    i64, rows_of, tile_of = pointer("i64"), stack(8 * _MR), stack(_MR * _NV * vl * ITEMSIZE[compute])
+    pitch = _NV * vl * ITEMSIZE[compute]
+    i64, rows_of, tile_of = pointer("i64"), stack(8 * _MR), stack(_MR * pitch)
 
     def burn(args, ctx, index, worker):
         rows, factors = rows_of(), i64(args)[0]
         for row in range(_MR):
             i64(rows)[row] = factors
-        micro(rows, 0, factors, 0, _STEPS, tile_of())
+        micro(rows, 0, factors, 0, _STEPS, tile_of(), pitch)
 
     return compile_task(burn, (compute, vl))
 
