@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nbdnn import config
 from nbdnn.device import Device, cpu_device
-from nbdnn.dispatch import dispatcher
-from nbdnn.dispatch.database import Database
 from nbdnn.errors import InvalidProblem
 from nbdnn.problem import CONV_OPS, ITEMSIZE, parse
 from nbdnn.workloads import WORKLOADS, Layer, merged, workload
+
+if TYPE_CHECKING:
+    from nbdnn.dispatch.database import Database
 
 
 def add_targets(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +52,8 @@ def positive(text: str) -> int:
 
 def place(args: argparse.Namespace) -> tuple[Device, Database]:
     """The device and the database that the arguments name."""
+    from nbdnn.dispatch import dispatcher
+
     if args.db:
         config.set_flags(tune__db=args.db)
     return cpu_device(), dispatcher.database()

@@ -1,0 +1,89 @@
+"""The rules of the house that a reader relies on: imports point one way, and importing nbdnn loads next to nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nbdnn
+
+ROOT = Path(nbdnn.__file__).parent
+LEAVES = (
+    "array",
+    "candidate",
+    "config",
+    "device",
+    "errors",
+    "problem",
+    "reference",
+    "source",
+    "tolerance",
+    "workloads",
+)
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in ROOT.rglob("*.py")
+)
+
+
+def rank(module: str) -> int:
+    """0 leaves, 1 kernels and cudnn, 2 dispatch, 3 public modules and ops, 4 the command line."""
+    _, _, name = module.partition(".")
+    top = name.partition(".")[0]
+    if top in LEAVES:
+        return 0
+    if top in ("kernels", "cudnn"):
+        return 1
+    if top == "dispatch":
+        return 2
+    return 4 if top.startswith(("cli", "__main__")) else 3
+
+
+def imports(module: str) -> Iterator[str]:
+    """The nbdnn modules that `module` imports anywhere, also inside functions; not for type checkers only."""
+    path = ROOT.parent / Path(*module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    todo: list[ast.AST] = [ast.parse(source.read_text())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("nbdnn"))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nbdnn"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in MODULES else node.module or "" for name in names)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "nbdnn"])
+def test_imports_point_one_way(module: str) -> None:
+    upwards = [name for name in imports(module) if name != "nbdnn" and rank(name) > rank(module)]
+    assert not upwards, f"{module} imports {', '.join(upwards)}"
+
+
+def test_importing_nbdnn_loads_no_compiler_and_no_array_library_but_numpy() -> None:
+    heavy = ("numba", "llvmlite", "cuda", "torch", "jax", "cupy", "sqlite3", "rich", "ml_dtypes")
+    code = f"import sys, nbdnn; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_importing_nbdnn_takes_a_moment() -> None:
+    code = "import numpy, time; t = time.perf_counter(); import nbdnn; print(time.perf_counter() - t)"
+    seconds = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(5)]
+    assert min(seconds) < 0.15
+
+
+def test_everything_public_is_there_and_documented() -> None:
+    for name in nbdnn.__all__:
+        assert getattr(nbdnn, name).__doc__, f"nbdnn.{name} has no docstring"
+
+
+def test_no_module_is_a_drawer() -> None:
+    drawers = {"utils", "helpers", "common", "manager", "misc"}
+    assert not [m for m in MODULES if m.rpartition(".")[2] in drawers]
