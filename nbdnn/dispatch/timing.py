@@ -8,8 +8,8 @@ candidates are interleaved by the tuner, so that a busy second harms all of them
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import cycle, islice
 from math import ceil
 from statistics import median
@@ -24,7 +24,10 @@ from nbdnn.device import Device
 from nbdnn.dispatch import workspace
 from nbdnn.problem import DEFAULT_ALIGN, Operand, Problem
 
-BATCH_S = 5e-3
+BATCH_S, WARM_UP_S = 5e-3, 1e-3
+# A thread that another program displaces is gone for a scheduler's slice, and a parallel call waits for it: 8 ms, not
+# 4 us, again and again, with a spread of nothing. A quiet machine displaces a thread less than once in this time.
+_SLICE_S = 8e-3
 _PAGE_BYTES = 4096
 # Copies together are this many times the last-level cache, which keeps some lines past their turn; never more copies
 # than calls in a batch of the shortest kernels.
@@ -92,35 +95,45 @@ def random_values(operand: Operand, rng: np.random.Generator) -> np.ndarray:
     return narrowed(np.resize(drawn, operand.shape), operand.dtype)
 
 
-@dataclass
 class Stopwatch:
     """Samples the time of one runner, in microseconds a call."""
 
-    runner: Runner
-    operands: Operands
-    scalars: tuple[float, ...]
-    workspace_bytes: int
-    samples_us: list[float] = field(default_factory=list)
-    total_s: float = 0.0
-    _calls: int = 0
+    def __init__(self, runner: Runner, operands: Operands, scalars: tuple[float, ...], workspace_bytes: int) -> None:
+        self.samples_us: list[float] = []
+        self.disturbed: list[bool] = []
+        self.total_s = 0.0
+        self._runner, self._scalars, self._workspace_bytes = runner, scalars, workspace_bytes
+        self._rotation = cycle(operands.pointers)
+        self._calls_a_look = 0
 
     def sample(self) -> None:
-        """Add the time of a batch. A batch that turned out short does not count: the next has more calls."""
-        if not self._calls:
-            self._calls = ceil(BATCH_S / self._seconds(1))  # also the warm-up
-        while (seconds := self._seconds(self._calls)) < BATCH_S:
-            self._calls = ceil(self._calls * 1.2 * BATCH_S / seconds)
-        self.samples_us.append(seconds / self._calls * 1e6)
+        """Add the time of a batch; before the first one, warm up."""
+        if not self._calls_a_look:
+            calls, seconds = self._batch(WARM_UP_S, 1)
+            self._calls_a_look = 1 if seconds / calls > BATCH_S / 100 else 16
+        displaced = _displacements()
+        calls, seconds = self._batch(BATCH_S, self._calls_a_look)
+        displaced = _displacements() - displaced
+        self.disturbed.append(displaced > 1 and displaced >= seconds / _SLICE_S)
+        self.samples_us.append(seconds / calls * 1e6)
         self.total_s += seconds
 
-    def _seconds(self, calls: int) -> float:
-        memory = workspace.take(self.workspace_bytes)
-        runner, scalars, address = self.runner, self.scalars, memory.address
-        rotation = list(islice(cycle(self.operands.pointers), calls))
-        start = perf_counter()
-        for pointers in rotation:
-            runner(pointers, scalars, address, 0)
-        return perf_counter() - start
+    def _batch(self, at_least_s: float, calls_a_look: int) -> tuple[int, float]:
+        """(calls, seconds) of calling until the time is over; the clock is looked at after every few calls."""
+        memory = workspace.take(self._workspace_bytes)
+        runner, scalars, address = self._runner, self._scalars, memory.address
+        calls, seconds, start = 0, 0.0, perf_counter()
+        while seconds < at_least_s:
+            for pointers in islice(self._rotation, calls_a_look):
+                runner(pointers, scalars, address, 0)
+            calls += calls_a_look
+            seconds = perf_counter() - start
+        return calls, seconds
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs got in the way of most samples."""
+        return 2 * sum(self.disturbed) > len(self.disturbed)
 
     @property
     def median_us(self) -> float:
@@ -133,3 +146,12 @@ class Stopwatch:
             return None
         middle = self.median_us
         return median(abs(sample - middle) for sample in self.samples_us) / middle
+
+
+def _displacements() -> int:
+    """How often the system has taken a processor from a thread of this process for another program."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

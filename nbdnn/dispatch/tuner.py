@@ -32,6 +32,8 @@ _HOPELESS, _BEATEN = 3.0, 1.3
 _SAMPLES, _LONG_S, _VERY_LONG_S = 7, 0.3, 1.0
 # Above this relative spread the machine was busy: so many samples more.
 _NOISY, _MORE_SAMPLES = 0.1, 8
+# Who was disturbed by other programs in its first sample gets up to so many before it is judged.
+_FIRST_SAMPLES = 3
 
 # Two measurements at once would measure each other.
 _one_at_a_time = threading.RLock()
@@ -119,7 +121,10 @@ class _Entrant:
     option: Option
     verdict: Verdict
     watch: Stopwatch
-    stored_samples: int = 0
+
+    @property
+    def status(self) -> str:
+        return "noisy" if self.is_noisy else "ok"
 
     @property
     def has_enough(self) -> bool:
@@ -128,7 +133,7 @@ class _Entrant:
 
     @property
     def is_noisy(self) -> bool:
-        return (self.watch.spread or 0.0) > _NOISY
+        return self.watch.is_disturbed or (self.watch.spread or 0.0) > _NOISY
 
 
 class _Race:
@@ -186,6 +191,8 @@ class _Race:
                 scalars = self._given.scalars if self._given else (1.0, 0.0)
                 watch = Stopwatch(runner, operands, scalars, workspace_bytes)
                 watch.sample()
+                while watch.is_disturbed and len(watch.samples_us) < _FIRST_SAMPLES:
+                    watch.sample()
         except MemoryError:  # of this moment, not of the candidate: not stored
             events.emit("failed", self._problem, candidate.id, f"no memory for {option}, workspace {workspace_bytes}")
             return
@@ -195,15 +202,16 @@ class _Race:
             events.emit("failed", self._problem, candidate.id, verdict.reason)
             self._store(option, verdict, None)
         else:
-            self._entrants.append(_Entrant(option, verdict, watch, stored_samples=1))
-            self._store(option, verdict, watch)
+            entrant = _Entrant(option, verdict, watch)
+            self._entrants.append(entrant)
+            self._store(option, verdict, watch, entrant.status)
 
     def _best_us(self) -> float:
-        times = [entrant.watch.median_us for entrant in self._entrants]
+        times = [min(entrant.watch.samples_us) for entrant in self._entrants]
         return min(times if self._known_us is None else [*times, self._known_us])
 
     def _is_near(self, entrant: _Entrant, factor: float) -> bool:
-        return entrant.watch.median_us <= factor * self._best_us()
+        return min(entrant.watch.samples_us) <= factor * self._best_us()
 
     def _goes_on(self, entrant: _Entrant) -> bool:
         factor = _HOPELESS if len(entrant.watch.samples_us) < 3 else _BEATEN
@@ -220,13 +228,11 @@ class _Race:
     def _conclude(self, entrant: _Entrant) -> None:
         """Store the samples that came after the first, and tell what was measured."""
         option, watch = entrant.option, entrant.watch
-        noisy = entrant.is_noisy and self._is_near(entrant, _BEATEN)
-        if len(watch.samples_us) > entrant.stored_samples:
-            self._store(option, entrant.verdict, watch, "noisy" if noisy else "ok")
+        self._store(option, entrant.verdict, watch, entrant.status)
         detail = f"{watch.median_us:.2f} us of {len(watch.samples_us)} samples"
         events.emit("measured", self._problem, option.candidate.id, f"{detail} {option.config}".rstrip())
-        if noisy:
-            events.emit("noisy", self._problem, option.candidate.id, f"{detail}, spread {watch.spread:.0%}")
+        if entrant.is_noisy:
+            events.emit("noisy", self._problem, option.candidate.id, f"{detail}, spread {watch.spread or 0:.0%}")
 
     def _store(self, option: Option, verdict: Verdict, watch: Stopwatch | None, status: str = "ok") -> None:
         candidate = option.candidate
