@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from nbdnn.candidate import Candidate
 from nbdnn.errors import InvalidProblem
-from nbdnn.kernels.cpu import conv_direct
+from nbdnn.kernels.cpu import conv_direct, conv_pixel_gemm, conv_winograd
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
 
 _LISTS: dict[str, tuple[Candidate, ...]] = {
-    "conv_fwd": (conv_direct.FWD,),
-    "conv_bwd_data": (conv_direct.BWD_DATA,),
+    "conv_fwd": (
+        conv_winograd.FWD_4X4,
+        conv_winograd.FWD_2X2,
+        conv_pixel_gemm.FWD,
+        conv_direct.FWD,
+    ),
+    "conv_bwd_data": (
+        conv_winograd.BWD_DATA_4X4,
+        conv_winograd.BWD_DATA_2X2,
+        conv_pixel_gemm.BWD_DATA,
+        conv_direct.BWD_DATA,
+    ),
     "conv_bwd_filter": (conv_direct.BWD_FILTER,),
 }
 

@@ -104,7 +104,7 @@ def _gather_task(dtype: str, vl: int):
                 + (f.start_h + i_h * f.out_step_h) * f.out_h
             )
             bias_here = bias + (g * f.c_out + o) * itemsize if bias else 0
-            flags = (f.activation, bias_here, True, residual, f.read_out)
+            flags = (f.activation, bias_here, 0, 0, residual, f.read_out)
             out = pointers[f.out_pointer]
             store(tile, width, 1, width, out, row_slot, f.lanes, f.contiguous, flags, a.alpha, a.beta)
 
@@ -191,7 +191,7 @@ def _filter_task(dtype: str, vl: int):
                     acc[(t * f.taps_h + r) * f.taps_w + s] = total
         row_slot = offset_slot()
         i64(row_slot)[0] = k * f.out_k + c * f.out_c
-        flags = (0, 0, True, 0, f.read_out)
+        flags = (0, 0, 0, 0, 0, f.read_out)
         store(tile, taps, 1, taps, a.p2, row_slot, f.lanes, f.contiguous, flags, a.alpha, a.beta)
 
     return compile_task(filter_taps, (dtype, vl), fastmath=FASTMATH | {"reassoc"})

@@ -107,20 +107,20 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
                 else:
                     w_o = g * f.w_g + (first + min(m, channels - 1)) * f.w_o
                     i64(row_slot)[m] = pointers[f.w_pointer] + w_o * itemsize
-            flags = (f.activation, bias + first * itemsize if bias else 0, True, residual, f.read_out)
+            flags = (f.activation, bias + first * itemsize if bias else 0, 1, 0, residual, f.read_out)
             for i in range(tiles):
                 # The vectors are shared out evenly: a tile of one vector would wait for its own multiply-adds.
                 start, end = i * vectors // tiles, (i + 1) * vectors // tiles
                 used, p = end - start, start * vl
                 b = low + p * acc_bytes
                 if used == nv:
-                    micro_full(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile)
+                    micro_full(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile, used * vl * acc_bytes)
                 elif used == 1:
-                    micro1(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile)
+                    micro1(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile, used * vl * acc_bytes)
                 elif used == 2:
-                    micro2(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile)
+                    micro2(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile, used * vl * acc_bytes)
                 else:
-                    micro3(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile)
+                    micro3(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile, used * vl * acc_bytes)
                 store(
                     tile, used * vl, channels, min(used * vl, pixels - p), out, f.channel_offsets + first * 8,
                     offsets + p * 8, f.contiguous, flags, a.alpha, a.beta,

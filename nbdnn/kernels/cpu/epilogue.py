@@ -106,11 +106,12 @@ def tile_store(dtype: str, compute: str, vl: int):
 
         tile, out, row_offsets, lane_offsets are addresses; offsets are int64 elements; `contiguous` says that
         consecutive lanes lie side by side. flags = (activation: 0 or 1 + its place in problem.ACTIVATIONS,
-        bias address or 0, whether the bias goes by row or by lane, residual address or 0, whether beta reads out).
+        bias address or 0, its steps in elements from row to row and from lane to lane, residual address or 0, whether
+        beta reads out).
         """
         acc, y = tile_of(tile), data(out)
         row_off, lane_off = index(row_offsets), index(lane_offsets)
-        activation, bias, bias_by_row, residual, read_out = flags
+        activation, bias, bias_row_step, bias_lane_step, residual, read_out = flags
         if alpha != 1.0:
             for i in range(rows * pitch):
                 acc[i] *= real(alpha)
@@ -120,13 +121,13 @@ def tile_store(dtype: str, compute: str, vl: int):
             b = data(bias)
             for m in range(rows):
                 line = m * pitch
-                if bias_by_row:
-                    value = widen(b[m])
+                if bias_lane_step == 0:
+                    value = widen(b[m * bias_row_step])
                     for j in range(lanes):
                         acc[line + j] += value
                 else:
                     for j in range(lanes):
-                        acc[line + j] += widen(b[j])
+                        acc[line + j] += widen(b[m * bias_row_step + j * bias_lane_step])
         if residual:
             add_tensor(acc, pitch, rows, lanes, data(residual), row_off, lane_off, contiguous, real(1.0))
         if activation:

@@ -193,7 +193,7 @@ def convert_row(source: str, target: str, vl: int, step: int = 1):
     """Intrinsic (to, start, n): n elements of `source` dtype, every step-th from address `start`, to `target` dtype.
 
     Whole vectors of vl elements, then one masked vector: short rows, which is what convolutions have, cost no scalar
-    loop. step is 1 or 2. Rounds to nearest even; NaN stays NaN. Never reads beyond the last element taken.
+    loop. step is 1, 2 or 4. Rounds to nearest even; NaN stays NaN. Never reads beyond the last element taken.
     """
     bits = {"f16": I16, "bf16": I16} | FLOAT
     read, write = (ir.VectorType(bits[name], vl) for name in (source, target))
@@ -221,17 +221,18 @@ def convert_row(source: str, target: str, vl: int, step: int = 1):
                 for p in range(step)
             ]
             loaded = [load(part_slot, part) for part, part_slot in enumerate(parts)]
-            if step == 1:
-                return loaded[0]
-            every = ir.Constant(ir.VectorType(I32, vl), list(range(0, vl * step, step)))
-            return builder.shuffle_vector(*loaded, every)
+            even = ir.Constant(ir.VectorType(I32, vl), list(range(0, 2 * vl, 2)))
+            while len(loaded) > 1:
+                pairs = zip(loaded[::2], loaded[1::2], strict=True)
+                loaded = [builder.shuffle_vector(one, two, even) for one, two in pairs]
+            return loaded[0]
 
         builder.branch(head)
         builder.position_at_end(head)
         i = builder.phi(I64)
         i.add_incoming(I64(0), entry)
         after = builder.add(i, I64(vl))
-        # Two steps read one element more than they take, so the last vector is always masked there.
+        # A step reads elements beyond the last one taken, so the last vector is always masked there.
         builder.cbranch(builder.icmp_signed("<=" if step == 1 else "<", after, n), body, tail)
 
         builder.position_at_end(body)
@@ -309,8 +310,8 @@ def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
         A[m, k] = *(a_rows[m] + a_offsets[k])        B[k, :] = *(b + b_offsets[k])
 
     Arguments, all int64: a_rows (address of mr addresses), a_offsets (address of int32 byte offsets), b, b_offsets,
-    k_len, tile (address of mr x nv*vl accumulators, row-major, aligned to the vector). A step of `a_step` or `b_step`
-    bytes replaces its table where it is not None. Accumulates in `dtype`, in the order of k.
+    k_len, tile (address of mr rows of nv*vl accumulators), pitch (bytes from row to row of the tile). A step of
+    `a_step` or `b_step` bytes replaces its table where it is not None. Accumulates in `dtype`, in the order of k.
     """
     scalar = FLOAT[dtype]
     vector = ir.VectorType(scalar, vl)
@@ -325,14 +326,18 @@ def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
     def vector_slot(builder, address, j):
         return builder.inttoptr(builder.add(address, I64(j * vl * item_bytes)), vector.as_pointer())
 
+    def tile_slots(builder, tile, pitch):
+        rows = [builder.add(tile, builder.mul(pitch, I64(m))) for m in range(mr)]
+        return [vector_slot(builder, row, j) for row in rows for j in range(nv)]
+
     def codegen(context, builder, sig, args):
-        a_rows, a_table, b, b_table, k_len, tile = args
+        a_rows, a_table, b, b_table, k_len, tile, pitch = args
         fma_type = ir.FunctionType(vector, [vector] * 3)
         fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{vl}{dtype}")
         rows = builder.inttoptr(a_rows, I64.as_pointer())
         a = [builder.load(builder.gep(rows, [I64(m)])) for m in range(mr)]
         if accumulate:
-            start = [builder.load(vector_slot(builder, tile, i), align=vl * item_bytes) for i in range(mr * nv)]
+            start = [builder.load(slot, align=item_bytes) for slot in tile_slots(builder, tile, pitch)]
         else:
             start = [ir.Constant(vector, [0.0] * vl)] * (mr * nv)
         entry = builder.block
@@ -363,12 +368,82 @@ def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
         builder.branch(head)
 
         builder.position_at_end(done)
-        for i, phi in enumerate(acc):
-            builder.store(phi, vector_slot(builder, tile, i), align=vl * item_bytes)
+        for phi, slot in zip(acc, tile_slots(builder, tile, pitch), strict=True):
+            builder.store(phi, slot, align=item_bytes)
         return context.get_dummy_value()
 
     @intrinsic
-    def micro(typingctx, a_rows, a_offsets, b, b_offsets, k_len, tile):
-        return signature(types.none, *[types.int64] * 6), codegen
+    def micro(typingctx, a_rows, a_offsets, b, b_offsets, k_len, tile, pitch):
+        return signature(types.none, *[types.int64] * 7), codegen
 
     return micro
+
+
+@cache
+def sandwich(dtype: str, vl: int, matrix: tuple[tuple[float, ...], ...], interleave: bool):
+    """Intrinsic: L X L^T on vl small matrices at once, one in each vector lane.
+
+    matrix is L (p x q, its zeros and ones cost nothing). Arguments, all int64: source, and the addresses of two int64
+    tables of q byte offsets: X[i, j] is the vector at source + rows[i] + columns[j]; target, row_bytes, column_bytes:
+    Y[i, j] goes to target + i*row_bytes + j*column_bytes. With `interleave` the p vectors of a row are stored as one
+    run in which the p values of a lane are neighbours.
+    """
+    vector, item_bytes = ir.VectorType(FLOAT[dtype], vl), 4 if dtype == "f32" else 8
+    p, q = len(matrix), len(matrix[0])
+
+    def combine(builder, fma, weights, values):
+        total = None
+        for weight, value in zip(weights, values, strict=True):
+            if weight == 0:
+                continue
+            if total is None:
+                total = value if weight == 1 else builder.fmul(_constant(vector, weight), value)
+            elif weight in (1, -1):
+                total = (builder.fadd if weight == 1 else builder.fsub)(total, value)
+            else:
+                total = builder.call(fma, [_constant(vector, weight), value, total])
+        return total
+
+    def interleaved(builder, values):
+        if len(values) == 1:
+            return values
+        evens, odds = interleaved(builder, values[::2]), interleaved(builder, values[1::2])
+        merged = []
+        for even, odd in zip(evens, odds, strict=True):
+            for half in (0, vl // 2):
+                lanes = [half + i // 2 + (i % 2) * vl for i in range(vl)]
+                merged.append(builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(I32, vl), lanes)))
+        return merged
+
+    def codegen(context, builder, sig, args):
+        source, rows, columns, target, row_bytes, column_bytes = args
+        fma_type = ir.FunctionType(vector, [vector] * 3)
+        fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{vl}{dtype}")
+
+        def offsets(table):
+            base = builder.inttoptr(table, I64.as_pointer())
+            return [builder.load(builder.gep(base, [I64(i)])) for i in range(q)]
+
+        def slot(address):
+            return builder.inttoptr(address, vector.as_pointer())
+
+        row_offsets, column_offsets = offsets(rows), offsets(columns)
+        half = [[None] * q for _ in range(p)]
+        for j in range(q):
+            at = builder.add(source, column_offsets[j])
+            column = [builder.load(slot(builder.add(at, row)), align=item_bytes) for row in row_offsets]
+            for i in range(p):
+                half[i][j] = combine(builder, fma, matrix[i], column)
+        for i in range(p):
+            at = builder.add(target, builder.mul(row_bytes, I64(i)))
+            values = [combine(builder, fma, weights, half[i]) for weights in matrix]
+            for j, value in enumerate(interleaved(builder, values) if interleave else values):
+                step = I64(j * vl * item_bytes) if interleave else builder.mul(column_bytes, I64(j))
+                builder.store(value, slot(builder.add(at, step)), align=item_bytes)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def transform(typingctx, source, rows, columns, target, row_bytes, column_bytes):
+        return signature(types.none, *[types.int64] * 6), codegen
+
+    return transform
