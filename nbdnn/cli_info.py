@@ -49,10 +49,20 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
         "caches": caches,
         "memory": f"{size(device.free_memory_bytes())} free",
         "threads": f"{device.threads} on {layer}" + _FORK_ADVICE.get(layer, ""),
+        "cudnn": _cudnn(),
         "database": f"{database.path} ({database.mode}, {'there' if database.path.exists() else 'not there yet'})",
         "kernel cache": str(cache_dir()),
         **{op: ", ".join(c.id.removeprefix(f"{op}/") for c in registry.candidates(op)) for op in CONV_OPS},
     }
+
+
+def _cudnn() -> str:
+    from nbdnn.availability import dnn_available, version
+
+    try:
+        return f"version {version()}" if dnn_available() else dnn_available.msg
+    except RuntimeError as error:
+        return str(error)
 
 
 _FORK_ADVICE = {
