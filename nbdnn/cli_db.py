@@ -1,7 +1,7 @@
 """``nbdnn db``: look into the tuning database, exchange it, keep it clean.
 
-Output is for pipes: tab-separated columns under a header line, a table only on a terminal. Errors are exceptions, which
-the command line prints as one line.
+Output can be piped: columns under a header line, tab-separated, aligned by spaces only on a terminal, never cut. Errors
+are exceptions, which the command line prints as one line.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ import sys
 from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nbdnn.dispatch import exchange, upkeep
 from nbdnn.dispatch.database import default_path
-from nbdnn.dispatch.measurement import LayerChoice, Measurement
-from nbdnn.dispatch.sqlite_file import Action, SqliteFile
+from nbdnn.dispatch.measurement import AnyRecord, LayerChoice, Measurement
+from nbdnn.dispatch.sqlite_file import SqliteFile
 from nbdnn.dispatch.tables import count_damaged, select
 from nbdnn.errors import DatabaseError
-
-T = TypeVar("T")
 
 _LIST_COLUMNS = ("device", "problem", "candidate", "config", "median_us", "spread", "status", "measured_at")
 _SHOW_COLUMNS = (
@@ -37,6 +36,8 @@ _SHOW_COLUMNS = (
     "status",
     "reason",
 )
+_CHOICE_COLUMNS = ("device", "layer", "candidate", "config", "chosen_at")
+_DRIFT_COLUMNS = ("problem", "candidate", "config", "stored_us", "now_us", "ratio", "status")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -84,21 +85,21 @@ def _path(arguments: Namespace) -> int:
 
 def _list(arguments: Namespace) -> int:
     filter = upkeep.Filter(device=arguments.device, op=arguments.op)
-    rows = _read(_existing(arguments), partial(upkeep.find, filter=filter))
-    _print_table(_LIST_COLUMNS, rows[: arguments.limit])
+    rows = _existing(arguments).find(partial(upkeep.find, filter=filter))
+    _print_records(_LIST_COLUMNS, rows[: arguments.limit])
     return 0
 
 
 def _show(arguments: Namespace) -> int:
     file, problem = _existing(arguments), _problem_text(arguments.problem)
-    rows = _read(file, partial(upkeep.find, filter=upkeep.Filter(problem=problem)))
+    rows = file.find(partial(upkeep.find, filter=upkeep.Filter(problem=problem)))
     if not rows:
         raise DatabaseError(f"{file.path} holds no measurement of {problem}")
     rows.sort(key=lambda row: (row.device, row.status == "failed", row.median_us or 0.0))
-    _print_table(_SHOW_COLUMNS, rows)
-    if choices := _read(file, partial(select, kind=LayerChoice, where="problem = ?", parameters=(problem,))):
+    _print_records(_SHOW_COLUMNS, rows)
+    if choices := file.find(partial(select, kind=LayerChoice, where="problem = ?", parameters=(problem,))):
         print()
-        _print_table(("device", "layer", "candidate", "config", "chosen_at"), choices)
+        _print_records(_CHOICE_COLUMNS, choices)
     return 0
 
 
@@ -107,7 +108,7 @@ def _export(arguments: Namespace) -> int:
     if arguments.file is None:
         _print_lines(lines)
     else:
-        Path(arguments.file).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        Path(arguments.file).write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
     return 0
 
 
@@ -151,7 +152,16 @@ def _verify(arguments: Namespace) -> int:
             ("damaged", health.damaged),
         )
     )
+    if arguments.sample:
+        print()
+        _print_table(_DRIFT_COLUMNS, map(_drift_cells, upkeep.sample(file, arguments.sample)))
     return 0 if health.sound else 1
+
+
+def _drift_cells(drift: upkeep.Drift) -> list[str]:
+    row, now = drift
+    values = (row.problem, row.candidate, row.config, row.median_us, now.median_us, drift.ratio, now.status)
+    return [_cell(value) for value in values]
 
 
 def _prune(arguments: Namespace) -> int:
@@ -185,13 +195,9 @@ def _existing(arguments: Namespace, writable: bool = False) -> SqliteFile:
     return file
 
 
-def _read(file: SqliteFile, query: Action[list[T]]) -> list[T]:
-    return file.read(query, [])
-
-
-def _records(file: SqliteFile, choices: bool) -> list[exchange.AnyRecord]:
+def _records(file: SqliteFile, choices: bool) -> list[AnyRecord]:
     """The sound records; how many are not is said on standard error."""
-    records = _read(file, exchange.read_all)
+    records = file.find(exchange.read_all)
     if damaged := file.read(count_damaged, 0):
         print(f"nbdnn: {file.path}: {damaged} damaged rows left out", file=sys.stderr)
     return [record for record in records if choices or isinstance(record, Measurement)]
@@ -223,24 +229,22 @@ def _print_lines(lines: Iterable[str]) -> None:
         print(line)
 
 
-def _print_table(columns: Sequence[str], records: Sequence[Measurement] | Sequence[LayerChoice]) -> None:
-    cells = [[_cell(getattr(record, column)) for column in columns] for record in records]
-    if not sys.stdout.isatty():
-        _print_lines("\t".join(line) for line in [list(columns), *cells])
-        return
-    from rich.console import Console
-    from rich.table import Table
+def _print_records(columns: Sequence[str], records: Iterable[AnyRecord]) -> None:
+    _print_table(columns, ([_cell(getattr(record, column)) for column in columns] for record in records))
 
-    table = Table(*columns, box=None, pad_edge=False)
-    for line in cells:
-        table.add_row(*line)
-    Console(markup=False, highlight=False).print(table)
+
+def _print_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    if not sys.stdout.isatty():
+        _print_lines("\t".join(line) for line in chain([columns], lines))
+        return
+    table = [columns, *lines]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    _print_lines("  ".join(map(str.ljust, line, widths)).rstrip() for line in table)
 
 
 def _cell(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value).translate(_NO_CONTROL)
-
-
-_NO_CONTROL = dict.fromkeys((*range(32), 127), " ")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "".join(character if character.isprintable() else " " for character in str(value))

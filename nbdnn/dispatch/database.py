@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from nbdnn.config import database_path as default_path
-from nbdnn.dispatch.measurement import LayerChoice, Measurement, checked, key, utc_now
+from nbdnn.dispatch.measurement import AnyRecord, LayerChoice, Measurement, checked, key, utc_now
 from nbdnn.dispatch.sqlite_file import Action, DamagedFile, SqliteFile
 from nbdnn.dispatch.tables import select, upsert_and_look
 from nbdnn.errors import DatabaseError, NbdnnWarning
@@ -52,7 +52,7 @@ class Database:
         if layers and shipped is not None and shipped.exists():
             layers.insert(0, SqliteFile(shipped, writable=False))
         self._layers = layers
-        self._unsaved: dict[tuple[str, ...], Measurement | LayerChoice] = {}
+        self._unsaved: dict[tuple[str, ...], AnyRecord] = {}
         self._generations = itertools.count(1)
         self.generation = 0
 
@@ -90,7 +90,7 @@ class Database:
         """Close the calling thread's connection. The next use opens it again."""
         self._file.close()
 
-    def _keep(self, records: Sequence[Measurement | LayerChoice]) -> None:
+    def _keep(self, records: Sequence[AnyRecord]) -> None:
         """Put records in memory, then write all that is there; where that cannot be done, it stays there."""
         if not records:
             return
@@ -110,7 +110,7 @@ class Database:
                     del self._unsaved[each]
 
     def _read(self, file: SqliteFile, query: Action[list[T]]) -> list[T]:
-        return self._attempt(file, lambda: file.read(query, []), default=[])
+        return self._attempt(file, lambda: file.find(query), default=[])
 
     def _attempt(self, file: SqliteFile, use: Callable[[], T], default: T) -> T:
         """`use` the file: a damaged one is set aside and a new one used; `default` where it cannot be used at all."""

@@ -14,17 +14,17 @@ from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
-from nbdnn.dispatch.measurement import LayerChoice, Measurement, checked, is_current, key
+from nbdnn.dispatch.measurement import AnyRecord, LayerChoice, Measurement, checked, is_current, key
 from nbdnn.dispatch.sqlite_file import SqliteFile
 from nbdnn.dispatch.tables import create_tables, select, upsert
 from nbdnn.errors import DatabaseError
 
-AnyRecord = Measurement | LayerChoice
 _MAGIC = b"SQLite format 3\0"
 
 
 def to_line(record: AnyRecord) -> str:
-    return json.dumps(record._asdict(), ensure_ascii=False, allow_nan=False)
+    """The record as one line of ASCII, without its end."""
+    return json.dumps(record._asdict(), allow_nan=False)
 
 
 def from_line(line: bytes | str) -> AnyRecord:
@@ -75,7 +75,7 @@ def read_file(path: str | os.PathLike[str]) -> list[AnyRecord]:
         if file.read(len(_MAGIC)) != _MAGIC:
             file.seek(0)
             return read_lines(file, str(path))
-    return SqliteFile(path, writable=False).read(read_all, [])
+    return SqliteFile(path, writable=False).find(read_all)
 
 
 def merge(file: SqliteFile, records: Iterable[AnyRecord]) -> int:

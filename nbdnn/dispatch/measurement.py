@@ -55,13 +55,13 @@ class LayerChoice(NamedTuple):
     chosen_at: str
 
 
-Record = TypeVar("Record", Measurement, LayerChoice)
-Kind = type[Measurement] | type[LayerChoice]
+AnyRecord = Measurement | LayerChoice
+Record = TypeVar("Record", bound=AnyRecord)
 # The leading fields of each kind of record that tell two of them apart.
-KEY_FIELDS: dict[Kind, int] = {Measurement: 4, LayerChoice: 2}
+KEY_FIELDS: dict[type, int] = {Measurement: 4, LayerChoice: 2}
 
 
-def key(record: Measurement | LayerChoice) -> tuple[str, ...]:
+def key(record: AnyRecord) -> tuple[str, ...]:
     return tuple(map(str, record[: KEY_FIELDS[type(record)]]))
 
 
@@ -84,12 +84,12 @@ def checked(record: Record) -> Record:
     return type(record)(**values)
 
 
-def checksum(record: Measurement | LayerChoice) -> int:
+def checksum(record: AnyRecord) -> int:
     """Kept beside each row, so that one whose bytes have rotted is a miss instead of a wrong time."""
     return zlib.crc32("\0".join(map(str, record)).encode())
 
 
-def is_current(record: Measurement | LayerChoice) -> bool:
+def is_current(record: AnyRecord) -> bool:
     """Whether the registry still has the candidate in the version that was measured."""
     from nbdnn.dispatch import registry
 

@@ -6,15 +6,12 @@
 * A connection belongs to one process and thread, and to the file (inode) on which it was opened: before each use the
   inode at the path is compared, so that a file which was deleted or set aside is left, and after each write, so that
   nothing is written into a file that has just been set aside.
-* No thread is inside SQLite during a fork, and a child neither uses nor closes what it inherits: closing would roll
-  the parent's transaction back in the shared memory of the WAL.
 * Waiting for other processes is done here and not by SQLite's busy handler, which Ctrl-C cannot interrupt.
 * A read-only file is opened for one action at a time and leaves nothing beside it.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import random
 import shutil
@@ -27,8 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
-from weakref import WeakSet
 
+from nbdnn.dispatch.connections import Handle, Identity, gate, handles
 from nbdnn.dispatch.tables import APPLICATION_ID, SCHEMA, OutOfOrder, create_tables
 from nbdnn.errors import DatabaseError
 
@@ -43,7 +40,6 @@ _COMPANIONS = ("-wal", "-shm", "-journal")
 
 T = TypeVar("T")
 Action = Callable[[sqlite3.Connection], T]
-Identity = tuple[int, int]
 
 
 class _Contents(NamedTuple):
@@ -69,62 +65,6 @@ class _Again(Exception):
     """Another process holds the file, or has just replaced it: worth another attempt."""
 
 
-# Held during every use of SQLite, and by a fork: its mutexes must be free in the child.
-_gate = threading.RLock()
-
-
-class _Handle:
-    """A connection, the process that may use it, and the file on which it was opened."""
-
-    def __init__(self, connection: sqlite3.Connection, identity: Identity) -> None:
-        self.connection = connection
-        self.identity: Identity | None = identity
-        self._pid = os.getpid()
-        _handles.add(self)
-
-    def usable(self, identity: Identity | None) -> bool:
-        return self.identity is not None and self.identity == identity and self._pid == os.getpid()
-
-    def close(self) -> None:
-        with _gate:
-            if self._pid == os.getpid():
-                self.connection.close()
-            elif self.identity is not None:
-                self.abandon()
-            self.identity = None
-
-    def abandon(self) -> None:
-        """Keep an inherited connection for good: collecting it would close it."""
-        import ctypes
-
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.connection))
-        self.identity = None
-
-    def __del__(self) -> None:
-        if self.identity is not None:
-            self.close()
-
-
-_handles: WeakSet[_Handle] = WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for handle in list(_handles):
-        handle.abandon()
-    _gate.release()
-
-
-@atexit.register
-def _close_all() -> None:
-    with _gate:
-        for handle in list(_handles):
-            handle.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_gate.acquire, after_in_parent=_gate.release, after_in_child=_after_fork_in_child)
-
-
 class SqliteFile:
     """The file at `path`. Actions are functions of a connection; they run again when another process interferes."""
 
@@ -138,6 +78,10 @@ class SqliteFile:
     def read(self, action: Action[T], default: T) -> T:
         """What `action` finds; `default` where there is no file. Never creates it."""
         return self._patiently(lambda: self._read_once(action, default))
+
+    def find(self, query: Action[list[T]]) -> list[T]:
+        """What `query` finds; nothing where there is no file."""
+        return self.read(query, [])
 
     def write(self, action: Action[T]) -> T:
         """Run `action` in one transaction, in a file that is created where there is none."""
@@ -173,7 +117,7 @@ class SqliteFile:
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
-                with _gate:
+                with gate:
                     result = attempt()
             except _Again as reason:
                 if time.monotonic() >= deadline:
@@ -245,10 +189,10 @@ class SqliteFile:
 
     # Opening
 
-    def _handle(self, create: bool) -> _Handle | None:
+    def _handle(self, create: bool) -> Handle | None:
         """The calling thread's connection to the file at the path now; None where there is none and none is wanted."""
         identity = self._identity()
-        handle: _Handle | None = getattr(self._thread, "handle", None)
+        handle: Handle | None = getattr(self._thread, "handle", None)
         if handle is not None and handle.usable(identity):
             return handle
         if handle is not None:
@@ -267,14 +211,14 @@ class SqliteFile:
         self._thread.handle = handle
         return handle
 
-    def _open(self) -> _Handle:
+    def _open(self) -> Handle:
         identity = self._identity()
         with self._explained(identity):
             connection = self._connect(self.path, "rw")
         if identity is None or self._identity() != identity:
             connection.close()
             raise _Again("is being replaced all the time")
-        return _Handle(connection, identity)
+        return Handle(connection, identity)
 
     def _is_prepared(self) -> bool:
         """Whether the file needs nothing but opening, by its header; raises where it must not be touched.
@@ -284,7 +228,7 @@ class SqliteFile:
         identity = self._identity()
         if identity is None:
             return False
-        if any(handle.usable(identity) for handle in _handles):
+        if any(handle.usable(identity) for handle in handles):
             return True  # found so before; and closing a second descriptor would drop the locks of the first
         with open(self.path, "rb", buffering=0) as file:
             header = file.read(100)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Collection, Iterable
 
-from nbdnn.dispatch.measurement import KEY_FIELDS, Kind, LayerChoice, Measurement, Record, checksum, key
+from nbdnn.dispatch.measurement import KEY_FIELDS, AnyRecord, LayerChoice, Measurement, Record, checksum, key
 
 SCHEMA = 1
 APPLICATION_ID = 0x6E62646E  # 'nbdn'
-_TABLES: dict[Kind, str] = {Measurement: "measurement", LayerChoice: "layer_choice"}
+_TABLES: dict[type, str] = {Measurement: "measurement", LayerChoice: "layer_choice"}
 _REAL = ("median_us", "spread", "error")
 _INTEGER = ("samples", "workspace_bytes", "deterministic", "cudnn_version")
 _DETERMINISTIC = Measurement._fields.index("deterministic")
@@ -26,7 +26,7 @@ def create_tables(connection: sqlite3.Connection) -> None:
     """The two tables, one b-tree each, so that no index can disagree with its table."""
     connection.execute("BEGIN IMMEDIATE")
     for kind, table in _TABLES.items():
-        columns = "".join(f"{field} {_sql_type(field)}, " for field in kind._fields)
+        columns = "".join(f"{field} {_sql_type(field)}, " for field in _fields(kind))
         connection.execute(
             f"CREATE TABLE {table} ({columns}checksum INTEGER NOT NULL, PRIMARY KEY ({_key(kind)})) WITHOUT ROWID"
         )
@@ -39,7 +39,7 @@ def select(
     connection: sqlite3.Connection, kind: type[Record], where: str = "1", parameters: Iterable[object] = ()
 ) -> list[Record]:
     """The sound records of a kind, in the order of their keys. One whose checksum does not match is left out."""
-    columns = ", ".join((*kind._fields, "checksum"))
+    columns = ", ".join((*_fields(kind), "checksum"))
     query = f"SELECT {columns} FROM {_TABLES[kind]} WHERE {where} ORDER BY {_key(kind)}"
     records = []
     for *values, stored in connection.execute(query, tuple(parameters)):
@@ -51,7 +51,7 @@ def select(
     return records
 
 
-def count(connection: sqlite3.Connection, kind: Kind) -> int:
+def count(connection: sqlite3.Connection, kind: type[Record]) -> int:
     """How many rows there are, sound or not."""
     return connection.execute(f"SELECT count(*) FROM {_TABLES[kind]}").fetchone()[0]
 
@@ -62,14 +62,14 @@ def count_damaged(connection: sqlite3.Connection) -> int:
     return sum(count(connection, kind) for kind in _TABLES) - sound
 
 
-def upsert(connection: sqlite3.Connection, records: Iterable[Measurement | LayerChoice]) -> None:
+def upsert(connection: sqlite3.Connection, records: Iterable[AnyRecord]) -> None:
     """Write records, each instead of one with its key."""
     for record in records:
         marks = ", ".join("?" * (len(record) + 1))
         connection.execute(f"REPLACE INTO {_TABLES[type(record)]} VALUES ({marks})", (*record, checksum(record)))
 
 
-def upsert_and_look(connection: sqlite3.Connection, records: Collection[Measurement | LayerChoice]) -> None:
+def upsert_and_look(connection: sqlite3.Connection, records: Collection[AnyRecord]) -> None:
     """`upsert`, and OutOfOrder where a look-up by device and problem does not find what has just been written.
 
     A key that has rotted ends such a look-up too soon, without an error; the rows behind it would be measured, stored
@@ -77,19 +77,25 @@ def upsert_and_look(connection: sqlite3.Connection, records: Collection[Measurem
     """
     upsert(connection, records)
     rows = [record for record in records if isinstance(record, Measurement)]
-    found = {}
+    found: dict[tuple[str, ...], Measurement] = {}
     for each in {row[:2] for row in rows}:
         found.update((key(row), row) for row in select(connection, Measurement, "device = ? AND problem = ?", each))
     if any(found.get(key(row)) != row for row in rows):
         raise OutOfOrder("rows just written are not found")
 
 
-def delete(connection: sqlite3.Connection, kind: Kind, where: str = "1", parameters: Iterable[object] = ()) -> int:
+def delete(
+    connection: sqlite3.Connection, kind: type[Record], where: str = "1", parameters: Iterable[object] = ()
+) -> int:
     return connection.execute(f"DELETE FROM {_TABLES[kind]} WHERE {where}", tuple(parameters)).rowcount
 
 
-def _key(kind: Kind) -> str:
-    return ", ".join(kind._fields[: KEY_FIELDS[kind]])
+def _key(kind: type[Record]) -> str:
+    return ", ".join(_fields(kind)[: KEY_FIELDS[kind]])
+
+
+def _fields(kind: type[Record]) -> tuple[str, ...]:
+    return kind._fields
 
 
 def _sql_type(field: str) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import NamedTuple
 
-from nbdnn.dispatch.exchange import AnyRecord, read_all
-from nbdnn.dispatch.measurement import STATUSES, LayerChoice, Measurement, is_current
+from nbdnn.dispatch.database import Database
+from nbdnn.dispatch.exchange import read_all
+from nbdnn.dispatch.measurement import STATUSES, AnyRecord, LayerChoice, Measurement, is_current
 from nbdnn.dispatch.sqlite_file import SqliteFile
 from nbdnn.dispatch.tables import count, count_damaged, delete, select, upsert
 from nbdnn.errors import DatabaseError
@@ -69,7 +73,8 @@ def inspect(file: SqliteFile) -> Health:
         problems = [line for (line,) in connection.execute("PRAGMA integrity_check(3)")]
         return "; ".join(problems), read_all(connection), count_damaged(connection)
 
-    integrity, records, damaged = file.read(action, ("ok", [], 0))
+    nothing: tuple[str, list[AnyRecord], int] = ("ok", [], 0)
+    integrity, records, damaged = file.read(action, nothing)
     rows = [record for record in records if isinstance(record, Measurement)]
     return Health(
         integrity=integrity,
@@ -80,19 +85,51 @@ def inspect(file: SqliteFile) -> Health:
     )
 
 
+class Drift(NamedTuple):
+    """A stored measurement and what was measured now."""
+
+    stored: Measurement
+    now: Measurement
+
+    @property
+    def ratio(self) -> float | None:
+        """Time now over time then; None where it failed now."""
+        if self.now.median_us is None or self.stored.median_us is None:
+            return None
+        return self.now.median_us / self.stored.median_us
+
+
+def sample(file: SqliteFile, amount: int) -> Iterator[Drift]:
+    """Measure again up to `amount` of the valid rows of this machine, picked at random. Stores nothing."""
+    from nbdnn.device import cpu_device
+    from nbdnn.dispatch.selection import Filters
+    from nbdnn.dispatch.tuner import tune
+    from nbdnn.problem import parse
+
+    rows = file.find(partial(find, filter=Filter()))
+    valid = [row for row in rows if row.status == "ok" and is_current(row)]
+    device = cpu_device()
+    here = [row for row in valid if row.device == device.fingerprint]
+    in_memory = Database(file.path, mode="off")
+    for row in random.sample(here, min(amount, len(here))):
+        filters = Filters(candidate=row.candidate)
+        result = tune(parse(row.problem), device, in_memory, filters=filters, again=True)
+        if now := result.rows.get((row.candidate, row.config)):
+            yield Drift(row, now)
+
+
 def prune(file: SqliteFile) -> int:
     """Remove what is stale or damaged; how many records."""
     # Before the transaction, because it imports every kernel.
-    stale = {record for record in file.read(read_all, []) if not is_current(record)}
+    stale = {record for record in file.find(read_all) if not is_current(record)}
 
     def action(connection: sqlite3.Connection) -> int:
-        removed = 0
-        for kind in (Measurement, LayerChoice):
-            keep = [record for record in select(connection, kind) if record not in stale]
-            if lost := count(connection, kind) - len(keep):
-                removed += lost
-                delete(connection, kind)
-                upsert(connection, keep)
+        keep = [record for record in read_all(connection) if record not in stale]
+        removed = count(connection, Measurement) + count(connection, LayerChoice) - len(keep)
+        if removed:
+            delete(connection, Measurement)
+            delete(connection, LayerChoice)
+            upsert(connection, keep)
         return removed
 
     removed = file.write(action)

@@ -18,7 +18,7 @@ import pytest
 from database_records import DEVICE, PROBLEM, contents, finish, layer_choice, measurement, sql, start
 
 from nbdnn import config
-from nbdnn.dispatch import database, sqlite_file
+from nbdnn.dispatch import connections, database, sqlite_file
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.exchange import write_shipped
 from nbdnn.dispatch.measurement import checked, utc_now
@@ -692,7 +692,7 @@ def forked(work: Callable[[], object]) -> int:
         code = 1
         try:
             work()
-            sqlite_file._close_all()
+            connections.close_all()
             import gc
 
             gc.collect()
