@@ -1,0 +1,57 @@
+"""Each test of the dispatcher begins with an empty database and remembers nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+
+from nbdnn import config
+from nbdnn.dispatch import dispatcher, policy
+from nbdnn.problem import ConvProblem
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Iterator[Path]:
+    """The path of this test's own database; on one thread, whose times nobody else disturbs."""
+    threads = numba.get_num_threads()
+    numba.set_num_threads(1)
+    policy.forget_once()
+    policy._warned.clear()
+    with config.change(tune__db=str(tmp_path / "tuning.db")):
+        yield tmp_path / "tuning.db"
+    dispatcher.empty_cache()
+    numba.set_num_threads(threads)
+
+
+@pytest.fixture
+def restart() -> Callable[[], None]:
+    """Forget what a new process would not know."""
+
+    def forget() -> None:
+        dispatcher.empty_cache()
+        dispatcher._databases.clear()
+        policy.forget_once()
+        policy._spent.clear()
+
+    return forget
+
+
+@pytest.fixture
+def call() -> Callable:
+    """Run a forward problem through `dnn_conv`, check the result, and return it."""
+    from nbdnn import dnn_conv, reference, tolerance
+    from nbdnn.kernels.cpu import conv_direct
+
+    def run(problem: ConvProblem, **arguments: object) -> np.ndarray:
+        rng = np.random.default_rng(0)
+        x, w = (rng.uniform(-1, 1, shape).astype(np.float32) for shape in (problem.x_shape, problem.w_shape))
+        y = dnn_conv(x, w, problem.pad, problem.stride, problem.dilation, problem.mode, **arguments)
+        sample = reference.whole(problem, {"x": x, "w": w})
+        assert not tolerance.fault(problem, conv_direct.FWD, y, sample)
+        return y
+
+    return run

@@ -1,0 +1,98 @@
+"""Candidates made for the tests: right or wrong, slow or fast, big or small, on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+from nbdnn.array import at
+from nbdnn.candidate import YES, Candidate, Runner, Support
+from nbdnn.device import Device
+from nbdnn.dispatch import registry
+from nbdnn.dispatch.workspace import _allocate as allocate
+from nbdnn.kernels.cpu import conv_direct
+from nbdnn.problem import Problem, parse
+
+# Small enough that computing it takes microseconds; TALL is another shape of the same layer.
+SMALL = parse("conv_fwd:f32:n1c2h6w6:k2r3s3:p1x1:u1x1:d1x1:g1:cross:nchw")
+TALL = parse("conv_fwd:f32:n1c2h9w6:k2r3s3:p1x1:u1x1:d1x1:g1:cross:nchw")
+_SCRATCH_BYTES = 1 << 16
+
+
+class Fake(Candidate):
+    """Computes with the direct kernel, then idles until `us` microseconds are over: a time, or one for each config.
+
+    behaviour: 'right', 'wrong' (one output is off), 'lazy' (one is not written), 'raises' or 'interrupts'.
+    """
+
+    op, provider = "conv_fwd", "cpu"
+
+    def __init__(
+        self,
+        algorithm: str,
+        us: float | Mapping[str, float] = 50.0,
+        *,
+        estimate: float = 1.0,
+        workspace_bytes: int = 0,
+        behaviour: str = "right",
+        refuses_height: int = -1,
+        **fields: object,
+    ) -> None:
+        self.algorithm, self.us, self.behaviour = algorithm, us if isinstance(us, Mapping) else {"": us}, behaviour
+        self.estimated, self.needs, self.refuses_height = estimate, workspace_bytes, refuses_height
+        self.version = "1"
+        self.prepared: list[str] = []
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def supports(self, problem: Problem, device: Device) -> Support:
+        height = problem.spatial[-2]
+        return Support(False, f"height is {height}") if height == self.refuses_height else YES
+
+    def configs(self, problem: Problem, device: Device) -> tuple[Hashable, ...]:
+        return tuple(self.us)
+
+    def workspace_bytes(self, problem: Problem, config: Hashable, device: Device) -> int:
+        return self.needs
+
+    def estimate(self, problem: Problem, config: Hashable, device: Device) -> float:
+        return self.estimated
+
+    def prepare(self, problem: Problem, config: Hashable, device: Device) -> Runner:
+        self.prepared.append(str(config))
+        if self.behaviour == "interrupts":
+            raise KeyboardInterrupt
+        direct = conv_direct.FWD
+        (only,) = direct.configs(problem, device)
+        assert direct.workspace_bytes(problem, only, device) <= _SCRATCH_BYTES
+        run = direct.prepare(problem, only, device)
+        scratch = allocate(_SCRATCH_BYTES)
+        seconds = self.us[str(config)] * 1e-6
+
+        def runner(pointers: tuple[int, ...], scalars: tuple[float, ...], memory: int, stream: int) -> None:
+            end = perf_counter() + seconds
+            if self.behaviour == "raises":
+                raise RuntimeError("out of luck")
+            run(pointers, scalars, scratch.address, stream)
+            if self.behaviour in ("wrong", "lazy"):
+                first = at(pointers[2], (1,), (1,), "f32")
+                first[0] = np.nan if self.behaviour == "lazy" else first[0] + 1
+            while perf_counter() < end:
+                pass
+
+        return runner
+
+
+def register(monkeypatch: pytest.MonkeyPatch, *candidates: Candidate) -> None:
+    """Make `candidates` the whole list of their op."""
+    monkeypatch.setitem(registry._LISTS, candidates[0].op, candidates)
+    for candidate in candidates:
+        monkeypatch.setitem(registry._BY_ID, candidate.id, candidate)
+
+
+def ids(log: list, kind: str) -> list[str]:
+    """The algorithms of the events of one kind, in order."""
+    return [event.candidate.rpartition("/")[2] for event in log if event.kind == kind]

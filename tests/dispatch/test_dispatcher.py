@@ -1,0 +1,172 @@
+"""Plans and memos: what is made once, what is made anew, whose memory is used."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from fakes import SMALL, TALL, Fake, ids, register
+
+import nbdnn
+from nbdnn import config, dnn_conv, events
+from nbdnn.device import cpu_device
+from nbdnn.dispatch import dispatcher, policy, workspace
+from nbdnn.dispatch.policy import Request
+
+pytestmark = pytest.mark.usefixtures("fresh")
+Call = Callable
+X, W = np.ones(SMALL.x_shape, np.float32), np.ones(SMALL.w_shape, np.float32)
+
+
+def test_a_repeated_call_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "choose", counted := Counted(policy.choose))
+    for _ in range(3):
+        dnn_conv(X, W, 1)
+    assert counted.calls == 1
+    dnn_conv(X, W, (1, 1))  # another way to say the same: another key, the same plan
+    assert counted.calls == 2 and len(dispatcher.context()._plans) == 1
+    dnn_conv(X, W, 2)
+    assert counted.calls == 3 and len(dispatcher.context()._plans) == 2
+
+
+class Counted:
+    def __init__(self, function: Callable) -> None:
+        self.calls, self._function = 0, function
+
+    def __call__(self, *args: object) -> object:
+        self.calls += 1
+        return self._function(*args)
+
+
+def test_a_new_measurement_reaches_plans_made_before(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    register(monkeypatch, Fake("dear", 20, estimate=2.0), Fake("cheap", 200, estimate=1.0))
+    with events() as log:
+        call(SMALL)
+        call(TALL)
+        call(SMALL, algo="time_on_shape_change")
+        call(SMALL)
+        call(TALL)
+    selected = [(event.candidate.rpartition("/")[2], event.problem) for event in log if event.kind == "selected"]
+    # cheap for SMALL and TALL; dear when timed; SMALL goes over to dear, TALL stays: its plan is not made again.
+    assert [name for name, _ in selected] == ["cheap", "cheap", "dear", "dear"]
+    assert selected[-1][1] == str(SMALL)
+
+
+def test_flags_make_their_own_plans(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    register(monkeypatch, Fake("atomic", estimate=1.0, deterministic=False), Fake("ordered", estimate=2.0))
+    with events() as log:
+        for _ in range(2):
+            call(SMALL)
+            with config.change(dnn__deterministic=True):
+                call(SMALL)
+    assert ids(log, "selected") == ["atomic", "ordered"]
+
+
+def test_workspace_that_cannot_be_had_falls_to_the_next(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    fakes = (
+        Fake("huge", estimate=1.0, workspace_bytes=3000),
+        Fake("big", estimate=2.0, workspace_bytes=2000),
+        Fake("lean"),
+    )
+    fakes[-1].estimated = 3.0
+    register(monkeypatch, *fakes)
+    allocate = workspace._allocate
+
+    def scarce(size_bytes: int) -> workspace.Memory:
+        if size_bytes > 1000:
+            raise MemoryError
+        return allocate(size_bytes)
+
+    monkeypatch.setattr(workspace, "_allocate", scarce)
+    with events() as log:
+        call(SMALL)
+        call(SMALL)
+    assert ids(log, "selected") == ["huge", "big", "lean"]
+    assert ids(log, "failed") == ["huge", "big"]
+
+
+def test_a_candidate_that_must_run_says_that_memory_is_missing(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    register(monkeypatch, Fake("huge", workspace_bytes=1 << 60))
+    with pytest.raises(nbdnn.UnsupportedProblem, match=f"workspace of {1 << 60} bytes exceeds"):
+        call(SMALL)
+
+
+def test_workspace_grows_is_aligned_and_shared() -> None:
+    workspace.empty()
+    first = workspace.take(100)
+    assert first.address % 64 == 0 and first.array.ctypes.data <= first.address
+    assert first.address + 100 <= first.array.ctypes.data + first.array.nbytes
+    assert workspace.take(50) is first
+    assert workspace.take(200) is not first
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(workspace.take, 100).result().address != workspace.take(100).address
+    workspace.empty()
+    assert workspace.take(0).size_bytes == 0
+
+
+def test_empty_cache_costs_nothing_but_time(call: Call) -> None:
+    call(SMALL)
+    nbdnn.empty_cache()
+    call(SMALL)
+
+
+def test_threads_have_their_own_plans_and_agree() -> None:
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((3, 8, 9, 10)), rng.standard_normal((4, 8, 3, 3))
+    expected = dnn_conv(x, w, 1)
+    barrier = threading.Barrier(4)
+
+    def work() -> tuple[list[np.ndarray], dispatcher.Context]:
+        barrier.wait()
+        return [dnn_conv(x, w, 1) for _ in range(20)], dispatcher.context()
+
+    with events(all_threads=True) as everywhere, events() as here, ThreadPoolExecutor(4) as pool:
+        results = [future.result() for future in [pool.submit(work) for _ in range(4)]]
+    for computed, _ in results:
+        assert all(np.allclose(y, expected, rtol=1e-12) for y in computed)
+    assert len({id(context) for _, context in results}) == 4
+    assert len(ids(everywhere, "selected")) == 4 and not here
+
+
+def test_threads_that_tune_one_problem_measure_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, Fake("only", 100))
+    path = config.tune.db
+
+    def work() -> None:
+        with config.change(tune__db=path):
+            dnn_conv(X, W, 1, algo="time_on_shape_change")
+
+    with events(all_threads=True) as log, ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(work) for _ in range(3)]:
+            future.result()
+    threads = {event.detail for event in log if event.kind == "measured"}
+    assert len(threads) == len(ids(log, "measured")) == 1
+
+
+def test_memos_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "_MAX_MEMO", 3)
+    monkeypatch.setattr(dispatcher, "_MAX_CONTEXTS", 2)
+    for height in range(5, 12):
+        dnn_conv(np.ones((1, 1, height, 5)), np.ones((1, 1, 3, 3)))
+        assert len(dispatcher.context().memo) <= 3
+    for limit in range(5):
+        with config.change(dnn__workspace_limit=limit + 10_000):
+            dnn_conv(X, W)
+    assert len(dispatcher._thread.contexts) <= 2
+
+
+def test_the_logger_tells_of_each_plan(caplog: pytest.LogCaptureFixture, call: Call) -> None:
+    with caplog.at_level("INFO", logger="nbdnn"):
+        call(SMALL)
+        call(SMALL)
+    assert len(caplog.records) == 1 and str(SMALL) in caplog.text
+
+
+def test_a_plan_is_one_object_for_a_request() -> None:
+    context, device = dispatcher.context(), cpu_device()
+    plan = context.plan(SMALL, device, Request())
+    assert context.plan(SMALL, device, Request()) is plan
+    assert context.plan(SMALL, device, Request(layer="another")) is not plan
