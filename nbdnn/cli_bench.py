@@ -8,7 +8,7 @@ from typing import Any
 
 from nbdnn import config
 from nbdnn.cli_autotune import add_budget, progress_bar
-from nbdnn.cli_output import duration, print_table, size
+from nbdnn.cli_output import duration, one_line, print_table, size
 from nbdnn.cli_targets import add_place, add_targets, layers, place
 from nbdnn.workloads import Layer
 
@@ -91,13 +91,16 @@ def _print(layer: Layer, rows: list[dict[str, Any]], device: Any) -> None:
             _number(row["share_of_floor"], "{:.0%}"),
             size(row["workspace_bytes"]),
             _number(row["error"], "{:.3f}"),
-            ": ".join(filter(None, (row["status"], row["reason"]))),
+            row["status"],
         )
         for row in rows
     ]
     name = f"{layer.name}, " if layer.name else ""
     title = f"{name}{layer.problem}: floor {duration(floor_us(layer.problem, device))}"
     print_table(title, columns, cells, right=columns[3:9])
+    for row in rows:
+        if row["reason"]:
+            print(f"{' '.join(filter(None, (row['candidate'], row['config'])))}: {one_line(row['reason'])}")
 
 
 def _number(value: float | None, form: str) -> str:

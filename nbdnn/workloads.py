@@ -226,6 +226,7 @@ EDGES_2D = (
     Edge("n1c9h70w1:k10r3s1:p1x0:u1x1:d1x1:g1", "one column: every row has a single output"),
     Edge("n1c6h7w9:k8r3s3:p0x0:u1x1:d1x1:g1", "border valid"),
     Edge("n1c6h7w9:k8r3s3:p2x2:u1x1:d1x1:g1", "border full"),
+    Edge("n2c17h10w14:k18r3s3:p2x2:u1x1:d1x1:g1", "border full, what a forward as bwd_data is for"),
     Edge("n1c3h4w4:k5r3s3:p5x4:u1x1:d1x1:g1", "outputs wholly in the padding are zero"),
     Edge("n1c5h8w12:k6r2s2:p0x0:u3x3:d1x1:g1", "stride beyond the filter: inputs nobody reads, a zero gradient"),
     Edge("n1c5h10w12:k6r3s3:p0x0:u2x2:d1x1:g1", "stride 2 that leaves the last row and column unread"),

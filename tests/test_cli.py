@@ -122,7 +122,8 @@ def test_bench_shows_every_candidate_and_explain_what_is_chosen(db: str) -> None
     assert {row["candidate"] for row in rows} <= {c.id for c in registry.candidates("conv_fwd")}
     assert sum(row["chosen"] for row in rows) == 1
     assert all(row["gflops"] > 0 and row["share_of_floor"] > 0 for row in rows if row["status"] == "ok")
-    assert [r["time_us"] for r in rows] == sorted(r["time_us"] for r in rows)
+    times_us = [row["time_us"] for row in rows if row["status"] != "failed"]
+    assert times_us == sorted(times_us)
 
     text = nbdnn("bench", PROBLEM, "--db", db).stdout
     assert f"{PROBLEM}: floor" in text
