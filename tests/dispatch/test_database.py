@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from nbdnn.dispatch import connections, database, sqlite_file
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.exchange import write_shipped
 from nbdnn.dispatch.measurement import checked, utc_now
+from nbdnn.dispatch.sqlite_file import SqliteFile
+from nbdnn.dispatch.tables import select, upsert
 from nbdnn.errors import NbdnnWarning
 
 
@@ -548,9 +551,9 @@ def test_a_full_disk_loses_nothing_that_memory_holds(path: Path) -> None:
 
 LOCKER = """
 import fcntl, sqlite3, sys
-if sys.argv[2] == "flock":
+if sys.argv[2].startswith("LOCK_"):
     file = open(sys.argv[1] + ".lock", "w")
-    fcntl.flock(file, fcntl.LOCK_EX)
+    fcntl.flock(file, getattr(fcntl, sys.argv[2]))
 else:
     connection = sqlite3.connect(sys.argv[1], isolation_level=None)
     connection.execute(sys.argv[2])
@@ -563,7 +566,7 @@ sys.stdin.read()
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
-    "lock", ["SELECT 1", "PRAGMA locking_mode = EXCLUSIVE", "PRAGMA journal_mode = DELETE", "flock"]
+    "lock", ["SELECT 1", "PRAGMA locking_mode = EXCLUSIVE", "PRAGMA journal_mode = DELETE", "LOCK_EX"]
 )
 def test_a_place_locked_for_long(path: Path, lock: str) -> None:
     opened(path).store([measurement("a")])
@@ -583,6 +586,22 @@ def test_a_place_locked_for_long(path: Path, lock: str) -> None:
     db.store([measurement("d")])
     assert len(rows(opened(path))) == 13, "what waited in memory is written with the next store"
     assert len(rows(db)) == 13
+
+
+@pytest.mark.usefixtures("impatient")
+def test_files_are_opened_together_and_created_alone(path: Path) -> None:
+    opened(path).store([measurement("a")])
+    with start(LOCKER, path, "LOCK_SH") as other:
+        assert other.stdout and other.stdout.readline() == "locked\n"
+        db = opened(path)
+        db.store([measurement("b")])
+        path.unlink()
+        with one_warning(path, "locked"):
+            db.store([measurement("c")])
+        assert not path.exists()
+        finish(other)
+    db.store([measurement("d")])
+    assert rows(opened(path)) == [measurement("c"), measurement("d")]
 
 
 def test_waiting_for_a_short_lock_is_silent(path: Path) -> None:
@@ -626,6 +645,110 @@ def test_a_deleted_file_whose_wal_stays(path: Path) -> None:
     assert Path(f"{path}-wal").exists()
     db.store([measurement("b")])
     assert rows(opened(path)) == rows(db) == [measurement("b")]
+
+
+def test_a_deleted_file_that_another_process_still_has_open(path: Path) -> None:
+    """Its -wal and -shm are at the names that the new file will use."""
+    db = opened(path)
+    db.store([measurement("a")])
+    db.close()
+    with start(HOLDER, path) as holder:
+        assert holder.stdout and holder.stdout.readline() == "open\n"
+        path.unlink()
+        assert Path(f"{path}-shm").exists()
+        db.store([measurement("b")])
+        assert rows(db) == [measurement("b")]
+        finish(holder)
+    assert Path(f"{path}-wal").exists(), "the other's last close is not ours"
+    db.store([measurement("c")])
+    assert rows(opened(path)) == rows(db) == [measurement("b"), measurement("c")]
+    assert sql(path, "PRAGMA integrity_check") == [("ok",)]
+
+
+HOLDER = """
+import sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+for number in range(20):
+    connection.execute("UPDATE measurement SET samples = samples + 1")
+print("open", flush=True)
+sys.stdin.read()
+connection.execute("UPDATE measurement SET samples = samples + 1")
+connection.close()
+"""
+
+
+def test_a_write_into_a_file_that_is_being_set_aside_is_repeated(path: Path) -> None:
+    file, begun = SqliteFile(path, writable=True), []
+
+    def action(connection: sqlite3.Connection) -> None:
+        upsert(connection, [measurement("a")])
+        if not begun:
+            path.rename(path.with_name("aside"))
+        begun.append(True)
+
+    file.write(action)
+    assert len(begun) == 2
+    assert rows(opened(path)) == [measurement("a")]
+
+
+def test_a_file_that_is_replaced_while_it_is_opened(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened(path).store([measurement("old")])
+    opened(path.with_name("new.db")).store([measurement("new")])
+    for handle in list(connections.handles):
+        handle.close()
+    connect = SqliteFile._connect
+
+    def late(file: SqliteFile, *arguments: Any) -> sqlite3.Connection:
+        connection = connect(file, *arguments)
+        if path.with_name("new.db").exists():
+            path.with_name("new.db").replace(path)
+        return connection
+
+    monkeypatch.setattr(SqliteFile, "_connect", late)
+    assert rows(opened(path)) == [measurement("new")]
+
+
+def test_a_read_only_look_at_a_file_that_changes_is_repeated(path: Path) -> None:
+    writer, looks = opened(path), []
+    writer.store([measurement("a")])
+    writer.close()
+
+    def query(connection: sqlite3.Connection) -> list[database.Measurement]:
+        if not looks:
+            crashed(lambda: (writer.store([measurement("b")]), writer.close()))
+        looks.append(True)
+        return select(connection, database.Measurement)
+
+    assert len(SqliteFile(path, writable=False).find(query)) == 2
+    assert len(looks) == 2
+
+
+def test_only_the_file_that_was_seen_is_set_aside(path: Path) -> None:
+    opened(path).store([measurement("a")])
+    assert SqliteFile(path, writable=True).set_aside((0, 0)) is None
+    assert rows(opened(path)) == [measurement("a")]
+
+
+def test_a_second_connection_keeps_the_locks_of_the_first(path: Path) -> None:
+    """Closing any descriptor of a file drops a process's locks on it; another's last close would take the -wal away."""
+    db = opened(path)
+    db.store([measurement("a")])
+    thread = threading.Thread(target=lambda: opened(path).store([measurement("b")]))
+    thread.start()
+    thread.join()
+    assert (
+        finish(
+            start(
+                "import sys; from database_records import *; sql(Path(sys.argv[1]), 'SELECT 1 FROM measurement')",
+                path,
+                cwd=Path(__file__).parent,
+            )
+        )
+        == ""
+    )
+    assert Path(f"{path}-wal").exists()
+    db.store([measurement("c")])
+    assert len(rows(opened(path))) == 3
 
 
 def test_a_replaced_file_is_noticed(path: Path) -> None:
@@ -693,9 +816,6 @@ def forked(work: Callable[[], object]) -> int:
         try:
             work()
             connections.close_all()
-            import gc
-
-            gc.collect()
             code = 0
         finally:
             os._exit(code)
@@ -712,6 +832,8 @@ def test_a_child_opens_its_own_connection(path: Path) -> None:
         assert rows(db) == [measurement("parent")]
         assert db._file._thread.handle is not handle
         db.store([measurement("child")])
+        connections.close_all()
+        assert handle.connection.total_changes == 1, "still open: closing it is for the parent alone"
         del db
 
     assert forked(child) == 0
@@ -761,9 +883,9 @@ def test_a_look_up_in_a_fresh_process_takes_less_than_2_ms(tmp_path: Path, path:
     db.store([measurement(str(n)) for n in range(40)])
     db.close()
     write_shipped(tmp_path / "shipped.db", [measurement(str(n)) for n in range(20, 60)])
-    times_ms = [
-        float(finish(start(LOOK_UP, path, tmp_path / "shipped.db", cwd=Path(__file__).parent))) for _ in range(5)
-    ]
+    times_ms: list[float] = []
+    while len(times_ms) < 20 and min(times_ms, default=9.0) >= 2.0:  # other programs may slow some of them down
+        times_ms.append(float(finish(start(LOOK_UP, path, tmp_path / "shipped.db", cwd=Path(__file__).parent))))
     assert min(times_ms) < 2.0, times_ms
 
 
