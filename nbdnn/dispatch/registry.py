@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from nbdnn.candidate import Candidate
 from nbdnn.errors import InvalidProblem
-from nbdnn.kernels.cpu import conv_direct, conv_pixel_gemm, conv_winograd
+from nbdnn.kernels.cpu import conv_channel_gemm, conv_direct, conv_pixel_gemm, conv_winograd
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
 
 _LISTS: dict[str, tuple[Candidate, ...]] = {
@@ -15,12 +15,14 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_winograd.FWD_4X4,
         conv_winograd.FWD_2X2,
         conv_pixel_gemm.FWD,
+        conv_channel_gemm.FWD,
         conv_direct.FWD,
     ),
     "conv_bwd_data": (
         conv_winograd.BWD_DATA_4X4,
         conv_winograd.BWD_DATA_2X2,
         conv_pixel_gemm.BWD_DATA,
+        conv_channel_gemm.BWD_DATA,
         conv_direct.BWD_DATA,
     ),
     "conv_bwd_filter": (conv_direct.BWD_FILTER,),

@@ -8,8 +8,8 @@ with zeros beyond the borders. Rows are split by their phase modulo the stride u
 whole rows; depth and column taps are separate copies with exactly count_w columns. The pixels of the strip are then
 one contiguous run for every k = (c, t, r, s), at low_offsets[k]. 16-bit data are widened here.
 
-Rows are moved by masked vectors; where a plane's rows are as long as the output's, a plane moves in one copy and its
-border columns are zeroed after. Source: Cho and Brand, arXiv:1706.06873 (columns only), extended to strides and 3-D.
+Rows are moved by masked vectors, a block of rows at a time. Source: Cho and Brand, arXiv:1706.06873 (columns only),
+extended to strides and 3-D.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
-from nbdnn.kernels.cpu.vector import WIDEN, convert_row, pointer, record, struct
+from nbdnn.kernels.cpu.vector import WIDEN, convert_row, convert_rows, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _SCRATCH_SHARE = 0.4  # of the second-level cache for one strip: the rest is the filter's and the output's
@@ -46,7 +46,8 @@ def lower_strip(dtype: str, vl: int):
     """Compiled-in function: the strip's input into scratch; see the module's formula."""
     compute = DEFAULT_COMPUTE[dtype]
     data, scratch, i64, widen = pointer(dtype), pointer(compute), pointer("i64"), WIDEN[dtype]
-    widen_row, widen_second = convert_row(dtype, compute, vl), convert_row(dtype, compute, vl, 2)
+    widen_row = convert_row(dtype, compute, vl)
+    widen_rows, widen_halves, widen_quarters = (convert_rows(dtype, compute, vl, step) for step in (1, 2, 4))
     itemsize, acc_bytes, params_at = ITEMSIZE[dtype], ITEMSIZE[compute], struct(_LOW)
     zero = float32(0.0) if compute == "f32" else float64(0.0)
 
@@ -56,36 +57,24 @@ def lower_strip(dtype: str, vl: int):
             low[i] = zero
 
     @njit(**DEVICE)
-    def lower_plane(low_address, to, image, source, f, first, end, rows, offset, start, stop):
-        """One column tap whose rows are as long as the image's: one copy, then zeros beyond the borders."""
-        low, width = scratch(low_address), f.count_w
-        zero_fill(low, to, to + first * width)
-        zero_fill(low, to + end * width, to + rows * width)
-        # The elements that the shift takes from beyond the plane belong to columns that are zero.
-        skip_head, skip_tail = max(0, -offset), max(0, offset)
-        at = to + first * width + skip_head
-        count = (end - first) * width - skip_head - skip_tail
-        if count > 0:
-            taken = source + first * width + offset + skip_head
-            widen_row(low_address + at * acc_bytes, image + taken * itemsize, count)
-        if start > 0 or stop < width:
-            for j in range(first, end):
-                zero_fill(low, to + j * width, to + j * width + start)
-                zero_fill(low, to + j * width + stop, to + (j + 1) * width)
-
-    @njit(**DEVICE)
-    def lower_row(low_address, to, image, source, f, start, stop):
-        """One row of one channel."""
-        x, low, step = data(image), scratch(low_address), f.in_step_w * f.in_w
-        zero_fill(low, to, to + start)
-        zero_fill(low, to + stop, to + f.count_w)
+    def lower_rows(low_address, to, pitch, image, source, f, rows, start, stop):
+        """Rows of one channel and column tap, `pitch` elements apart in the image."""
+        x, low, step, width = data(image), scratch(low_address), f.in_step_w * f.in_w, f.count_w
+        to_address, from_address = low_address + to * acc_bytes, image + source * itemsize
+        to_pitch, from_pitch = width * acc_bytes, pitch * itemsize
         if step == 1:
-            widen_row(low_address + (to + start) * acc_bytes, image + (source + start) * itemsize, stop - start)
+            widen_rows(to_address, to_pitch, from_address, from_pitch, rows, width, start, stop)
         elif step == 2:
-            widen_second(low_address + (to + start) * acc_bytes, image + (source + 2 * start) * itemsize, stop - start)
+            widen_halves(to_address, to_pitch, from_address, from_pitch, rows, width, start, stop)
+        elif step == 4:
+            widen_quarters(to_address, to_pitch, from_address, from_pitch, rows, width, start, stop)
         else:
-            for q in range(start, stop):
-                low[to + q] = widen(x[source + q * step])
+            for j in range(rows):
+                line, at = to + j * width, source + j * pitch
+                zero_fill(low, line, line + start)
+                zero_fill(low, line + stop, line + width)
+                for q in range(start, stop):
+                    low[line + q] = widen(x[at + q * step])
 
     @njit(**DEVICE)
     def lower_row_of_pixels(low_address, to, image, source, f, start, stop, channels, channel_elems):
@@ -114,35 +103,34 @@ def lower_strip(dtype: str, vl: int):
             return
         phase_rows = f.plane_elems // (f.row_phases * width)
         used_rows = rows + phase_rows - f.strip_rows
-        by_plane = f.in_w == 1 and f.in_step_w == 1 and f.in_step_h == 1 and f.in_h == width
+        low = scratch(low_address)
         # One channel at a time where pixels lie side by side, all channels of a pixel where channels do.
-        run = end_channel - first_channel if f.in_c == 1 and not by_plane else 1
-        top = first_row * f.in_step_h + f.low_h
+        run = end_channel - first_channel if f.in_c == 1 else 1
         for c in range(first_channel, end_channel, run):
             for t in range(f.taps_d):
                 d = depth * f.in_step_d + table_t[t]
                 inside = 0 <= d < f.extent_d
-                source = c * f.in_c + d * f.in_d
-                for s in range(f.taps_w):
-                    offset, start, stop = table_s[3 * s], table_s[3 * s + 1], table_s[3 * s + 2]
-                    to = c * channel_elems + (t * f.taps_w + s) * f.plane_elems
-                    if by_plane:
-                        first = min(max(0, -top), used_rows) if inside else used_rows
-                        end = max(first, min(used_rows, f.extent_h - top))
-                        plane = source + top * f.in_h
-                        lower_plane(low_address, to, image, plane, f, first, end, used_rows, offset, start, stop)
-                        continue
-                    for phase in range(f.row_phases):
-                        for j in range(used_rows):
-                            h = top + j * f.in_step_h + phase
-                            line = to + (phase * phase_rows + j) * width
-                            row = source + h * f.in_h + offset * f.in_w
-                            some = inside and 0 <= h < f.extent_h
-                            lo, hi = (start, stop) if some else (width, width)
-                            if f.in_c == 1:
-                                lower_row_of_pixels(low_address, line, image, row, f, lo, hi, run, channel_elems)
-                            else:
-                                lower_row(low_address, line, image, row, f, lo, hi)
+                for phase in range(f.row_phases):
+                    top = first_row * f.in_step_h + f.low_h + phase
+                    # Rows [first, end) of this phase lie in the image.
+                    first = min(used_rows, (max(0, -top) + f.in_step_h - 1) // f.in_step_h) if inside else used_rows
+                    end = max(first, min(used_rows, (f.extent_h - top + f.in_step_h - 1) // f.in_step_h))
+                    source = c * f.in_c + d * f.in_d + (top + first * f.in_step_h) * f.in_h
+                    for s in range(f.taps_w):
+                        offset, start, stop = table_s[3 * s], table_s[3 * s + 1], table_s[3 * s + 2]
+                        to = c * channel_elems + (t * f.taps_w + s) * f.plane_elems + phase * phase_rows * width
+                        at, pitch = source + offset * f.in_w, f.in_step_h * f.in_h
+                        for cc in range(run):
+                            zero_fill(low, to + cc * channel_elems, to + cc * channel_elems + first * width)
+                            below = to + cc * channel_elems
+                            zero_fill(low, below + end * width, below + used_rows * width)
+                        if f.in_c == 1:
+                            for j in range(first, end):
+                                line = to + j * width
+                                row = at + (j - first) * pitch
+                                lower_row_of_pixels(low_address, line, image, row, f, start, stop, run, channel_elems)
+                        else:
+                            lower_rows(low_address, to + first * width, pitch, image, at, f, end - first, start, stop)
 
     return lower
 

@@ -1,8 +1,9 @@
 """Filters packed for the micro-kernel, and the order in which its reduction runs.
 
-A gather reduces over k = (channel, t, r, s). Its filter is either read where it lies, through a table of offsets in
-the order of k, or packed into panels of `width` output channels, [group][panel][k][width], zero beyond the last one,
-widened to the compute type. Packing reads the filter once; it pays where a panel is used often.
+A gather reduces over k = (channel, t, r, s), or (t, r, s, channel) where channels lie side by side. Its filter is
+either read where it lies, through a table of offsets in the order of k, or packed into panels of `width` output
+channels, [group][panel][k][width], zero beyond the last one, widened to the compute type. Packing reads the filter
+once; it pays where a panel is used often.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ from nbdnn.kernels.cpu.launch import ARGS, Phase
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 
+_BLOCK = 16  # steps of k transposed at once: their lines of the panel stay in first-level cache
+
 _PACK = record(
     "w_pointer", "panels", "k_len", "c_out", "w_g", "w_o", "offsets", "workspace_offset", "panel_bytes"
 )  # fmt: skip
 
 
-def filter_offsets(geo: Geometry, gather: Gather) -> np.ndarray:
-    """Offset in elements of w[o, c, t, r, s] from w[o, 0, 0, 0, 0], in the order of k: int64 array (c, t, r, s)."""
+def filter_offsets(geo: Geometry, gather: Gather, channels_last: bool = False) -> np.ndarray:
+    """Offset in elements of w[o, c, t, r, s] from w[o, 0, 0, 0, 0], in the order of k: (c, t, r, s) or (t, r, s, c)."""
     parts = [np.arange(geo.c_in) * geo.w_strides[2]]
     for axis, stride in zip(gather, geo.w_strides[3:], strict=True):
         parts.append(np.array([tap for tap, _ in axis.taps], np.int64) * stride)
     c, t, r, s = np.ix_(*parts)
-    return (c + t + r + s).astype(np.int64)
+    offsets = (c + t + r + s).astype(np.int64)
+    return np.ascontiguousarray(np.moveaxis(offsets, 0, -1)) if channels_last else offsets
 
 
 def reads_in_order(geo: Geometry, gather: Gather) -> bool:
@@ -69,10 +73,11 @@ def _pack_task(dtype: str, width: int):
                 for o in range(rows):
                     out[k * width + o] = widen(w[start + o])
         else:
-            for o in range(rows):
-                line = o * f.w_o
-                for k in range(f.k_len):
-                    out[k * width + o] = widen(w[line + offsets[k]])
+            for k0 in range(0, f.k_len, _BLOCK):
+                for o in range(rows):
+                    line = o * f.w_o
+                    for k in range(k0, min(k0 + _BLOCK, f.k_len)):
+                        out[k * width + o] = widen(w[line + offsets[k]])
 
     return compile_task(pack_panel, (dtype, width))
 
@@ -85,10 +90,10 @@ def packed_bytes(geo: Geometry, gather: Gather, dtype: str, width: int) -> int:
 
 
 def pack_phase(
-    geo: Geometry, gather: Gather, dtype: str, width: int, workspace_offset: int
+    geo: Geometry, gather: Gather, dtype: str, width: int, workspace_offset: int, channels_last: bool = False
 ) -> tuple[Phase, list[np.ndarray]]:
     """The phase that packs the filter of `gather` at `workspace_offset`, and the arrays that it needs alive."""
-    offsets = filter_offsets(geo, gather).reshape(-1)
+    offsets = filter_offsets(geo, gather, channels_last).reshape(-1)
     panels = -(-geo.c_out // width)
     ctx = filled(
         _PACK,

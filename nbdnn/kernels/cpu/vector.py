@@ -189,73 +189,47 @@ NARROW = {"f16": f32_to_f16, "bf16": f32_to_bf16, "f32": _identity_f32, "f64": _
 
 
 @cache
-def convert_row(source: str, target: str, vl: int, step: int = 1):
-    """Intrinsic (to, start, n): n elements of `source` dtype, every step-th from address `start`, to `target` dtype.
+def convert_row(source: str, target: str, vl: int):
+    """Intrinsic (to, start, n): n elements of `source` dtype at address `start`, converted to `target` dtype at `to`.
 
     Whole vectors of vl elements, then one masked vector: short rows, which is what convolutions have, cost no scalar
-    loop. step is 1, 2 or 4. Rounds to nearest even; NaN stays NaN. Never reads beyond the last element taken.
+    loop. Rounds to nearest even; NaN stays NaN.
     """
-    bits = {"f16": I16, "bf16": I16} | FLOAT
-    read, write = (ir.VectorType(bits[name], vl) for name in (source, target))
-    suffix = {"f16": "i16", "bf16": "i16", "f32": "f32", "f64": "f64"}
-    read_bytes, write_bytes = (2 if name in ("f16", "bf16") else 4 if name == "f32" else 8 for name in (source, target))
-    mask_type, lane_type = ir.VectorType(ir.IntType(1), vl), ir.VectorType(I64, vl)
+    read, write, read_bytes, write_bytes = _row_types(source, target, vl)
 
     def codegen(context, builder, sig, args):
         to, start, n = args
-        module = builder.module
-        load_type = ir.FunctionType(read, [read.as_pointer(), I32, mask_type, read])
-        store_type = ir.FunctionType(ir.VoidType(), [write, write.as_pointer(), I32, mask_type])
-        masked_load = cgutils.get_or_insert_function(module, load_type, f"llvm.masked.load.v{vl}{suffix[source]}.p0")
-        masked_store = cgutils.get_or_insert_function(module, store_type, f"llvm.masked.store.v{vl}{suffix[target]}.p0")
+        masked_load, masked_store = _masked(builder, read), _masked(builder, write)
         entry = builder.block
         head, body, tail, masked, done = (builder.append_basic_block(f"row_{name}") for name in "hbtmd")
 
-        def slot(address, i, type_, item_bytes):
-            return builder.inttoptr(builder.add(address, builder.mul(i, I64(item_bytes))), type_.as_pointer())
-
-        def take(builder, address, i, load):
-            """Elements i, i+1, ... i+vl-1 of the row."""
-            parts = [
-                slot(address, builder.add(builder.mul(i, I64(step)), I64(p * vl)), read, read_bytes)
-                for p in range(step)
-            ]
-            loaded = [load(part_slot, part) for part, part_slot in enumerate(parts)]
-            even = ir.Constant(ir.VectorType(I32, vl), list(range(0, 2 * vl, 2)))
-            while len(loaded) > 1:
-                pairs = zip(loaded[::2], loaded[1::2], strict=True)
-                loaded = [builder.shuffle_vector(one, two, even) for one, two in pairs]
-            return loaded[0]
+        def slots(i):
+            return (
+                _vector_at(builder, builder.add(start, builder.mul(i, I64(read_bytes))), read),
+                _vector_at(builder, builder.add(to, builder.mul(i, I64(write_bytes))), write),
+            )
 
         builder.branch(head)
         builder.position_at_end(head)
         i = builder.phi(I64)
         i.add_incoming(I64(0), entry)
         after = builder.add(i, I64(vl))
-        # A step reads elements beyond the last one taken, so the last vector is always masked there.
-        builder.cbranch(builder.icmp_signed("<=" if step == 1 else "<", after, n), body, tail)
+        builder.cbranch(builder.icmp_signed("<=", after, n), body, tail)
 
         builder.position_at_end(body)
-        value = take(builder, start, i, lambda slot, part: builder.load(slot, align=read_bytes))
-        builder.store(_convert(builder, value, source, target, vl), slot(to, i, write, write_bytes), align=write_bytes)
+        from_slot, to_slot = slots(i)
+        value = builder.load(from_slot, align=read_bytes)
+        builder.store(_convert(builder, value, source, target, vl), to_slot, align=write_bytes)
         i.add_incoming(after, body)
         builder.branch(head)
 
         builder.position_at_end(tail)
         builder.cbranch(builder.icmp_signed("<", i, n), masked, done)
         builder.position_at_end(masked)
-        left = builder.sub(n, i)
-        mask = builder.icmp_signed("<", ir.Constant(lane_type, list(range(vl))), _splat(builder, left, lane_type))
-        elements = _splat(builder, builder.sub(builder.mul(left, I64(step)), I64(step - 1)), lane_type)
-
-        def load_masked(slot, part):
-            reach = ir.Constant(lane_type, list(range(part * vl, part * vl + vl)))
-            needed = builder.icmp_signed("<", reach, elements)
-            return builder.call(masked_load, [slot, I32(read_bytes), needed, ir.Constant(read, ir.Undefined)])
-
-        value = take(builder, start, i, load_masked)
-        value = _convert(builder, value, source, target, vl)
-        builder.call(masked_store, [value, slot(to, i, write, write_bytes), I32(write_bytes), mask])
+        mask = _lanes_between(builder, vl, 0, None, builder.sub(n, i))
+        from_slot, to_slot = slots(i)
+        value = masked_load(from_slot, read_bytes, mask)
+        masked_store(_convert(builder, value, source, target, vl), to_slot, write_bytes, mask)
         builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
@@ -265,6 +239,92 @@ def convert_row(source: str, target: str, vl: int, step: int = 1):
         return signature(types.none, types.int64, types.int64, types.int64), codegen
 
     return convert
+
+
+@cache
+def convert_rows(source: str, target: str, vl: int, step: int):
+    """Intrinsic (to, to_pitch, start, start_pitch, rows, width, first, end): a block of short rows, padded with zeros.
+
+    Row j gets `width` elements at to + j*to_pitch bytes: element q is the one at start + j*start_pitch bytes plus
+    q*step elements where first <= q < end, and 0 elsewhere; nothing outside [first, end) is read. step is a power of
+    2. Masks are computed once a block, so a row of one vector costs one load and one store.
+    """
+    read, write, read_bytes, write_bytes = _row_types(source, target, vl)
+
+    def codegen(context, builder, sig, args):
+        to, to_pitch, start, start_pitch, rows, width, first, end = args
+        masked_load, masked_store = _masked(builder, read), _masked(builder, write)
+        zero = ir.Constant(I64, 0)
+        with cgutils.for_range_slice(builder, zero, width, I64(vl), I64) as (q, _):
+            store_mask = _lanes_between(builder, vl, 0, None, builder.sub(width, q))
+            low = builder.mul(builder.sub(first, q), I64(step))
+            high = builder.add(builder.mul(builder.sub(builder.sub(end, q), I64(1)), I64(step)), I64(1))
+            load_masks = [_lanes_between(builder, vl, part * vl, low, high) for part in range(step)]
+            from_column = builder.add(start, builder.mul(q, I64(step * read_bytes)))
+            to_column = builder.add(to, builder.mul(q, I64(write_bytes)))
+            with cgutils.for_range(builder, rows) as loop:
+                from_row = builder.add(from_column, builder.mul(loop.index, start_pitch))
+                to_row = builder.add(to_column, builder.mul(loop.index, to_pitch))
+                parts = []
+                for part, mask in enumerate(load_masks):
+                    slot = _vector_at(builder, builder.add(from_row, I64(part * vl * read_bytes)), read)
+                    parts.append(masked_load(slot, read_bytes, mask))
+                even = ir.Constant(ir.VectorType(I32, vl), list(range(0, 2 * vl, 2)))
+                while len(parts) > 1:
+                    pairs = zip(parts[::2], parts[1::2], strict=True)
+                    parts = [builder.shuffle_vector(one, two, even) for one, two in pairs]
+                value = _convert(builder, parts[0], source, target, vl)
+                masked_store(value, _vector_at(builder, to_row, write), write_bytes, store_mask)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def convert(typingctx, to, to_pitch, start, start_pitch, rows, width, first, end):
+        return signature(types.none, *[types.int64] * 8), codegen
+
+    return convert
+
+
+def _row_types(source, target, vl):
+    """Vector types to read and write, 16-bit floats as i16, and bytes an element."""
+    elements = {"f16": I16, "bf16": I16} | FLOAT
+    sizes = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+    return (
+        ir.VectorType(elements[source], vl),
+        ir.VectorType(elements[target], vl),
+        sizes[source],
+        sizes[target],
+    )
+
+
+def _vector_at(builder, address, type_):
+    return builder.inttoptr(address, type_.as_pointer())
+
+
+def _masked(builder, type_):
+    """(slot, align, mask) -> value, zero where the mask is off; or (value, slot, align, mask), which stores."""
+    mask_type = ir.VectorType(ir.IntType(1), type_.count)
+    suffix = f"v{type_.count}{'i16' if type_.element == I16 else 'f32' if type_.element == FLOAT['f32'] else 'f64'}"
+    load_type = ir.FunctionType(type_, [type_.as_pointer(), I32, mask_type, type_])
+    store_type = ir.FunctionType(ir.VoidType(), [type_, type_.as_pointer(), I32, mask_type])
+
+    def access(*operands):
+        *value, slot, align, mask = operands
+        name, kind = ("store", store_type) if value else ("load", load_type)
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.{name}.{suffix}.p0")
+        others = [] if value else [ir.Constant(type_, None)]
+        return builder.call(function, [*value, slot, I32(align), mask, *others])
+
+    return access
+
+
+def _lanes_between(builder, vl, lane0, low, high):
+    """Mask of the lanes whose number, counted from lane0, is at least low (if given) and less than high."""
+    type_ = ir.VectorType(I64, vl)
+    lanes = ir.Constant(type_, list(range(lane0, lane0 + vl)))
+    mask = builder.icmp_signed("<", lanes, _splat(builder, high, type_))
+    if low is None:
+        return mask
+    return builder.and_(mask, builder.icmp_signed(">=", lanes, _splat(builder, low, type_)))
 
 
 def _splat(builder, value, vector):

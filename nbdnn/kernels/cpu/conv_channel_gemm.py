@@ -1,0 +1,425 @@
+"""Implicit GEMM with output channels in the vector lanes: forward and bwd_data, any stride, dilation, groups, 2-D, 3-D.
+
+    tile[p, o] = sum over k = (t, r, s, c) of  in[p, k] * w[k, o]          p < mr pixels, o < nv vectors of channels
+
+The filter is packed into panels of nv vectors. The input is read one broadcast scalar at a time, through an address a
+pixel and a table of offsets, so any layout, stride or dilation will do, and no pixel is wasted on small images. Where
+a tap can fall beyond a border, or the data are 16-bit, a strip of rows is first copied, widened and zero-padded, with
+channels innermost; else the input is read where it lies. Long reductions are cut into steps whose part of a panel
+stays in the second-level cache, with the accumulators kept between steps.
+
+Traffic: x once a panel of channels, from cache; the panel once a strip. Accumulates in float32 (float64), one rounding
+a step, in the order of k. Source: own; the indirection is that of Dukhan, arXiv:1907.02129.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import ceil
+
+import numpy as np
+from numba import float32, float64, njit
+
+from nbdnn.candidate import YES, Candidate, Support
+from nbdnn.device import Device
+from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.epilogue import tile_store
+from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values, geometry
+from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes
+from nbdnn.kernels.cpu.vector import WIDEN, convert_row, filled, micro_kernel, pointer, record, stack, struct
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+
+_STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip
+_PANEL_SHARE = 0.35  # and for the part of a panel that one step of the reduction reads
+_TASKS_PER_THREAD = 4
+
+_PARAMS = record(
+    *GATHER_FIELDS,
+    *("strips", "strip_rows", "chunks", "chunk_panels", "panels", "panel_bytes", "packed_offset"),
+    *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "contiguous"),
+    *("in_place", "shared", "low_d", "low_h", "low_w", "low_rows", "low_columns", "depth_offsets"),
+    *("strip_offset", "strip_bytes", "worker_offset", "worker_bytes", "pixels_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """mr pixels by nv vectors of output channels in registers (mr*nv + nv + 1 vector registers)."""
+
+    mr: int
+    nv: int
+
+    def __str__(self) -> str:
+        return f"{self.mr}x{self.nv}"
+
+
+@cache
+def _lower_rows(dtype: str, vl: int):
+    """Compiled-in function: low[t, row, column, c] of a strip, widened, zero beyond the borders."""
+    compute = DEFAULT_COMPUTE[dtype]
+    data, scratch, i64, params_at = pointer(dtype), pointer(compute), pointer("i64"), struct(_PARAMS)
+    widen, widen_row, itemsize, acc_bytes = (
+        WIDEN[dtype],
+        convert_row(dtype, compute, vl),
+        ITEMSIZE[dtype],
+        ITEMSIZE[compute],
+    )
+    zero = float32(0.0) if compute == "f32" else float64(0.0)
+
+    @njit(**DEVICE)
+    def zero_fill(low, start, end):
+        for i in range(start, end):
+            low[i] = zero
+
+    @njit(**DEVICE)
+    def lower_rows(image, low_address, ctx, depth, first_row, rows):
+        f, x, low = params_at(ctx), data(image), scratch(low_address)
+        channels, columns = f.c_in, f.low_columns
+        start, end = min(max(0, -f.low_w), columns), min(columns, max(0, f.extent_w - f.low_w))
+        used_rows = min(f.low_rows, f.low_rows - (f.strip_rows - rows) * f.in_step_h)
+        for t in range(f.taps_d):
+            d = depth * f.in_step_d + i64(f.depth_offsets)[t]
+            for row in range(used_rows):
+                h = first_row * f.in_step_h + f.low_h + row
+                line = (t * f.low_rows + row) * columns * channels
+                if d < 0 or d >= f.extent_d or h < 0 or h >= f.extent_h:
+                    zero_fill(low, line, line + columns * channels)
+                    continue
+                source = d * f.in_d + h * f.in_h + (f.low_w + start) * f.in_w
+                zero_fill(low, line, line + start * channels)
+                zero_fill(low, line + end * channels, line + columns * channels)
+                line += start * channels
+                if f.in_c == 1 and f.in_w == channels:
+                    widen_row(low_address + line * acc_bytes, image + source * itemsize, (end - start) * channels)
+                elif f.in_c == 1:
+                    for w in range(end - start):
+                        to, at = line + w * channels, source + w * f.in_w
+                        widen_row(low_address + to * acc_bytes, image + at * itemsize, channels)
+                else:
+                    for w0 in range(0, end - start, 16):
+                        for c in range(channels):
+                            at = source + c * f.in_c
+                            for w in range(w0, min(w0 + 16, end - start)):
+                                low[line + w * channels + c] = widen(x[at + w * f.in_w])
+
+    return lower_rows
+
+
+@cache
+def _locate():
+    """Compiled-in function: (image, group, depth, first row, rows, address of the lowered strip) of a strip."""
+    params_at = struct(_PARAMS)
+
+    @njit(**DEVICE)
+    def locate(ctx, index, workspace, worker):
+        f = params_at(ctx)
+        first_row = index % f.strips * f.strip_rows
+        rest = index // f.strips
+        depth, rest = rest % f.count_d, rest // f.count_d
+        low = workspace + f.strip_offset + (index if f.shared else worker) * f.strip_bytes
+        return rest // f.groups, rest % f.groups, depth, first_row, min(f.strip_rows, f.count_h - first_row), low
+
+    return locate
+
+
+@cache
+def _lower_task(dtype: str, vl: int):
+    """One strip, where strips are shared between workers."""
+    i64, args_at, params_at, itemsize = pointer("i64"), struct(ARGS), struct(_PARAMS), ITEMSIZE[dtype]
+    locate, lower_rows = _locate(), _lower_rows(dtype, vl)
+
+    def lower_strip(args, ctx, index, worker):
+        f = params_at(ctx)
+        n, g, depth, first_row, rows, low = locate(ctx, index, args_at(args).workspace, worker)
+        lower_rows(i64(args)[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize, low, ctx, depth, first_row, rows)
+
+    return compile_task(lower_strip, (dtype, vl), fastmath=FASTMATH)
+
+
+@cache
+def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
+    """One strip, one chunk of panels."""
+    compute = DEFAULT_COMPUTE[dtype]
+    itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
+    i64, acc_of, args_at, params_at = pointer("i64"), pointer(compute), struct(ARGS), struct(_PARAMS)
+    locate, lower_rows, store = _locate(), _lower_rows(dtype, vl), tile_store(dtype, compute, vl)
+    row_slots, zero = stack(mr * 8), (float32 if compute == "f32" else float64)(0.0)
+
+    def kernels(rows):
+        return (micro_kernel(compute, rows, min(v, nv), vl, None, lanes_full * acc_bytes, True) for v in (1, 2, 3, nv))
+
+    micro1, micro2, micro3, micro_full = kernels(mr)
+    short1, short2, short3, short_full = kernels(mr - 1)
+
+    @njit(**DEVICE)
+    def multiply(rows, used, vectors, a_offsets, b, k_len, tile, pitch):
+        """Tiles have mr or mr - 1 pixels."""
+        if used == mr:
+            if vectors == nv:
+                micro_full(rows, a_offsets, b, 0, k_len, tile, pitch)
+            elif vectors == 1:
+                micro1(rows, a_offsets, b, 0, k_len, tile, pitch)
+            elif vectors == 2:
+                micro2(rows, a_offsets, b, 0, k_len, tile, pitch)
+            else:
+                micro3(rows, a_offsets, b, 0, k_len, tile, pitch)
+        elif vectors == nv:
+            short_full(rows, a_offsets, b, 0, k_len, tile, pitch)
+        elif vectors == 1:
+            short1(rows, a_offsets, b, 0, k_len, tile, pitch)
+        elif vectors == 2:
+            short2(rows, a_offsets, b, 0, k_len, tile, pitch)
+        else:
+            short3(rows, a_offsets, b, 0, k_len, tile, pitch)
+
+    def strip(args, ctx, index, worker):
+        a, pointers, f = args_at(args), i64(args), params_at(ctx)
+        n, g, depth, first_row, rows, low = locate(ctx, index // f.chunks, a.workspace, worker)
+        image = pointers[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize
+        if f.in_place:
+            row = (first_row * f.in_step_h + f.low_h) * f.in_h
+            low = image + ((depth * f.in_step_d + f.low_d) * f.in_d + row + f.low_w * f.in_w) * itemsize
+        elif not f.shared:
+            lower_rows(image, low, ctx, depth, first_row, rows)
+        pixels = rows * f.count_w
+        out_offsets = a.workspace + f.worker_offset + worker * f.worker_bytes
+        in_addresses = out_offsets + f.pixels_bytes
+        acc = in_addresses + f.pixels_bytes
+        base = n * f.out_n + g * f.out_g + (f.start_d + depth * f.out_step_d) * f.out_d + f.start_w * f.out_w
+        for i in range(rows):
+            line = base + (f.start_h + (first_row + i) * f.out_step_h) * f.out_h
+            for j in range(f.count_w):
+                p = i * f.count_w + j
+                i64(out_offsets)[p] = line + j * f.out_step_w * f.out_w
+                i64(in_addresses)[p] = low + (i * f.in_step_h * f.a_h + j * f.in_step_w * f.a_w) * acc_bytes
+        bias = pointers[f.bias_pointer] + g * f.c_out * itemsize if f.bias_pointer >= 0 else 0
+        residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
+        blocks, slots = (pixels + mr - 1) // mr, row_slots()
+        one_step = f.k_len <= f.k_step
+        chunk = index % f.chunks
+        for panel in range(chunk * f.chunk_panels, min(f.panels, (chunk + 1) * f.chunk_panels)):
+            first = panel * lanes_full
+            lanes = min(lanes_full, f.c_out - first)
+            vectors = (lanes + vl - 1) // vl
+            pitch = vectors * vl
+            flags = (f.activation, bias + first * itemsize if bias else 0, 0, 1, residual, f.read_out)
+            panel_address = a.workspace + f.packed_offset + (g * f.panels + panel) * f.panel_bytes
+            for k0 in range(0, max(1, f.k_len), f.k_step):
+                k_len = min(f.k_step, f.k_len - k0)
+                b = panel_address + k0 * lanes_full * acc_bytes
+                for block in range(blocks):
+                    # Pixels are shared out evenly: tiles of mr and mr - 1, save in images smaller than that.
+                    p, end = block * pixels // blocks, (block + 1) * pixels // blocks
+                    tile = acc if one_step else acc + p * pitch * acc_bytes
+                    used = max(end - p, mr - 1)
+                    for m in range(used):
+                        i64(slots)[m] = i64(in_addresses)[min(p + m, end - 1)]
+                    if k0 == 0:
+                        for i in range(used * pitch):
+                            acc_of(tile)[i] = zero
+                    multiply(slots, used, vectors, f.a_offsets + 4 * k0, b, k_len, tile, pitch * acc_bytes)
+                    if k0 + k_len >= f.k_len:
+                        store(
+                            tile, pitch, end - p, lanes, pointers[f.out_pointer], out_offsets + 8 * p,
+                            f.channel_offsets + 8 * first, f.contiguous, flags, a.alpha, a.beta,
+                        )  # fmt: skip
+
+    return compile_task(strip, (dtype, mr, nv, vl), fastmath=FASTMATH)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How one gather is cut into strips and panels, and how its input is read."""
+
+    in_place: bool
+    strip_rows: int
+    strips: int
+    total_strips: int
+    chunks: int
+    chunk_panels: int
+    panels: int
+    k_step: int
+    low_rows: int
+    low_columns: int
+    strip_bytes: int
+    acc_bytes: int
+    packed_bytes: int
+
+    @property
+    def shared(self) -> bool:
+        return self.chunks > 1 and not self.in_place
+
+
+def _reaches_outside(axis: Axis) -> bool:
+    return axis.low < 0 or (axis.count - 1) * axis.in_step + axis.low + axis.span >= axis.in_extent
+
+
+def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, device: Device) -> _Plan:
+    compute = DEFAULT_COMPUTE[problem.dtype]
+    itemsize, vl = ITEMSIZE[compute], device.lanes(compute)
+    in_place = problem.dtype == compute and not any(map(_reaches_outside, gather))
+    height, width = gather.h.count, gather.w.count
+    low_columns = (width - 1) * gather.w.in_step + gather.w.span + 1
+    row_bytes = max(1, len(gather.d.taps) * low_columns * geo.c_in * itemsize)
+    fits = int(device.l2_bytes * _STRIP_SHARE) // row_bytes - gather.h.span - 1
+    strips = ceil(height / max(1, min(height, fits // gather.h.in_step + 1)))
+    outer, wanted = geo.n * geo.groups * gather.d.count, device.threads * _TASKS_PER_THREAD
+    while outer * strips < wanted and ceil(height / (strips + 1)) * width >= 8 * config.mr:
+        strips += 1
+    strip_rows = ceil(height / strips)
+    strips = ceil(height / strip_rows)
+    lanes = config.nv * vl
+    panels = ceil(geo.c_out / lanes)
+    chunks = min(ceil(wanted / (outer * strips)), panels)
+    chunk_panels = ceil(panels / chunks)
+    low_rows = (strip_rows - 1) * gather.h.in_step + gather.h.span + 1
+    k_len = filter_offsets(geo, gather).size
+    k_steps = max(1, ceil(k_len * lanes * itemsize / (device.l2_bytes * _PANEL_SHARE)))
+    tiles = 1 if k_steps == 1 else ceil(strip_rows * width / config.mr) + 1
+    return _Plan(
+        in_place=in_place,
+        strip_rows=strip_rows,
+        strips=strips,
+        total_strips=outer * strips,
+        chunks=ceil(panels / chunk_panels),
+        chunk_panels=chunk_panels,
+        panels=panels,
+        k_step=max(1, ceil(k_len / k_steps)),
+        low_rows=low_rows,
+        low_columns=low_columns,
+        strip_bytes=0 if in_place else ceil(row_bytes * low_rows / 64) * 64,
+        acc_bytes=tiles * config.mr * lanes * itemsize,
+        packed_bytes=packed_bytes(geo, gather, problem.dtype, lanes),
+    )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The workspace: packed filters of all gathers, lowered strips, then each worker's tables and accumulators."""
+
+    geo: Geometry
+    plans: tuple[_Plan, ...]
+    strip_offset: int
+    worker_offset: int
+    worker_bytes: int
+    pixels_bytes: int
+    total_bytes: int
+
+
+@lru_cache(maxsize=256)
+def _layout(problem: ConvProblem, config: Config, device: Device) -> _Layout:
+    geo = geometry(problem)
+    plans = tuple(_plan(problem, geo, gather, config, device) for gather in geo.gathers)
+    strip_offset = sum(plan.packed_bytes for plan in plans)
+    strips = max(plan.strip_bytes * (plan.total_strips if plan.shared else device.threads) for plan in plans)
+    pixels = max(plan.strip_rows * gather.w.count for plan, gather in zip(plans, geo.gathers, strict=True))
+    pixels_bytes = ceil(pixels / 8) * 64
+    worker_bytes = 2 * pixels_bytes + max(plan.acc_bytes for plan in plans)
+    worker_offset = strip_offset + strips
+    total = worker_offset + device.threads * worker_bytes
+    return _Layout(geo, plans, strip_offset, worker_offset, worker_bytes, pixels_bytes, total)
+
+
+def _a_offsets(geo: Geometry, gather: Gather, plan: _Plan, itemsize: int) -> tuple[np.ndarray, int, int]:
+    """Byte offset of each k = (t, r, s, c) from a pixel's address, and the strides of a pixel in rows and columns."""
+    t, r, s = (np.array([offset - axis.low for _, offset in axis.taps], np.int64) for axis in gather)
+    if plan.in_place:
+        _, _, step_c, step_d, step_h, step_w = geo.in_strides
+    else:
+        step_c, step_w, step_h = 1, geo.c_in, plan.low_columns * geo.c_in
+        t, step_d = np.arange(t.size), plan.low_rows * step_h
+    rows, columns = r[:, None, None] * step_h, s[:, None] * step_w
+    offsets = t[:, None, None, None] * step_d + rows + columns + np.arange(geo.c_in) * step_c
+    return (offsets * itemsize).astype(np.int32).reshape(-1), step_h, step_w
+
+
+class ChannelGemm(Candidate[Config]):
+    """Implicit GEMM with output channels in the vector lanes."""
+
+    provider, algorithm, algo = "cpu", "channel_gemm", "small"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: ConvProblem, device: Device) -> Support:
+        image = problem.operands[0 if self.op == "conv_fwd" else 1]
+        one_image = image.size_bytes // max(1, problem.n)
+        if one_image >= 1 << 31:
+            return Support(False, f"an image has {one_image} bytes: offsets are 32 bits")
+        return YES
+
+    def configs(self, problem: ConvProblem, device: Device) -> tuple[Config, ...]:
+        # An address register a pixel: six fit beside the rest.
+        return (Config(6, 4),) if device.isa == "avx512" else (Config(6, 2), Config(4, 3))
+
+    def workspace_bytes(self, problem: ConvProblem, config: Config, device: Device) -> int:
+        return _layout(problem, config, device).total_bytes
+
+    def estimate(self, problem: ConvProblem, config: Config, device: Device) -> float:
+        return problem.flops / (device.threads * 1e5)
+
+    def prepare(self, problem: ConvProblem, config: Config, device: Device) -> Program:
+        layout = _layout(problem, config, device)
+        vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        phases: list[Phase] = []
+        keep: list[np.ndarray] = []
+        packed_offset = 0
+        for gather, plan in zip(layout.geo.gathers, layout.plans, strict=True):
+            lanes = config.nv * vl
+            pack, arrays = pack_phase(layout.geo, gather, problem.dtype, lanes, packed_offset, channels_last=True)
+            phases.append(pack)
+            keep += arrays
+            ctx, arrays = _parameters(problem, layout, gather, plan, packed_offset, lanes)
+            keep += arrays
+            if plan.shared:
+                phases.append(Phase(_lower_task(problem.dtype, vl), plan.total_strips, ctx))
+            task = _multiply_task(problem.dtype, config.mr, config.nv, vl)
+            phases.append(Phase(task, plan.total_strips * plan.chunks, ctx))
+            packed_offset += plan.packed_bytes
+        return Program(phases, keep)
+
+
+def _parameters(
+    problem: ConvProblem, layout: _Layout, gather: Gather, plan: _Plan, packed_offset: int, lanes: int
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    geo, itemsize = layout.geo, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+    a_offsets, a_h, a_w = _a_offsets(geo, gather, plan, itemsize)
+    channels = np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2]
+    depth = np.array([offset for _, offset in gather.d.taps], np.int64)
+    ctx = filled(
+        _PARAMS,
+        **gather_values(problem, geo, gather),
+        strips=plan.strips,
+        strip_rows=plan.strip_rows,
+        chunks=plan.chunks,
+        chunk_panels=plan.chunk_panels,
+        panels=plan.panels,
+        panel_bytes=a_offsets.size * lanes * itemsize,
+        packed_offset=packed_offset,
+        k_len=a_offsets.size,
+        k_step=plan.k_step,
+        a_offsets=a_offsets.ctypes.data,
+        a_h=a_h,
+        a_w=a_w,
+        channel_offsets=channels.ctypes.data,
+        contiguous=int(geo.out_strides[2] == 1),
+        in_place=int(plan.in_place),
+        shared=int(plan.shared),
+        low_d=gather.d.low,
+        low_h=gather.h.low,
+        low_w=gather.w.low,
+        low_rows=plan.low_rows,
+        low_columns=plan.low_columns,
+        depth_offsets=depth.ctypes.data,
+        strip_offset=layout.strip_offset,
+        strip_bytes=plan.strip_bytes,
+        worker_offset=layout.worker_offset,
+        worker_bytes=layout.worker_bytes,
+        pixels_bytes=layout.pixels_bytes,
+    )
+    return ctx, [a_offsets, channels, depth]
+
+
+FWD, BWD_DATA = ChannelGemm("conv_fwd"), ChannelGemm("conv_bwd_data")
