@@ -52,7 +52,8 @@ class View(NamedTuple):
     @property
     def overlaps_itself(self) -> bool:
         """Whether one byte is surely several elements, as in a broadcast array."""
-        return any(stride == 0 and extent > 1 for extent, stride in zip(self.shape, self.strides, strict=True))
+        broadcast = any(stride == 0 and extent > 1 for extent, stride in zip(self.shape, self.strides, strict=True))
+        return broadcast and 0 not in self.shape
 
     def is_dense(self, channels_last: bool) -> bool:
         """Whether the array is dense in that layout. One with extents of 1 may be so in both."""

@@ -11,11 +11,10 @@ from nbdnn.dispatch import events, registry
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import Filters
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import ACTIVATIONS, COMPUTE_OF, ITEMSIZE, ConvProblem
+from nbdnn.problem import ACTIVATIONS, COMPUTE_OF, ITEMSIZE, LAYOUTS, ConvProblem
 
 HINTS = (None, "forward!", "bprop weights", "bprop inputs")
 _COMPUTE_NAMES = {"float16": "f16", "float32": "f32", "float64": "f64"}
-_AXES = {2: ("height", "width"), 3: ("depth", "height", "width")}
 
 
 class Arguments(NamedTuple):
@@ -91,10 +90,19 @@ def out_shape(ishape: Any, kshape: Any, border_mode: Any, subsample: Any, dilati
     ndim = len(ishape) - 2
     if ndim not in (2, 3) or len(kshape) != len(ishape):
         raise InvalidType(f"ishape has {len(ishape)} axes and kshape {len(kshape)}, expected 4 and 4, or 5 and 5")
-    steps, strides = axes("dilation", dilation, ndim), axes("subsample", subsample, ndim)
-    before_after = padding(border_mode, kshape[2:], steps)
+    steps = axes("dilation", dilation, ndim)
     problem = ConvProblem(
-        "conv_fwd", "f32", ishape[0], kshape[1], ishape[2:], kshape[0], kshape[2:], before_after, strides, steps
+        "conv_fwd",
+        "f32",
+        n=ishape[0],
+        c=ishape[1],
+        spatial=ishape[2:],
+        k=kshape[0],
+        filter=kshape[2:],
+        pad=padding(border_mode, kshape[2:], steps),
+        stride=axes("subsample", subsample, ndim),
+        dilation=steps,
+        layout=LAYOUTS[ndim][0],
     )
     return problem.y_shape
 

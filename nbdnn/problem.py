@@ -31,7 +31,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from nbdnn.errors import InvalidProblem, InvalidType
 
@@ -50,7 +50,7 @@ _FILTER_NAMES = {2: ("r", "s"), 3: ("t", "r", "s")}
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One array of a problem: its logical shape (channels second), its strides in elements, and whether it is written."""
+    """One array of a problem: its logical shape (channels second), strides in elements, and whether it is written."""
 
     name: str
     shape: tuple[int, ...]
@@ -172,7 +172,7 @@ class ConvProblem:
         in_order = sorted(self.epilogue, key=_epilogue_rank)
         if list(self.epilogue) != in_order or len({_epilogue_rank(t) for t in in_order}) != len(in_order):
             raise InvalidProblem(
-                f"epilogue {'+'.join(self.epilogue)!r}: at most one of each of bias, activation, res, beta, in that order"
+                f"epilogue {'+'.join(self.epilogue)!r}: at most one each of bias, activation, res, beta, in that order"
             )
 
     @property
@@ -393,8 +393,8 @@ def _parse_pad(token: str, text: str) -> tuple[tuple[int, int], ...]:
     return tuple((before, after) for before, after in pairs)
 
 
-def _parse_optional(tokens: list[str], text: str) -> dict[str, object]:
-    fields: dict[str, object] = {}
+def _parse_optional(tokens: list[str], text: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
     tokens = list(tokens)
     if tokens and tokens[0] in ("kcrs", "krsc", "kctrs", "ktrsc"):
         fields["w_layout"] = tokens.pop(0)

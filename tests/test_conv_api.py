@@ -1,0 +1,449 @@
+"""The six functions as a user meets them: arguments, errors, layouts, dtypes, out= and beta, array libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import nbdnn
+from nbdnn import (
+    InvalidProblem,
+    InvalidType,
+    config,
+    dnn_conv,
+    dnn_conv3d,
+    dnn_gradinput,
+    dnn_gradinput3d,
+    dnn_gradweight,
+    dnn_gradweight3d,
+    events,
+    get_conv_out_shape,
+    reference,
+)
+from nbdnn.array import view
+from nbdnn.problem import ConvProblem, parse
+
+RNG = np.random.default_rng(0)
+X, W = RNG.standard_normal((2, 4, 6, 5)).astype("f"), RNG.standard_normal((6, 4, 3, 3)).astype("f")
+Y = dnn_conv(X, W, 1)
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> None:
+    """Every test sees its plans being made."""
+    nbdnn.empty_cache()
+
+
+def channels_last(array: np.ndarray) -> np.ndarray:
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1)
+
+
+def is_channels_last(array: np.ndarray) -> bool:
+    return np.moveaxis(array, 1, -1).flags.c_contiguous
+
+
+def kinds(log: list) -> list[str]:
+    return [event.kind for event in log]
+
+
+CASES = (
+    "conv_fwd:f64:n2c4h6w5:k6r3s2:p0x0:u1x1:d1x1:g1:conv:nchw",
+    "conv_fwd:f64:n2c4h7w9:k6r3s2:p1x2:u2x1:d1x2:g2:cross:nhwc",
+    "conv_fwd:f64:n2c4h7w9:k4r3s3:ba1.0x0.2:u1x2:d2x1:g4:conv:nchw",
+    "conv_fwd:f64:n2c4d5h4w6:k6t2r3s2:p1x0x1:u1x2x1:d2x1x1:g2:cross:ncdhw",
+    "conv_fwd:f64:n1c2d4h4w4:k3t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:conv:ndhwc",
+)
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_all_three_directions_are_what_the_reference_says(text: str) -> None:
+    problem = parse(text)
+    x, w, y = (RNG.standard_normal(shape) for shape in (problem.x_shape, problem.w_shape, problem.y_shape))
+    if problem.channels_last:
+        x, w, y = map(channels_last, (x, w, y))
+    common: dict[str, Any] = {"conv_mode": problem.mode, "num_groups": problem.groups}
+    geometry = problem.pad, problem.stride, problem.dilation
+    three_d = problem.ndim == 3
+    fwd, by_data, by_filter = (problem.with_op(op) for op in ("conv_fwd", "conv_bwd_data", "conv_bwd_filter"))
+    for problem, function, arguments, operands in (
+        (fwd, dnn_conv3d if three_d else dnn_conv, (x, w), {"x": x, "w": w}),
+        (by_data, dnn_gradinput3d if three_d else dnn_gradinput, (w, y, x.shape), {"w": w, "dy": y}),
+        (by_filter, dnn_gradweight3d if three_d else dnn_gradweight, (x, y, w.shape), {"x": x, "dy": y}),
+    ):
+        with events() as log:
+            result = function(*arguments, *geometry, **common)
+        assert {event.problem for event in log} == {str(problem)}
+        np.testing.assert_allclose(result, reference.compute(problem, operands), rtol=1e-10, atol=1e-10)
+        assert view(result, "result").is_dense(problem.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("border_mode", "expected"),
+    [
+        ("valid", ((0, 0), (0, 0))),
+        ("full", ((4, 4), (3, 3))),
+        ("half", ((2, 2), (2, 2))),
+        (1, ((1, 1), (1, 1))),
+        (np.int64(1), ((1, 1), (1, 1))),
+        ((1, 2), ((1, 1), (2, 2))),
+        (((1, 0), (0, 2)), ((1, 0), (0, 2))),
+        ((1, (0, 2)), ((1, 1), (0, 2))),
+    ],
+)
+def test_border_modes(border_mode: Any, expected: tuple) -> None:
+    w = RNG.standard_normal((2, 4, 3, 4)).astype("f")
+    with events() as log:
+        y = dnn_conv(X, w, border_mode, 1, (2, 1))
+    problem = parse(log[0].problem)
+    assert problem.pad == expected
+    assert y.shape == get_conv_out_shape(X.shape, w.shape, border_mode, 1, (2, 1))
+
+
+def test_out_shape() -> None:
+    assert get_conv_out_shape((8, 3, 224, 224), (64, 3, 7, 7), 3, 2, 1) == (8, 64, 112, 112)
+    assert get_conv_out_shape((1, 2, 5, 6, 7), (4, 2, 2, 2, 2), "half", (1, 2, 3)) == (1, 4, 6, 4, 3)
+    with pytest.raises(InvalidProblem, match="output extent of spatial axis 0 would be 0"):
+        get_conv_out_shape((1, 1, 2, 5), (1, 1, 3, 3))
+    with pytest.raises(InvalidType, match="4 axes and kshape 3"):
+        get_conv_out_shape((1, 1, 2, 5), (1, 1, 3))
+
+
+ERRORS: tuple[tuple[type, str, dict[str, Any]], ...] = (
+    (InvalidType, "img has 5 axes, expected 4; use dnn_conv3d", {"img": np.ones((1, 1, 3, 3, 3))}),
+    (InvalidType, "kerns has 3 axes, expected 4", {"kerns": np.ones((1, 4, 3))}),
+    (InvalidType, "img: dtype int64 is not one of float16, bfloat16, float32, float64", {"img": X.astype(int)}),
+    (InvalidType, "dtype >f4 is not one of", {"img": X.astype(">f4")}),
+    (InvalidType, "list is not an array", {"kerns": W.tolist()}),
+    (InvalidType, "NoneType is not an array", {"img": None}),
+    (InvalidType, "MaskedArray is not an array", {"img": np.ma.masked_array(X)}),
+    (InvalidProblem, r"border_mode is \[1, 1\], expected an int or a tuple", {"border_mode": [1, 1]}),
+    (InvalidProblem, "border_mode is 'same', expected 'valid', 'full', 'half'", {"border_mode": "same"}),
+    (InvalidProblem, "border_mode is -1: -1 is less than 0", {"border_mode": -1}),
+    (InvalidProblem, r"border_mode is \(1, 1, 1\): 3 axes, but the image has 2", {"border_mode": (1, 1, 1)}),
+    (InvalidProblem, r"\(1, 1, 1\) is not a pair", {"border_mode": ((1, 1, 1), 1)}),
+    (InvalidProblem, r"border_mode is 0.5, expected an int", {"border_mode": 0.5}),
+    (InvalidProblem, r"subsample is \(1, 1, 1\): 3 axes", {"subsample": (1, 1, 1)}),
+    (InvalidProblem, r"subsample is \[1, 1\], expected", {"subsample": [1, 1]}),
+    (InvalidProblem, "subsample is 0: 0 is less than 1", {"subsample": 0}),
+    (InvalidProblem, r"dilation is \(2,\): 1 axes", {"dilation": (2,)}),
+    (InvalidProblem, "conv_mode is 'flip', expected one of 'conv', 'cross'", {"conv_mode": "flip"}),
+    (InvalidProblem, "direction_hint is 'backward', expected one of None", {"direction_hint": "backward"}),
+    (InvalidProblem, "img has 4 channels, kerns 4 in each of 2 groups: 8", {"num_groups": 2}),
+    (InvalidProblem, "img has 4 channels, kerns 3 in each of 1 groups: 3", {"kerns": W[:, :3]}),
+    (InvalidProblem, "output channels: 5 is not a multiple of groups 2", {"kerns": W[:5, :2], "num_groups": 2}),
+    (InvalidProblem, "num_groups is .*0 is less than 1", {"num_groups": 0}),
+    (InvalidProblem, "output extent of spatial axis 1 would be 0", {"kerns": np.ones((1, 4, 1, 6), "f")}),
+    (InvalidProblem, "spatial extent is 0", {"img": np.ones((2, 4, 0, 5), "f"), "border_mode": 2}),
+    (InvalidProblem, "filter extent is 0", {"kerns": np.ones((2, 4, 0, 1), "f")}),
+    (InvalidProblem, "algo 'winograd_fused' is unknown; valid: none, small, large", {"algo": "winograd_fused"}),
+    (InvalidProblem, "algo 'deterministic' is unknown", {"algo": "deterministic"}),
+    (InvalidProblem, "precision is 'half', expected one of", {"precision": "half"}),
+    (InvalidProblem, "precision 'float16' does not go with float32 data; possible: float32", {"precision": "float16"}),
+    (InvalidProblem, "precision 'float64' does not go with float32", {"precision": "float64"}),
+    (InvalidProblem, "activation is 'gelu', expected one of", {"activation": "gelu"}),
+    (InvalidProblem, r"bias has shape \(4,\), expected \(6,\)", {"bias": np.ones(4, "f")}),
+    (InvalidProblem, r"residual has shape \(2, 6, 6, 5\), expected \(2, 6, 4, 3\)", {"residual": Y}),
+    (InvalidProblem, "beta is 1.0, which needs the array it multiplies: out=", {"beta": 1}),
+    (InvalidProblem, r"out has shape \(2, 6, 6, 5\), expected \(2, 6, 4, 3\)", {"out": Y.copy()}),
+    (InvalidType, "out is float64, the result float32", {"out": np.ones((2, 6, 4, 3))}),
+    (InvalidProblem, "out cannot be written", {"out": np.broadcast_to(np.float32(0), (2, 6, 4, 3))}),
+    (InvalidProblem, "workspace_limit is -1", {"workspace_limit": -1}),
+    (InvalidProblem, "deterministic is 'yes', expected True, False or None", {"deterministic": "yes"}),
+    (InvalidProblem, "layer is 1.5, expected a name", {"layer": 1.5}),
+    (TypeError, "workmem= is gone: say which algorithm with algo=", {"workmem": "small"}),
+)
+
+
+@pytest.mark.parametrize(("error", "message", "change"), ERRORS, ids=[message for _, message, _ in ERRORS])
+def test_errors_name_what_is_wrong(error: type, message: str, change: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message) as raised:
+        dnn_conv(**{"img": X, "kerns": W, **change})
+    assert error is TypeError or isinstance(raised.value, ValueError)
+    assert isinstance(raised.value, TypeError) == (error in (InvalidType, TypeError))
+
+
+def test_errors_of_the_gradients() -> None:
+    with pytest.raises(InvalidProblem, match=r"topgrad has shape \(2, 6, 6, 5\), expected \(2, 6, 4, 3\)"):
+        dnn_gradweight(X, Y, W.shape)
+    with pytest.raises(InvalidProblem, match=r"topgrad has shape \(2, 6, 6, 5\), expected \(2, 6, 7, 5\)"):
+        dnn_gradinput(W, Y, (2, 4, 7, 5), 1)
+    with pytest.raises(InvalidProblem, match=r"img_shp is \(2, 4, 6, 5.5\)"):
+        dnn_gradinput(W, Y, (2, 4, 6, 5.5), 1)
+    with pytest.raises(InvalidType, match="kerns_shp has 3 axes, expected 4"):
+        dnn_gradweight(X, Y, (6, 4, 3), 1)
+    with pytest.raises(InvalidType, match="16-bit compute on float16"):
+        dnn_gradweight(X.astype("e"), Y.astype("e"), W.shape, 1, precision="as_input")
+    for argument in ("bias", "activation", "residual"):
+        with pytest.raises(TypeError, match=argument):
+            dnn_gradinput(W, Y, X.shape, 1, **{argument: None})
+    with pytest.raises(InvalidType, match="img has 4 axes, expected 5; use dnn_conv"):
+        dnn_conv3d(X, W)
+    with pytest.raises(InvalidProblem, match="algo 'large' exists in 2-D only"):
+        dnn_conv3d(np.ones((1, 1, 3, 3, 3)), np.ones((1, 1, 2, 2, 2)), algo="large")
+
+
+def test_fused_epilogue() -> None:
+    bias, residual = RNG.standard_normal(6).astype("f"), RNG.standard_normal(Y.shape).astype("f")
+    out = RNG.standard_normal(Y.shape).astype("f")
+    expected = np.maximum(0, 2 * Y + 3 * out + bias[:, None, None] + residual)
+    result = dnn_conv(X, W, 1, bias=bias, residual=residual, activation="relu", alpha=2, beta=3, out=out)
+    assert result is out
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gradient", ["input", "weight"])
+def test_gradients_take_alpha_and_beta(gradient: str) -> None:
+    plain, arguments = {
+        "input": (dnn_gradinput, (W, Y, X.shape, 1)),
+        "weight": (dnn_gradweight, (X, Y, list(W.shape), 1)),
+    }[gradient]
+    expected = plain(*arguments)
+    out = np.ones_like(expected)
+    plain(*arguments, alpha=0.5, beta=-2, out=out)
+    np.testing.assert_allclose(out, 0.5 * expected - 2, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 6, 5), (2, 0, 6, 5), (0, 0, 6, 5)])
+@pytest.mark.parametrize("dtype", ["f4", ml_dtypes.bfloat16])
+def test_empty_sums_leave_the_epilogue(shape: tuple[int, ...], dtype: Any) -> None:
+    x, w = np.ones(shape, dtype), np.ones((3, shape[1], 3, 3), dtype)
+    y = dnn_conv(x, w, 1)
+    assert y.shape == (shape[0], 3, 6, 5) and y.dtype == x.dtype and not y.any()
+    bias, out = np.array([-1, 0, 2], dtype), np.full(y.shape, 3, dtype)
+    dnn_conv(x, w, 1, bias=bias, activation="relu", beta=0.5, out=out)
+    assert (out == np.maximum(0, 1.5 + bias.astype("f"))[:, None, None]).all()
+    assert not dnn_gradinput(w, y, x.shape, 1).any()
+    dw = dnn_gradweight(x, y, w.shape, 1, beta=2, out=np.ones_like(w))
+    assert dw.shape == w.shape and (dw == 2).all()
+    assert not dnn_gradweight(x, y, w.shape, 1).any()
+
+
+def test_no_output_channels() -> None:
+    y = dnn_conv(X, W[:0], 1)
+    assert y.shape == (2, 0, 6, 5)
+    assert not dnn_gradinput(W[:0], y, X.shape, 1).any()
+    assert dnn_gradweight(X, y, (0, 4, 3, 3), 1).shape == (0, 4, 3, 3)
+
+
+# Layouts
+
+
+def test_results_follow_the_layout_of_what_they_are_like() -> None:
+    xl, wl, yl = map(channels_last, (X, W, Y))
+    assert is_channels_last(dnn_conv(xl, W, 1)) and not is_channels_last(dnn_conv(X, wl, 1))
+    assert is_channels_last(dnn_gradinput(W, yl, X.shape, 1)) and not is_channels_last(dnn_gradinput(wl, Y, X.shape, 1))
+    assert is_channels_last(dnn_gradweight(xl, yl, W.shape, 1))
+    assert not is_channels_last(dnn_gradweight(xl, Y, W.shape, 1))
+    expected = dnn_gradweight(X, Y, W.shape, 1)
+    for x in (X, xl):
+        for y in (Y, yl):
+            np.testing.assert_allclose(dnn_gradweight(x, y, W.shape, 1), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_an_extent_of_one_has_the_layout_of_the_other_operand() -> None:
+    gray, points = X[:, :1].copy(), np.ones((6, 4, 1, 1), "f")
+    for x, w, expected in (
+        (gray, channels_last(W[:, :2])[:, :1].copy(), "nchw"),  # both fit both
+        (gray, W[:, :1], "nchw"),
+        (channels_last(X), points, "nhwc"),
+        (X, points, "nchw"),
+    ):
+        with events() as log:
+            dnn_conv(x, w)
+        problem = parse(log[-1].problem)
+        assert problem.layout == expected and problem.w_channels_last == problem.channels_last
+
+
+def test_out_keeps_its_own_layout() -> None:
+    out = channels_last(np.empty_like(Y))
+    with events() as log:
+        dnn_conv(X, W, 1, out=out)
+    assert log[0].problem.endswith("nchw:ynhwc") and kinds(log) == ["selected"]
+    np.testing.assert_allclose(out, Y, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda a: a[:, ::-1][:, ::-1].repeat(2, axis=3)[..., ::2],
+        lambda a: np.flip(np.flip(a, 2).copy(), 2),
+        lambda a: np.frombuffer(b"\0" + a.tobytes(), np.uint8)[1:].view("V4").view(a.dtype).reshape(a.shape),
+        lambda a: a.transpose(3, 2, 1, 0).copy().transpose(3, 2, 1, 0),
+    ],
+    ids=["strided", "negative", "misaligned", "transposed"],
+)
+def test_odd_strides_are_made_dense(odd: Any) -> None:
+    x, w = odd(X), odd(W)
+    for _ in range(2):
+        with events() as log:
+            y = dnn_conv(x, w, 1)
+        assert kinds(log).count("copied") == 2
+        np.testing.assert_array_equal(y, Y)
+    assert log[0].detail.startswith("img is not dense")
+
+
+def test_an_odd_channels_last_image_stays_channels_last() -> None:
+    assert is_channels_last(dnn_conv(channels_last(np.tile(X, (1, 2, 1, 1)))[:, :4], W, 1))
+
+
+@pytest.mark.parametrize("beta", [0, 2])
+def test_odd_out_is_written(beta: int) -> None:
+    around = np.ones((2, 6, 6, 10), "f")
+    out = around[..., ::2]
+    assert dnn_conv(X, W, 1, beta=beta, out=out) is out
+    np.testing.assert_allclose(out, Y + beta, rtol=1e-5, atol=1e-5)
+    assert (around[..., 1::2] == 1).all()
+
+
+def test_alignment_is_part_of_the_problem() -> None:
+    x = np.empty(X.size + 1, "f")[1:].reshape(X.shape)
+    x[...] = X
+    with events() as log:
+        np.testing.assert_array_equal(dnn_conv(x, W, 1), Y)
+    assert log[0].problem.endswith(":a4")
+
+
+# Overlap
+
+
+def test_out_may_not_overlap_an_operand() -> None:
+    memory = np.zeros(4096, "f")
+    x, w = memory[:240].reshape(2, 4, 6, 5), memory[1000:1216].reshape(6, 4, 3, 3)
+    dnn_conv(x, w, 1, out=memory[240:600].reshape(2, 6, 6, 5))  # touches, does not overlap
+    for start, name in ((239, "img"), (641, "kerns"), (1215, "kerns")):
+        with pytest.raises(InvalidProblem, match=f"out overlaps {name} in memory"):
+            dnn_conv(x, w, 1, out=memory[start : start + 360].reshape(2, 6, 6, 5))
+    residual = memory[2000:2360].reshape(2, 6, 6, 5)
+    with pytest.raises(InvalidProblem, match="out overlaps residual"):
+        dnn_conv(x, w, 1, residual=residual, out=residual)
+    with pytest.raises(InvalidProblem, match="out overlaps img"):
+        dnn_conv(x[:, :, ::-1], w, 1, out=memory[239:599].reshape(2, 6, 6, 5))
+    with pytest.raises(InvalidProblem, match="out overlaps itself"):
+        dnn_conv(x, w, 1, out=np.lib.stride_tricks.as_strided(memory[3000:], (2, 6, 6, 5), (0, 120, 20, 4)))
+    dnn_conv(x[:0], w, 1, out=memory[10:10].reshape(0, 6, 6, 5))
+
+
+# Types
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_dtypes(dtype: Any) -> None:
+    y = dnn_conv(X.astype(dtype), W.astype(dtype), 1)
+    assert y.dtype == dtype
+    expected = dnn_conv(X.astype(dtype).astype("d"), W.astype(dtype).astype("d"), 1)
+    eps = max(float(ml_dtypes.finfo(dtype).eps), 2e-6)
+    np.testing.assert_allclose(y.astype("d"), expected, rtol=eps, atol=20 * eps)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [("e", "f", "f"), ("f", "d", "d"), ("e", ml_dtypes.bfloat16, "f"), (ml_dtypes.bfloat16, "d", "d")],
+)
+def test_mixed_dtypes_are_cast_to_the_common_one(one: Any, other: Any, common: str) -> None:
+    with events() as log:
+        y = dnn_conv(X.astype(one), W.astype(other), 1)
+    assert y.dtype == common and "copied" in kinds(log)
+    np.testing.assert_allclose(y, Y, rtol=0.02, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "compute"),
+    [
+        ("e", None, "f32"),
+        ("e", "as_input_f32", "f32"),
+        ("e", "as_input", "f16"),
+        ("e", "float32", "f32"),
+        (ml_dtypes.bfloat16, "as_input", "f32"),
+        ("f", "as_input", "f32"),
+        ("d", None, "f64"),
+        ("d", "float64", "f64"),
+    ],
+)
+def test_precisions(dtype: Any, precision: str | None, compute: str) -> None:
+    with events() as log:
+        dnn_conv(X.astype(dtype), W.astype(dtype), 1, precision=precision)
+    assert parse(log[0].problem).compute == compute
+    with config.change(**({"dnn__conv__precision": precision} if precision else {})), events() as log:
+        dnn_conv(X.astype(dtype), W.astype(dtype), 1, num_groups=1)
+    assert all(parse(event.problem).compute == compute for event in log)
+
+
+def test_bfloat16_gradient_as_input_is_float32_inside() -> None:
+    x, y = X.astype(ml_dtypes.bfloat16), Y.astype(ml_dtypes.bfloat16)
+    assert dnn_gradweight(x, y, W.shape, 1, precision="as_input").dtype == ml_dtypes.bfloat16
+
+
+# Libraries
+
+
+def test_torch() -> None:
+    torch = pytest.importorskip("torch")
+    x, w = torch.tensor(X), torch.nn.Parameter(torch.tensor(W))
+    y = dnn_conv(x, w, 1, conv_mode="cross")
+    np.testing.assert_allclose(y, torch.nn.functional.conv2d(x, w, padding=1).detach(), rtol=1e-4, atol=1e-5)
+    assert type(y) is torch.Tensor and not y.requires_grad
+    last = dnn_conv(x.to(memory_format=torch.channels_last), w, 1)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    out = torch.empty_like(y)
+    assert dnn_conv(X, W, 1, out=out) is out
+    np.testing.assert_array_equal(out, Y)
+    odd = torch.zeros(2, 6, 6, 10)[..., ::2]
+    assert dnn_conv(x, w, 1, out=odd) is odd
+    np.testing.assert_array_equal(odd, Y)
+    with pytest.raises(InvalidType, match="meta"):
+        dnn_conv(torch.empty(X.shape, device="meta"), w)
+    with pytest.raises(InvalidType, match=r"torch\.int32"):
+        dnn_conv(x.int(), w)
+    with pytest.raises(InvalidProblem, match="out overlaps img"):
+        dnn_conv(y, torch.ones(6, 6, 1, 1), out=y)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_torch_dtypes(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    y = dnn_conv(torch.tensor(X).to(getattr(torch, dtype)), W, 1, out=None)
+    assert y.dtype == (torch.float64 if dtype == "float64" else torch.float32)  # the common one with W's float32
+    y = dnn_conv(torch.tensor(X).to(getattr(torch, dtype)), torch.tensor(W).to(getattr(torch, dtype)), 1)
+    assert y.dtype == getattr(torch, dtype)
+    np.testing.assert_allclose(y.double(), Y, rtol=0.02, atol=0.1)
+
+
+def test_jax() -> None:
+    jax = pytest.importorskip("jax")
+    x, w = jax.numpy.asarray(X), jax.numpy.asarray(W)
+    y = dnn_conv(x, w, 1)
+    assert isinstance(y, jax.Array)
+    np.testing.assert_array_equal(y, Y)
+    half = dnn_conv(x.astype("bfloat16"), w.astype("bfloat16"), 1)
+    assert half.dtype == jax.numpy.bfloat16
+    np.testing.assert_allclose(half.astype("float32"), Y, rtol=0.02, atol=0.1)
+    assert isinstance(dnn_conv(X, w, 1), np.ndarray)
+    with pytest.raises(InvalidProblem, match="out cannot be written"):
+        dnn_conv(X, W, 1, out=y + 0)
+    with pytest.raises(InvalidType, match=r"inside jax\.jit"):
+        jax.jit(lambda a: dnn_conv(a, w, 1))(x)
+
+
+def test_dtype_errors_name_the_argument() -> None:
+    with pytest.raises(InvalidType, match="residual: dtype complex128"):
+        dnn_conv(X, W, 1, residual=Y.astype("D"))
+
+
+def test_stream_and_default_library_calls() -> None:
+    np.testing.assert_array_equal(dnn_conv(X, W, 1, stream=0), Y)
+    assert nbdnn.version(raises=False) == -1
+    with pytest.raises(RuntimeError, match="no cuDNN"):
+        nbdnn.version()
+    assert nbdnn.dnn_available() is False and nbdnn.dnn_available.msg
+    with config.change(dnn__enabled=True), pytest.raises(RuntimeError, match=r"dnn\.enabled is True"):
+        nbdnn.dnn_available()
+
+
+def test_every_problem_of_a_call_parses() -> None:
+    with events() as log:
+        dnn_conv(X, W, 1, bias=np.ones(6, "f"), activation="tanh")
+    problem = parse(log[0].problem)
+    assert isinstance(problem, ConvProblem) and problem.epilogue == ("bias", "tanh")

@@ -1,0 +1,96 @@
+"""The op objects of Theano: constructor arguments, output and beta, gradients, and an object as its own layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from nbdnn import config, dnn_conv, events, ops
+from nbdnn.errors import InvalidProblem, InvalidType
+
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape)
+
+
+CASES = {
+    "2d": (draw(2, 4, 6, 5), draw(6, 2, 3, 2), ops.GpuDnnConvDesc((1, 0), (2, 1), (1, 2), "conv", num_groups=2)),
+    "3d": (draw(2, 4, 4, 5, 3), draw(2, 4, 2, 3, 1), ops.GpuDnnConvDesc("half", conv_mode="cross")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_adjoint(case: str) -> None:
+    """<op(a), g> = <a, grad(g)> in each operand of each op, scaled by alpha."""
+    x, w, desc = CASES[case]
+    desc = desc(w.shape)
+    y = ops.GpuDnnConv(num_groups=desc.num_groups)(x, w, None, desc)
+    for op, first, second, shape in (
+        (ops.GpuDnnConv(num_groups=desc.num_groups), x, w, y.shape),
+        (ops.GpuDnnConvGradW(num_groups=desc.num_groups), x, draw(*y.shape), w.shape),
+        (ops.GpuDnnConvGradI(num_groups=desc.num_groups), w, draw(*y.shape), x.shape),
+    ):
+        output, g = draw(*shape), draw(*shape)
+        d_first, d_second, d_output, *rest = op.grad((first, second, output, desc, 2.0, 3.0), (g,))
+        assert rest == [None, None, None]
+        np.testing.assert_allclose(d_output, 3 * g)
+        for index, (operand, gradient) in enumerate(((first, d_first), (second, d_second))):
+            assert gradient.shape == operand.shape
+            probe = draw(*operand.shape)
+            moved = (probe, second) if index == 0 else (first, probe)
+            np.testing.assert_allclose(np.sum(2 * op(*moved, shape, desc) * g), np.sum(probe * gradient), rtol=1e-9)
+
+
+def test_output_is_scaled_and_overwritten_only_in_place() -> None:
+    x, w, _ = CASES["2d"]
+    w, desc = draw(3, 4, 3, 3), ops.GpuDnnConvDesc(1, conv_mode="cross")
+    y, output = dnn_conv(x, w, 1, conv_mode="cross"), draw(2, 3, 6, 5)
+    kept = output.copy()
+    np.testing.assert_allclose(ops.GpuDnnConv()(x, w, output, desc, 2.0, 3.0), 2 * y + 3 * kept)
+    np.testing.assert_array_equal(output, kept)
+    assert ops.GpuDnnConv(inplace=True)(x, w, output, desc, 2.0, 3.0) is output
+    np.testing.assert_allclose(output, 2 * y + 3 * kept)
+    np.testing.assert_allclose(ops.GpuDnnConv("none")(x, w, output, desc), y)
+
+
+def test_jax_output_is_read_and_a_jax_array_comes_back() -> None:
+    jax = pytest.importorskip("jax")
+    x, w = (jax.numpy.asarray(draw(*shape), jax.numpy.float32) for shape in ((1, 2, 5, 5), (3, 2, 3, 3)))
+    y = ops.GpuDnnConv()(x, w, None, ops.GpuDnnConvDesc())
+    twice = ops.GpuDnnConv()(x, w, y, ops.GpuDnnConvDesc(), 1.0, 1.0)
+    assert isinstance(twice, jax.Array)
+    np.testing.assert_allclose(twice, 2 * y, rtol=1e-6)
+
+
+def test_twins_take_volumes_only() -> None:
+    x, w, desc = CASES["3d"]
+    y = ops.GpuDnnConv3d()(x, w, None, desc)
+    np.testing.assert_allclose(y, ops.GpuDnnConv()(x, w, None, desc))
+    assert ops.GpuDnnConv3dGradW()(x, y, w.shape, desc).shape == w.shape
+    assert ops.GpuDnnConv3dGradI()(w, y, x.shape, desc).shape == x.shape
+    with pytest.raises(InvalidType, match="GpuDnnConv3d takes arrays of 5 axes, not 4"):
+        ops.GpuDnnConv3d()(CASES["2d"][0], CASES["2d"][1], None, desc)
+
+
+def test_get_out_shape_is_static() -> None:
+    assert ops.GpuDnnConv.get_out_shape((2, 3, 9, 8), (5, 3, 3, 3), "half", (2, 1)) == (2, 5, 5, 8)
+
+
+def test_disagreements_are_named() -> None:
+    x, w, desc = CASES["2d"]
+    with pytest.raises(InvalidProblem, match="num_groups is 1 in the op, 2 in its descriptor"):
+        ops.GpuDnnConv()(x, w, None, desc)
+    with pytest.raises(InvalidProblem, match="a gradient needs an array, or the shape of one"):
+        ops.GpuDnnConvGradI(num_groups=2)(w, x, None, desc)
+
+
+def test_an_object_is_its_own_layer() -> None:
+    x, w, desc = draw(1, 2, 5, 5), draw(3, 2, 3, 3), ops.GpuDnnConvDesc()
+    first, second = ops.GpuDnnConv("guess_once"), ops.GpuDnnConv("guess_once")
+    with config.change(dnn__workspace_limit=1 << 30), events() as log:
+        for op in (first, second, first):
+            op(x, w, None, desc)
+    assert [event.kind for event in log] == ["selected", "selected"]
+    assert repr(first) == "GpuDnnConv(algo='guess_once', inplace=False, num_groups=1)"
