@@ -18,7 +18,7 @@ Grammar of a convolution (tokens joined by ``:``; the ones in brackets only wher
     mode       cross | conv                                      conv flips every spatial axis of the filter
     layout     nchw | nhwc | ncdhw | ndhwc                       of the image (bwd_data: of dy and dx)
     filter layout  kcrs | krsc | kctrs | ktrsc                   default: channels-last if the layout is
-    y layout   ynchw | ynhwc | yncdhw | yndhwc                   of y (bwd_filter: dy; bwd_data: dx); default: the layout
+    y layout   ynchw | ynhwc | yncdhw | yndhwc                   of y (bwd_filter: dy; bwd_data: dx); default: as x
     alignment  a4                                                bytes every pointer is a multiple of; default 16
     epilogue   bias+relu+res+beta                                bias | one activation | res | beta (out is read)
 
