@@ -22,7 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ.pop("NBDNN_FLAGS", None)
     os.environ["NBDNN_DB"] = str(folder / "tuning.db")
-    os.environ["NBDNN_CACHE_DIR"] = str(config.cache.mkdir("nbdnn-kernels"))
+    keep = config.pluginmanager.has_plugin("cacheprovider")
+    os.environ["NBDNN_CACHE_DIR"] = str(config.cache.mkdir("nbdnn-kernels") if keep else folder / "kernels")
 
 
 @pytest.fixture(scope="session")
