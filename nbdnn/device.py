@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from nbdnn.problem import ITEMSIZE
+
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -35,6 +37,10 @@ class Device:
     def fingerprint(self) -> str:
         """The database key of this device: rows measured under another fingerprint are not used."""
         return f"{self.kind}/{self.name}/{self.isa}/{self.threads}t"
+
+    def lanes(self, compute: str) -> int:
+        """Elements of a compute type ('f32', 'f64') in one vector register."""
+        return self.vector_bytes // ITEMSIZE[compute]
 
     def free_memory_bytes(self) -> int:
         """Memory that can still be taken: the kernel's MemAvailable, less where a control group allows less."""

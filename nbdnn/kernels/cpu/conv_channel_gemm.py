@@ -27,8 +27,10 @@ from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.micro_kernel import micro_kernel
 from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes
-from nbdnn.kernels.cpu.vector import WIDEN, convert_row, filled, micro_kernel, pointer, record, stack, struct
+from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip

@@ -42,8 +42,9 @@ from nbdnn.kernels.cpu.lower_pixels import (
     strip_address,
     strip_plan,
 )
+from nbdnn.kernels.cpu.micro_kernel import micro_kernel
 from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes, reads_in_order
-from nbdnn.kernels.cpu.vector import filled, micro_kernel, pointer, record, stack, struct
+from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _PARAMS = record(

@@ -31,7 +31,8 @@ from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_pixels import LOW_FIELDS, StripPlan, low_values, lower_strip
-from nbdnn.kernels.cpu.vector import WIDEN, filled, micro_kernel, pointer, record, sandwich, stack, struct
+from nbdnn.kernels.cpu.micro_kernel import micro_kernel, sandwich
+from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _TASKS_PER_THREAD = 4

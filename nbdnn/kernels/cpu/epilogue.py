@@ -15,7 +15,8 @@ import numpy as np
 from numba import float32, float64, int32, njit
 
 from nbdnn.kernels.cpu.compile import DEVICE
-from nbdnn.kernels.cpu.vector import NARROW, WIDEN, convert_row, f32_from_bits, pointer
+from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.vector import NARROW, WIDEN, f32_from_bits, pointer
 from nbdnn.problem import ITEMSIZE
 
 

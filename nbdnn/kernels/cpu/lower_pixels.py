@@ -25,7 +25,8 @@ from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
-from nbdnn.kernels.cpu.vector import WIDEN, convert_row, convert_rows, pointer, record, struct
+from nbdnn.kernels.cpu.rows import convert_row, convert_rows
+from nbdnn.kernels.cpu.vector import WIDEN, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _SCRATCH_SHARE = 0.4  # of the second-level cache for one strip: the rest is the filter's and the output's

@@ -15,7 +15,9 @@ import numpy as np
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.vector import convert_row, micro_kernel, pointer, stack
+from nbdnn.kernels.cpu.micro_kernel import micro_kernel
+from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.vector import pointer, stack
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
 _MR, _NV, _STEPS = 6, 2, 20_000  # 12 independent accumulators: more than latency x ports of any core

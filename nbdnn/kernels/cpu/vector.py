@@ -1,9 +1,8 @@
-"""LLVM intrinsics that Numba lacks: raw loads and stores, half precision, atomics, and the register-tiled micro-kernel.
+"""LLVM intrinsics that Numba lacks: raw loads and stores, half precision, atomics, structs; and vector building blocks.
 
 Kernels get addresses as int64 and never see an array object: no reference counting, no wraparound indexing, and one
-compiled kernel for every shape. The micro-kernel is emitted as LLVM vector code because the accumulators must stay in
-registers: mr x nv vectors, one broadcast and nv fused multiply-adds a row and step. Source: own, after Goto and van
-de Geijn (doi:10.1145/1356052.1356053) and the indirect convolution of Dukhan (arXiv:1907.02129).
+compiled kernel for every shape. The functions that take a `builder` emit vector code for the intrinsics of rows.py,
+micro_kernel.py and depthwise_vector.py.
 """
 
 from __future__ import annotations
@@ -188,103 +187,7 @@ WIDEN = {"f16": f16_to_f32, "bf16": bf16_to_f32, "f32": _identity_f32, "f64": _i
 NARROW = {"f16": f32_to_f16, "bf16": f32_to_bf16, "f32": _identity_f32, "f64": _identity_f64}
 
 
-@cache
-def convert_row(source: str, target: str, vl: int):
-    """Intrinsic (to, start, n): n elements of `source` dtype at address `start`, converted to `target` dtype at `to`.
-
-    Whole vectors of vl elements, then one masked vector: short rows, which is what convolutions have, cost no scalar
-    loop. Rounds to nearest even; NaN stays NaN.
-    """
-    read, write, read_bytes, write_bytes = _row_types(source, target, vl)
-
-    def codegen(context, builder, sig, args):
-        to, start, n = args
-        masked_load, masked_store = _masked(builder, read), _masked(builder, write)
-        entry = builder.block
-        head, body, tail, masked, done = (builder.append_basic_block(f"row_{name}") for name in "hbtmd")
-
-        def slots(i):
-            return (
-                _vector_at(builder, builder.add(start, builder.mul(i, I64(read_bytes))), read),
-                _vector_at(builder, builder.add(to, builder.mul(i, I64(write_bytes))), write),
-            )
-
-        builder.branch(head)
-        builder.position_at_end(head)
-        i = builder.phi(I64)
-        i.add_incoming(I64(0), entry)
-        after = builder.add(i, I64(vl))
-        builder.cbranch(builder.icmp_signed("<=", after, n), body, tail)
-
-        builder.position_at_end(body)
-        from_slot, to_slot = slots(i)
-        value = builder.load(from_slot, align=read_bytes)
-        builder.store(_convert(builder, value, source, target, vl), to_slot, align=write_bytes)
-        i.add_incoming(after, body)
-        builder.branch(head)
-
-        builder.position_at_end(tail)
-        builder.cbranch(builder.icmp_signed("<", i, n), masked, done)
-        builder.position_at_end(masked)
-        mask = _lanes_between(builder, vl, 0, None, builder.sub(n, i))
-        from_slot, to_slot = slots(i)
-        value = masked_load(from_slot, read_bytes, mask)
-        masked_store(_convert(builder, value, source, target, vl), to_slot, write_bytes, mask)
-        builder.branch(done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def convert(typingctx, to, start, n):
-        return signature(types.none, types.int64, types.int64, types.int64), codegen
-
-    return convert
-
-
-@cache
-def convert_rows(source: str, target: str, vl: int, step: int):
-    """Intrinsic (to, to_pitch, start, start_pitch, rows, width, first, end): a block of short rows, padded with zeros.
-
-    Row j gets `width` elements at to + j*to_pitch bytes: element q is the one at start + j*start_pitch bytes plus
-    q*step elements where first <= q < end, and 0 elsewhere; nothing outside [first, end) is read. step is a power of
-    2. Masks are computed once a block, so a row of one vector costs one load and one store.
-    """
-    read, write, read_bytes, write_bytes = _row_types(source, target, vl)
-
-    def codegen(context, builder, sig, args):
-        to, to_pitch, start, start_pitch, rows, width, first, end = args
-        masked_load, masked_store = _masked(builder, read), _masked(builder, write)
-        zero = ir.Constant(I64, 0)
-        with cgutils.for_range_slice(builder, zero, width, I64(vl), I64) as (q, _):
-            store_mask = _lanes_between(builder, vl, 0, None, builder.sub(width, q))
-            low = builder.mul(builder.sub(first, q), I64(step))
-            high = builder.add(builder.mul(builder.sub(builder.sub(end, q), I64(1)), I64(step)), I64(1))
-            load_masks = [_lanes_between(builder, vl, part * vl, low, high) for part in range(step)]
-            from_column = builder.add(start, builder.mul(q, I64(step * read_bytes)))
-            to_column = builder.add(to, builder.mul(q, I64(write_bytes)))
-            with cgutils.for_range(builder, rows) as loop:
-                from_row = builder.add(from_column, builder.mul(loop.index, start_pitch))
-                to_row = builder.add(to_column, builder.mul(loop.index, to_pitch))
-                parts = []
-                for part, mask in enumerate(load_masks):
-                    slot = _vector_at(builder, builder.add(from_row, I64(part * vl * read_bytes)), read)
-                    parts.append(masked_load(slot, read_bytes, mask))
-                even = ir.Constant(ir.VectorType(I32, vl), list(range(0, 2 * vl, 2)))
-                while len(parts) > 1:
-                    pairs = zip(parts[::2], parts[1::2], strict=True)
-                    parts = [builder.shuffle_vector(one, two, even) for one, two in pairs]
-                value = _convert(builder, parts[0], source, target, vl)
-                masked_store(value, _vector_at(builder, to_row, write), write_bytes, store_mask)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def convert(typingctx, to, to_pitch, start, start_pitch, rows, width, first, end):
-        return signature(types.none, *[types.int64] * 8), codegen
-
-    return convert
-
-
-def _row_types(source, target, vl):
+def row_types(source, target, vl):
     """Vector types to read and write, 16-bit floats as i16, and bytes an element."""
     elements = {"f16": I16, "bf16": I16} | FLOAT
     sizes = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
@@ -296,11 +199,11 @@ def _row_types(source, target, vl):
     )
 
 
-def _vector_at(builder, address, type_):
+def vector_at(builder, address, type_):
     return builder.inttoptr(address, type_.as_pointer())
 
 
-def _masked(builder, type_):
+def masked(builder, type_):
     """(slot, align, mask) -> value, zero where the mask is off; or (value, slot, align, mask), which stores."""
     mask_type = ir.VectorType(ir.IntType(1), type_.count)
     suffix = f"v{type_.count}{'i16' if type_.element == I16 else 'f32' if type_.element == FLOAT['f32'] else 'f64'}"
@@ -317,23 +220,32 @@ def _masked(builder, type_):
     return access
 
 
-def _lanes_between(builder, vl, lane0, low, high):
+def lanes_between(builder, vl, lane0, low, high):
     """Mask of the lanes whose number, counted from lane0, is at least low (if given) and less than high."""
-    type_ = ir.VectorType(I64, vl)
+    type_ = ir.VectorType(I32, vl)
     lanes = ir.Constant(type_, list(range(lane0, lane0 + vl)))
-    mask = builder.icmp_signed("<", lanes, _splat(builder, high, type_))
+    mask = builder.icmp_signed("<", lanes, splat(builder, builder.trunc(high, I32), type_))
     if low is None:
         return mask
-    return builder.and_(mask, builder.icmp_signed(">=", lanes, _splat(builder, low, type_)))
+    return builder.and_(mask, builder.icmp_signed(">=", lanes, splat(builder, builder.trunc(low, I32), type_)))
 
 
-def _splat(builder, value, vector):
+def every(builder, parts):
+    """Every len(parts)-th element of the vectors in a row; their number is a power of 2."""
+    vl = parts[0].type.count
+    even = ir.Constant(ir.VectorType(I32, vl), list(range(0, 2 * vl, 2)))
+    while len(parts) > 1:
+        parts = [builder.shuffle_vector(a, b, even) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def splat(builder, value, vector):
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, value, I32(0))
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
 
 
-def _convert(builder, value, source, target, vl):
+def convert(builder, value, source, target, vl):
     """Widen or narrow a vector of vl elements; 16-bit floats are vectors of i16."""
     if source == target:
         return value
@@ -342,168 +254,21 @@ def _convert(builder, value, source, target, vl):
     if source == "f16":
         return builder.fpext(builder.bitcast(value, half), f32)
     if source == "bf16":
-        return builder.bitcast(builder.shl(builder.zext(value, i32), _constant(i32, 16)), f32)
+        return builder.bitcast(builder.shl(builder.zext(value, i32), constant(i32, 16)), f32)
     if target == "f16":
         return builder.bitcast(builder.fptrunc(value, half), i16)
     return _to_bf16(builder, value, i32, i16)
 
 
-def _constant(type_, value):
+def constant(type_, value):
     return ir.Constant(type_, [value] * type_.count if isinstance(type_, ir.VectorType) else value)
 
 
 def _to_bf16(builder, value, i32, i16):
     """float32 (scalar or vector) rounded to nearest even, as the upper halves of its bits; NaN becomes a quiet NaN."""
     bits = builder.bitcast(value, i32)
-    lsb = builder.and_(builder.lshr(bits, _constant(i32, 16)), _constant(i32, 1))
-    rounded = builder.add(bits, builder.add(lsb, _constant(i32, 0x7FFF)))
-    quiet = builder.or_(bits, _constant(i32, 0x400000))
+    lsb = builder.and_(builder.lshr(bits, constant(i32, 16)), constant(i32, 1))
+    rounded = builder.add(bits, builder.add(lsb, constant(i32, 0x7FFF)))
+    quiet = builder.or_(bits, constant(i32, 0x400000))
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), _constant(i32, 16)), i16)
-
-
-@cache
-def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_step: int | None, accumulate: bool):
-    """Intrinsic: one register tile of a matrix product whose two operands are found through offset tables.
-
-        tile[m, j] (+)= sum_k A[m, k] * B[k, j]      m < mr, j < nv * vl
-        A[m, k] = *(a_rows[m] + a_offsets[k])        B[k, :] = *(b + b_offsets[k])
-
-    Arguments, all int64: a_rows (address of mr addresses), a_offsets (address of int32 byte offsets), b, b_offsets,
-    k_len, tile (address of mr rows of nv*vl accumulators), pitch (bytes from row to row of the tile). A step of
-    `a_step` or `b_step` bytes replaces its table where it is not None. Accumulates in `dtype`, in the order of k.
-    """
-    scalar = FLOAT[dtype]
-    vector = ir.VectorType(scalar, vl)
-    item_bytes = 4 if dtype == "f32" else 8
-
-    def offset(builder, step, table, k):
-        if step is not None:
-            return builder.mul(k, I64(step))
-        slot = builder.gep(builder.inttoptr(table, I32.as_pointer()), [k])
-        return builder.sext(builder.load(slot), I64)
-
-    def vector_slot(builder, address, j):
-        return builder.inttoptr(builder.add(address, I64(j * vl * item_bytes)), vector.as_pointer())
-
-    def tile_slots(builder, tile, pitch):
-        rows = [builder.add(tile, builder.mul(pitch, I64(m))) for m in range(mr)]
-        return [vector_slot(builder, row, j) for row in rows for j in range(nv)]
-
-    def codegen(context, builder, sig, args):
-        a_rows, a_table, b, b_table, k_len, tile, pitch = args
-        fma_type = ir.FunctionType(vector, [vector] * 3)
-        fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{vl}{dtype}")
-        rows = builder.inttoptr(a_rows, I64.as_pointer())
-        a = [builder.load(builder.gep(rows, [I64(m)])) for m in range(mr)]
-        if accumulate:
-            start = [builder.load(slot, align=item_bytes) for slot in tile_slots(builder, tile, pitch)]
-        else:
-            start = [ir.Constant(vector, [0.0] * vl)] * (mr * nv)
-        entry = builder.block
-        head = builder.append_basic_block("k_head")
-        body = builder.append_basic_block("k_body")
-        done = builder.append_basic_block("k_done")
-        builder.branch(head)
-
-        builder.position_at_end(head)
-        k = builder.phi(I64)
-        k.add_incoming(I64(0), entry)
-        acc = [builder.phi(vector) for _ in start]
-        for phi, initial in zip(acc, start, strict=True):
-            phi.add_incoming(initial, entry)
-        builder.cbranch(builder.icmp_signed("<", k, k_len), body, done)
-
-        builder.position_at_end(body)
-        b_k = builder.add(b, offset(builder, b_step, b_table, k))
-        a_k = offset(builder, a_step, a_table, k)
-        columns = [builder.load(vector_slot(builder, b_k, j), align=item_bytes) for j in range(nv)]
-        for m in range(mr):
-            value = builder.load(builder.inttoptr(builder.add(a[m], a_k), scalar.as_pointer()))
-            value = _splat(builder, value, vector)
-            for j in range(nv):
-                phi = acc[m * nv + j]
-                phi.add_incoming(builder.call(fma, [value, columns[j], phi]), body)
-        k.add_incoming(builder.add(k, I64(1)), body)
-        builder.branch(head)
-
-        builder.position_at_end(done)
-        for phi, slot in zip(acc, tile_slots(builder, tile, pitch), strict=True):
-            builder.store(phi, slot, align=item_bytes)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def micro(typingctx, a_rows, a_offsets, b, b_offsets, k_len, tile, pitch):
-        return signature(types.none, *[types.int64] * 7), codegen
-
-    return micro
-
-
-@cache
-def sandwich(dtype: str, vl: int, matrix: tuple[tuple[float, ...], ...], interleave: bool):
-    """Intrinsic: L X L^T on vl small matrices at once, one in each vector lane.
-
-    matrix is L (p x q, its zeros and ones cost nothing). Arguments, all int64: source, and the addresses of two int64
-    tables of q byte offsets: X[i, j] is the vector at source + rows[i] + columns[j]; target, row_bytes, column_bytes:
-    Y[i, j] goes to target + i*row_bytes + j*column_bytes. With `interleave` the p vectors of a row are stored as one
-    run in which the p values of a lane are neighbours.
-    """
-    vector, item_bytes = ir.VectorType(FLOAT[dtype], vl), 4 if dtype == "f32" else 8
-    p, q = len(matrix), len(matrix[0])
-
-    def combine(builder, fma, weights, values):
-        total = None
-        for weight, value in zip(weights, values, strict=True):
-            if weight == 0:
-                continue
-            if total is None:
-                total = value if weight == 1 else builder.fmul(_constant(vector, weight), value)
-            elif weight in (1, -1):
-                total = (builder.fadd if weight == 1 else builder.fsub)(total, value)
-            else:
-                total = builder.call(fma, [_constant(vector, weight), value, total])
-        return total
-
-    def interleaved(builder, values):
-        if len(values) == 1:
-            return values
-        evens, odds = interleaved(builder, values[::2]), interleaved(builder, values[1::2])
-        merged = []
-        for even, odd in zip(evens, odds, strict=True):
-            for half in (0, vl // 2):
-                lanes = [half + i // 2 + (i % 2) * vl for i in range(vl)]
-                merged.append(builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(I32, vl), lanes)))
-        return merged
-
-    def codegen(context, builder, sig, args):
-        source, rows, columns, target, row_bytes, column_bytes = args
-        fma_type = ir.FunctionType(vector, [vector] * 3)
-        fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{vl}{dtype}")
-
-        def offsets(table):
-            base = builder.inttoptr(table, I64.as_pointer())
-            return [builder.load(builder.gep(base, [I64(i)])) for i in range(q)]
-
-        def slot(address):
-            return builder.inttoptr(address, vector.as_pointer())
-
-        row_offsets, column_offsets = offsets(rows), offsets(columns)
-        half = [[None] * q for _ in range(p)]
-        for j in range(q):
-            at = builder.add(source, column_offsets[j])
-            column = [builder.load(slot(builder.add(at, row)), align=item_bytes) for row in row_offsets]
-            for i in range(p):
-                half[i][j] = combine(builder, fma, matrix[i], column)
-        for i in range(p):
-            at = builder.add(target, builder.mul(row_bytes, I64(i)))
-            values = [combine(builder, fma, weights, half[i]) for weights in matrix]
-            for j, value in enumerate(interleaved(builder, values) if interleave else values):
-                step = I64(j * vl * item_bytes) if interleave else builder.mul(column_bytes, I64(j))
-                builder.store(value, slot(builder.add(at, step)), align=item_bytes)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def transform(typingctx, source, rows, columns, target, row_bytes, column_bytes):
-        return signature(types.none, *[types.int64] * 6), codegen
-
-    return transform
+    return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), constant(i32, 16)), i16)

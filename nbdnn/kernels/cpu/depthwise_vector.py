@@ -1,0 +1,246 @@
+"""The inner loops of depthwise convolution, as LLVM vector code.
+
+Planar data (a channel's pixels side by side) fill the lanes with pixels of a row: a tap is a shifted, masked load, so
+borders cost nothing and nothing is copied. Interleaved data (a pixel's channels side by side) fill them with channels.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from nbdnn.kernels.cpu.vector import FLOAT, I64, convert, every, lanes_between, masked, row_types, splat, vector_at
+
+
+class _Loops:
+    """Vector code with loops and accumulators; LLVM promotes the accumulators' slots to registers."""
+
+    def __init__(self, builder, dtype: str, compute: str, vl: int) -> None:
+        self.builder, self.dtype, self.compute, self.vl = builder, dtype, compute, vl
+        self.vector = ir.VectorType(FLOAT[compute], vl)
+        self.read, _, self.itemsize, self.acc_bytes = row_types(dtype, compute, vl)
+        self.load_masked = masked(builder, self.read)
+        fma_type = ir.FunctionType(self.vector, [self.vector] * 3)
+        self.fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{vl}{compute}")
+
+    def zeros(self, count: int):
+        zero = ir.Constant(self.vector, None)
+        slots = [cgutils.alloca_once(self.builder, self.vector) for _ in range(count)]
+        for slot in slots:
+            self.builder.store(zero, slot)
+        return slots
+
+    def add_product(self, slot, a, b):
+        self.builder.store(self.builder.call(self.fma, [a, b, self.builder.load(slot)]), slot)
+
+    def offset(self, address, index, step):
+        """address + index * step, for int64 values or Python ints."""
+        builder = self.builder
+        index, step = (I64(value) if isinstance(value, int) else value for value in (index, step))
+        return builder.add(address, builder.mul(index, step))
+
+    def int64_at(self, address, index):
+        return self.builder.load(self.builder.gep(self.builder.inttoptr(address, I64.as_pointer()), [index]))
+
+    def load(self, address, mask=None):
+        """A vector of data, widened; lanes off the mask are 0 and not read."""
+        slot = vector_at(self.builder, address, self.read)
+        value = self.load_masked(slot, self.itemsize, mask) if mask else self.builder.load(slot, align=self.itemsize)
+        return convert(self.builder, value, self.dtype, self.compute, self.vl)
+
+    def load_every(self, address, step: int, masks):
+        """Every step-th element of a row, widened."""
+        parts = []
+        for part, mask in enumerate(masks):
+            slot = vector_at(self.builder, self.offset(address, part, self.vl * self.itemsize), self.read)
+            parts.append(self.load_masked(slot, self.itemsize, mask))
+        return convert(self.builder, every(self.builder, parts), self.dtype, self.compute, self.vl)
+
+    def weight(self, address):
+        scalar = self.builder.load(self.builder.inttoptr(address, FLOAT[self.compute].as_pointer()))
+        return splat(self.builder, scalar, self.vector)
+
+    def accumulator(self, address):
+        return vector_at(self.builder, address, self.vector)
+
+    def column_masks(self, q, step: int, start, stop):
+        """Masks of the parts of a strided load of columns q, q+1, ...: those in [start, stop)."""
+        builder = self.builder
+        low = builder.mul(builder.sub(start, q), I64(step))
+        last = builder.sub(builder.sub(stop, q), I64(1))
+        high = builder.add(builder.mul(last, I64(step)), I64(1))
+        return [lanes_between(builder, self.vl, part * self.vl, low, high) for part in range(step)]
+
+
+@cache
+def planar_rows(dtype: str, compute: str, vl: int, taps: int, step: int):
+    """Intrinsic: rows of one plane, tile[i, q] = sum over e, s of w[e, s] * x[e, row i*step_h + h(e), q*step + s].
+
+    Arguments, all int64: x (address of the plane), pitch (bytes from row to row), first_row, rows, step_h, extent_h;
+    entries (address of pairs: row offset, byte offset of the depth slice), n_entries; weights (address of
+    n_entries x taps accumulate-type values); columns (address of `taps` triples: column offset, first and end of the
+    outputs inside the image); width, tile, tile_pitch (bytes, at least width rounded up to whole vectors).
+    """
+
+    def codegen(context, builder, sig, args):
+        x, pitch, first_row, rows, step_h, extent_h, entries, n_entries, weights, columns = args[:10]
+        width, tile, tile_pitch = args[10:]
+        v = _Loops(builder, dtype, compute, vl)
+        with cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _):
+            shifts, masks = [], []
+            for s in range(taps):
+                offset, start, stop = (v.int64_at(columns, I64(3 * s + part)) for part in range(3))
+                shifts.append(builder.mul(builder.add(offset, builder.mul(q, I64(step))), I64(v.itemsize)))
+                masks.append(v.column_masks(q, step, start, stop))
+            with cgutils.for_range(builder, rows) as i:
+                (acc,) = v.zeros(1)
+                top = builder.mul(builder.add(first_row, i.index), step_h)
+                with cgutils.for_range(builder, n_entries) as e:
+                    pair = builder.mul(e.index, I64(2))
+                    h = builder.add(top, v.int64_at(entries, pair))
+                    with builder.if_then(builder.icmp_unsigned("<", h, extent_h)):
+                        depth = v.int64_at(entries, builder.add(pair, I64(1)))
+                        row = v.offset(builder.add(x, depth), h, pitch)
+                        taps_row = v.offset(weights, e.index, taps * v.acc_bytes)
+                        for s in range(taps):
+                            value = v.load_every(builder.add(row, shifts[s]), step, masks[s])
+                            v.add_product(acc, v.weight(v.offset(taps_row, s, v.acc_bytes)), value)
+                to = v.offset(v.offset(tile, i.index, tile_pitch), q, v.acc_bytes)
+                builder.store(builder.load(acc), v.accumulator(to), align=v.acc_bytes)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(
+        typingctx,
+        x, pitch, first_row, rows, step_h, extent_h, entries, n_entries, weights, columns, width, tile, tile_pitch,
+    ):  # fmt: skip
+        return signature(types.none, *[types.int64] * 13), codegen
+
+    return run
+
+
+@cache
+def planar_filter(dtype: str, compute: str, vl: int, taps: int, step: int):
+    """Intrinsic: one filter row of one plane, sums[s] += sum over i, q of dy[i, q] * x[i*x_step, q*step + offset(s)].
+
+    Arguments, all int64: x (address of the input row of output row 0), x_step (bytes a row step), dy, dy_pitch, rows,
+    columns (as in planar_rows), width, sums (address of `taps` accumulate-type values).
+    """
+
+    def codegen(context, builder, sig, args):
+        x, x_step, dy, dy_pitch, rows, columns, width, sums = args
+        v = _Loops(builder, dtype, compute, vl)
+        acc = v.zeros(taps)
+        with cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _):
+            inside = lanes_between(builder, vl, 0, None, builder.sub(width, q))
+            shifts, masks = [], []
+            for s in range(taps):
+                offset, start, stop = (v.int64_at(columns, I64(3 * s + part)) for part in range(3))
+                shifts.append(builder.mul(builder.add(offset, builder.mul(q, I64(step))), I64(v.itemsize)))
+                masks.append(v.column_masks(q, step, start, stop))
+            with cgutils.for_range(builder, rows) as i:
+                gradient = v.load(v.offset(v.offset(dy, i.index, dy_pitch), q, v.itemsize), inside)
+                row = v.offset(x, i.index, x_step)
+                for s in range(taps):
+                    value = v.load_every(builder.add(row, shifts[s]), step, masks[s])
+                    v.add_product(acc[s], gradient, value)
+        scalar = FLOAT[compute]
+        reduce_type = ir.FunctionType(scalar, [scalar, v.vector])
+        name = f"llvm.vector.reduce.fadd.v{vl}{compute}"
+        reduce = cgutils.get_or_insert_function(builder.module, reduce_type, name)
+        for s in range(taps):
+            slot = builder.inttoptr(v.offset(sums, s, v.acc_bytes), scalar.as_pointer())
+            lanes = builder.load(acc[s])
+            total = builder.call(reduce, [ir.Constant(scalar, 0.0), lanes], fastmath=("reassoc",))
+            builder.store(builder.fadd(builder.load(slot), total), slot)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, x, x_step, dy, dy_pitch, rows, columns, width, sums):
+        return signature(types.none, *[types.int64] * 8), codegen
+
+    return run
+
+
+@cache
+def interleaved_pixels(dtype: str, compute: str, vl: int, pixels: int, vectors: int):
+    """Intrinsic: `pixels` outputs of `vectors` channel vectors, tile[p, c] = sum over taps of x[p, tap, c] * w[tap, c].
+
+    Arguments, all int64: x (address of the first pixel's input at these channels), pixel_step (bytes), taps (address
+    of pairs: byte offset of the input, of the weights), n_taps, weights (address of accumulate-type vectors), lanes
+    (channels in the last vector, 1 to vl; the others are neither read nor meant), tile, tile_pitch (bytes).
+    """
+
+    def codegen(context, builder, sig, args):
+        x, pixel_step, taps, n_taps, weights, lanes, tile, tile_pitch = args
+        v = _Loops(builder, dtype, compute, vl)
+        last = lanes_between(builder, vl, 0, None, lanes)
+        acc = v.zeros(pixels * vectors)
+        with cgutils.for_range(builder, n_taps) as tap:
+            pair = builder.mul(tap.index, I64(2))
+            source = builder.add(x, v.int64_at(taps, pair))
+            at = builder.add(weights, v.int64_at(taps, builder.add(pair, I64(1))))
+            slots = [v.accumulator(v.offset(at, j, vl * v.acc_bytes)) for j in range(vectors)]
+            w = [builder.load(slot, align=v.acc_bytes) for slot in slots]
+            for p in range(pixels):
+                pixel = v.offset(source, p, pixel_step)
+                for j in range(vectors):
+                    value = v.load(v.offset(pixel, j, vl * v.itemsize), last if j == vectors - 1 else None)
+                    v.add_product(acc[p * vectors + j], value, w[j])
+        for p in range(pixels):
+            row = v.offset(tile, p, tile_pitch)
+            for j in range(vectors):
+                to = v.accumulator(v.offset(row, j, vl * v.acc_bytes))
+                builder.store(builder.load(acc[p * vectors + j]), to, align=v.acc_bytes)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, x, pixel_step, taps, n_taps, weights, lanes, tile, tile_pitch):
+        return signature(types.none, *[types.int64] * 8), codegen
+
+    return run
+
+
+@cache
+def interleaved_filter(dtype: str, compute: str, vl: int, taps: int, vectors: int):
+    """Intrinsic: sums[s, c] += sum over j of dy[j, c] * x[j, s, c] along one row, for `vectors` channel vectors.
+
+    Arguments, all int64: x, x_step, dy, dy_step (bytes a pixel), count (pixels), offsets (address of `taps` byte
+    offsets of x), lanes (as above), sums (address of taps x vectors accumulate-type vectors), sums_pitch (bytes).
+    """
+
+    def codegen(context, builder, sig, args):
+        x, x_step, dy, dy_step, count, offsets, lanes, sums, sums_pitch = args
+        v = _Loops(builder, dtype, compute, vl)
+        last = lanes_between(builder, vl, 0, None, lanes)
+        shifts = [v.int64_at(offsets, I64(s)) for s in range(taps)]
+        slots = [
+            v.accumulator(v.offset(v.offset(sums, s, sums_pitch), j, vl * v.acc_bytes))
+            for s in range(taps)
+            for j in range(vectors)
+        ]
+        acc = v.zeros(len(slots))
+        for to, slot in zip(acc, slots, strict=True):
+            builder.store(builder.load(slot, align=v.acc_bytes), to)
+        with cgutils.for_range(builder, count) as pixel:
+            gradient_at, value_at = v.offset(dy, pixel.index, dy_step), v.offset(x, pixel.index, x_step)
+            for j in range(vectors):
+                mask, shift = last if j == vectors - 1 else None, j * vl * v.itemsize
+                gradient = v.load(builder.add(gradient_at, I64(shift)), mask)
+                for s in range(taps):
+                    value = v.load(builder.add(builder.add(value_at, shifts[s]), I64(shift)), mask)
+                    v.add_product(acc[s * vectors + j], gradient, value)
+        for slot, total in zip(slots, acc, strict=True):
+            builder.store(builder.load(total), slot, align=v.acc_bytes)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, x, x_step, dy, dy_step, count, offsets, lanes, sums, sums_pitch):
+        return signature(types.none, *[types.int64] * 9), codegen
+
+    return run

@@ -1,0 +1,105 @@
+"""Rows of elements, moved and converted by whole and masked vectors."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from nbdnn.kernels.cpu.vector import I64, convert, every, lanes_between, masked, row_types, vector_at
+
+
+@cache
+def convert_row(source: str, target: str, vl: int):
+    """Intrinsic (to, start, n): n elements of `source` dtype at address `start`, converted to `target` dtype at `to`.
+
+    Whole vectors of vl elements, then one masked vector: short rows, which is what convolutions have, cost no scalar
+    loop. Rounds to nearest even; NaN stays NaN.
+    """
+    read, write, read_bytes, write_bytes = row_types(source, target, vl)
+
+    def codegen(context, builder, sig, args):
+        to, start, n = args
+        masked_load, masked_store = masked(builder, read), masked(builder, write)
+        entry = builder.block
+        head, body, tail, rest, done = (builder.append_basic_block(f"row_{name}") for name in "hbtmd")
+
+        def slots(i):
+            return (
+                vector_at(builder, builder.add(start, builder.mul(i, I64(read_bytes))), read),
+                vector_at(builder, builder.add(to, builder.mul(i, I64(write_bytes))), write),
+            )
+
+        builder.branch(head)
+        builder.position_at_end(head)
+        i = builder.phi(I64)
+        i.add_incoming(I64(0), entry)
+        after = builder.add(i, I64(vl))
+        builder.cbranch(builder.icmp_signed("<=", after, n), body, tail)
+
+        builder.position_at_end(body)
+        from_slot, to_slot = slots(i)
+        value = builder.load(from_slot, align=read_bytes)
+        builder.store(convert(builder, value, source, target, vl), to_slot, align=write_bytes)
+        i.add_incoming(after, body)
+        builder.branch(head)
+
+        builder.position_at_end(tail)
+        builder.cbranch(builder.icmp_signed("<", i, n), rest, done)
+        builder.position_at_end(rest)
+        mask = lanes_between(builder, vl, 0, None, builder.sub(n, i))
+        from_slot, to_slot = slots(i)
+        value = masked_load(from_slot, read_bytes, mask)
+        masked_store(convert(builder, value, source, target, vl), to_slot, write_bytes, mask)
+        builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, to, start, n):
+        return signature(types.none, types.int64, types.int64, types.int64), codegen
+
+    return run
+
+
+@cache
+def convert_rows(source: str, target: str, vl: int, step: int):
+    """Intrinsic (to, to_pitch, start, start_pitch, rows, width, first, end): a block of short rows, padded with zeros.
+
+    Row j gets `width` elements at to + j*to_pitch bytes: element q is the one at start + j*start_pitch bytes plus
+    q*step elements where first <= q < end, and 0 elsewhere; nothing outside [first, end) is read. step is a power of
+    2. Masks are computed once a block, so a row of one vector costs one load and one store.
+    """
+    read, write, read_bytes, write_bytes = row_types(source, target, vl)
+
+    def codegen(context, builder, sig, args):
+        to, to_pitch, start, start_pitch, rows, width, first, end = args
+        masked_load, masked_store = masked(builder, read), masked(builder, write)
+        zero = ir.Constant(I64, 0)
+        with cgutils.for_range_slice(builder, zero, width, I64(vl), I64) as (q, _):
+            store_mask = lanes_between(builder, vl, 0, None, builder.sub(width, q))
+            low = builder.mul(builder.sub(first, q), I64(step))
+            high = builder.add(builder.mul(builder.sub(builder.sub(end, q), I64(1)), I64(step)), I64(1))
+            load_masks = [lanes_between(builder, vl, part * vl, low, high) for part in range(step)]
+            from_column = builder.add(start, builder.mul(q, I64(step * read_bytes)))
+            to_column = builder.add(to, builder.mul(q, I64(write_bytes)))
+            with cgutils.for_range(builder, rows) as loop:
+                from_row = builder.add(from_column, builder.mul(loop.index, start_pitch))
+                to_row = builder.add(to_column, builder.mul(loop.index, to_pitch))
+                parts = []
+                for part, mask in enumerate(load_masks):
+                    slot = vector_at(builder, builder.add(from_row, I64(part * vl * read_bytes)), read)
+                    parts.append(masked_load(slot, read_bytes, mask))
+                value = convert(builder, every(builder, parts), source, target, vl)
+                masked_store(value, vector_at(builder, to_row, write), write_bytes, store_mask)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, to, to_pitch, start, start_pitch, rows, width, first, end):
+        return signature(types.none, *[types.int64] * 8), codegen
+
+    return run
