@@ -75,9 +75,12 @@ def _cpu(threads: int) -> Device:
 
 
 def _threads() -> int:
-    numba = sys.modules.get("numba")
-    if numba is not None:
-        return numba.get_num_threads()
+    """What a parallel region runs on. Asking Numba would start its threads, and so settle which layer they are of."""
+    parallel = sys.modules.get("numba.np.ufunc.parallel")
+    if parallel is not None and parallel._is_initialized:
+        return parallel.get_num_threads()
+    if (numba := sys.modules.get("numba")) is not None:
+        return numba.config.NUMBA_NUM_THREADS
     if wanted := os.environ.get("NUMBA_NUM_THREADS", ""):
         return int(wanted)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
