@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 import nbdnn
-from nbdnn.cli_autotune import progress_bar
 from nbdnn.cli_output import duration, print_table
+from nbdnn.cli_tuning import progress_bar
 from nbdnn.device import cpu_device
 from nbdnn.dispatch import dispatcher
 from nbdnn.dispatch.tuner import tune

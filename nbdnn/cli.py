@@ -15,8 +15,7 @@ from typing import NoReturn
 
 from nbdnn import cli_autotune, cli_bench, cli_db, cli_explain, cli_info
 from nbdnn.cli_output import one_line
-
-INTERRUPTED = 130
+from nbdnn.cli_tuning import INTERRUPTED
 
 
 class UsageError(Exception):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from nbdnn import config
-from nbdnn.cli_output import console, duration, print_table
+from nbdnn.cli_output import duration, print_table
 from nbdnn.cli_targets import add_place, add_targets, layers, place
+from nbdnn.cli_tuning import INTERRUPTED, add_budget, tuned
 from nbdnn.workloads import Layer
 
-INTERRUPTED = 130
+if TYPE_CHECKING:
+    from nbdnn.dispatch.tuner import TuneResult
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,22 +27,6 @@ def add_parser(subparsers: Any) -> None:
     add_budget(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(func=run)
-
-
-def add_budget(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--budget", type=seconds, metavar="SECONDS", help="for one problem (default: the flag tune.budget_s)"
-    )
-
-
-def seconds(text: str) -> float:
-    """An argument that must be a number of seconds."""
-    try:
-        if 0 <= float(text) < float("inf"):
-            return float(text)
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
 
 
 class Tuned(NamedTuple):
@@ -65,54 +49,30 @@ class Tuned(NamedTuple):
 def run(args: argparse.Namespace) -> int:
     wanted = layers(args)
     device, database = place(args)
-    budget_s = config.current()["tune.budget_s"] if args.budget is None else args.budget
     results: list[Tuned] = []
+    interrupted = False
     try:
-        tune_all(wanted, device, database, budget_s, results.append)
+        for layer, result in tuned(wanted, device, database, args.budget):
+            results.append(_tuned(layer, result))
     except KeyboardInterrupt:
-        _report(results, wanted, args, database.path)
+        interrupted = True
+    if args.json:
+        print(json.dumps([_as_json(result) for result in results], indent=2))
+    elif results:
+        print_results(f"{' '.join(args.target)} on {args.device}", results)
+    if interrupted:
         print(
-            f"nbdnn: interrupted after {len(results)} of {len(wanted)} problems; what was measured is kept, "
-            "the same command goes on from there",
+            f"nbdnn: interrupted after {len(results)} of {len(wanted)} problems; what was measured is kept in "
+            f"{database.path}, the same command goes on from there",
             file=sys.stderr,
         )
         return INTERRUPTED
-    _report(results, wanted, args, database.path)
+    if not args.json:
+        print(_summary(results, database.path))
     return 0
 
 
-def tune_all(
-    wanted: Sequence[Layer], device: Any, database: Any, budget_s: float, done: Callable[[Tuned], None], **options: Any
-) -> None:
-    """Tune each layer in turn under a progress bar; `done` gets each result as it comes."""
-    from nbdnn.dispatch.tuner import tune
-
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(wanted))
-        for index, layer in enumerate(wanted):
-            bar.update(task, description=layer.name or str(layer.problem))
-
-            def progress(taken: int, expected: int, what: str, index: int = index) -> None:
-                bar.update(task, completed=index + min(taken / max(expected, 1), 1.0))
-
-            result = tune(layer.problem, device, database, budget_s=budget_s, progress=progress, **options)
-            done(_tuned(layer, result))
-            bar.update(task, completed=index + 1)
-
-
-def progress_bar() -> Progress:
-    """A bar with the time left, on stderr, if that is a terminal."""
-    to = console(sys.stderr)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-    )
-    return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
-
-
-def _tuned(layer: Layer, result: Any) -> Tuned:
+def _tuned(layer: Layer, result: TuneResult) -> Tuned:
     best = result.rows.get(result.best.key) if result.best else None
     default = result.rows.get(result.guess.key) if result.guess else None
     return Tuned(
@@ -125,15 +85,6 @@ def _tuned(layer: Layer, result: Any) -> Tuned:
         measured=result.measured,
         complete=result.complete,
     )
-
-
-def _report(results: Sequence[Tuned], wanted: Sequence[Layer], args: argparse.Namespace, path: Any) -> None:
-    if args.json:
-        print(json.dumps([_as_json(result) for result in results], indent=2))
-        return
-    if results:
-        print_results(f"{' '.join(args.target)} on {args.device}", results)
-    print(_summary(results, wanted, path))
 
 
 def print_results(title: str, results: Sequence[Tuned]) -> None:
@@ -177,10 +128,10 @@ def _factor(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _summary(results: Sequence[Tuned], wanted: Sequence[Layer], path: Any) -> str:
+def _summary(results: Sequence[Tuned], path: Path) -> str:
     measured = sum(result.measured for result in results)
     unfinished = sum(not result.complete for result in results)
-    if len(results) == len(wanted) and not measured:
+    if not measured:
         return f"Nothing was measured: {path} already has all of it."
     text = f"{measured} measurements of {len(results)} problems are kept in {path}."
     if unfinished:

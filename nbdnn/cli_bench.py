@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nbdnn import config
-from nbdnn.cli_autotune import add_budget, progress_bar
 from nbdnn.cli_output import duration, one_line, print_table, size
 from nbdnn.cli_targets import add_place, add_targets, layers, place
+from nbdnn.cli_tuning import add_budget, tuned
+from nbdnn.device import Device
 from nbdnn.workloads import Layer
+
+if TYPE_CHECKING:
+    from nbdnn.dispatch.tuner import TuneResult
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,28 +31,20 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nbdnn.dispatch.tuner import tune
-
     wanted = layers(args)
     device, database = place(args)
-    budget_s = config.current()["tune.budget_s"] if args.budget is None else args.budget
     everything = []
-    with progress_bar() as bar:
-        task = bar.add_task("", total=len(wanted))
-        for layer in wanted:
-            bar.update(task, description=layer.name or str(layer.problem))
-            result = tune(layer.problem, device, database, budget_s=budget_s, again=args.again)
-            rows = _rows(layer, result, device)
-            everything += rows
-            bar.advance(task)
-            if not args.json:
-                _print(layer, rows, device)
+    for layer, result in tuned(wanted, device, database, args.budget, args.again):
+        rows = _rows(layer, result, device)
+        everything += rows
+        if not args.json:
+            _print(layer, rows, device)
     if args.json:
         print(json.dumps(everything, indent=2))
     return 0
 
 
-def _rows(layer: Layer, result: Any, device: Any) -> list[dict[str, Any]]:
+def _rows(layer: Layer, result: TuneResult, device: Device) -> list[dict[str, Any]]:
     """One record a measured candidate and config, the fastest first and what failed last."""
     from nbdnn.kernels.cpu.peaks import floor_us
 
@@ -76,7 +71,7 @@ def _rows(layer: Layer, result: Any, device: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _print(layer: Layer, rows: list[dict[str, Any]], device: Any) -> None:
+def _print(layer: Layer, rows: list[dict[str, Any]], device: Device) -> None:
     from nbdnn.kernels.cpu.peaks import floor_us
 
     columns = ("", "candidate", "config", "time", "spread", "GFLOP/s", "of floor", "workspace", "error", "status")

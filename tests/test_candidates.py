@@ -68,7 +68,8 @@ def test_cell(cell: Cell, device: Device) -> None:
 
 def _config_cells() -> list[Cell]:
     device = cpu_device()
-    chosen = [cell for cell in CELLS if any(shape in str(cell.problem) for shape in _CONFIG_SHAPES)]
+    shapes = [f"{dtype}:{shape}" for dtype in ("f32", "bf16") for shape in _CONFIG_SHAPES]
+    chosen = [cell for cell in CELLS if any(shape in str(cell.problem) for shape in shapes)]
     return [cell for cell in chosen if len(cell.candidate.configs(cell.problem, device)) > 1]
 
 

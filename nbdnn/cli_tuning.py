@@ -1,0 +1,101 @@
+"""What `autotune` and `bench` share: the budget, the loop over the problems, its progress bar and its Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from nbdnn import config
+from nbdnn.cli_output import console
+from nbdnn.device import Device
+from nbdnn.workloads import Layer
+
+if TYPE_CHECKING:
+    from nbdnn.dispatch.database import Database
+    from nbdnn.dispatch.tuner import TuneResult
+
+INTERRUPTED = 130
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    """--budget."""
+    parser.add_argument(
+        "--budget", type=seconds, metavar="SECONDS", help="for one problem (default: the flag tune.budget_s)"
+    )
+
+
+def seconds(text: str) -> float:
+    """An argument that must be a number of seconds."""
+    try:
+        if 0 <= float(text) < float("inf"):
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+
+
+def tuned(
+    wanted: Sequence[Layer], device: Device, database: Database, budget_s: float | None, again: bool = False
+) -> Iterator[tuple[Layer, TuneResult]]:
+    """Tune each layer in turn under a progress bar. Ctrl-C raises KeyboardInterrupt; what was measured is kept."""
+    from nbdnn.dispatch.tuner import tune
+
+    budget_s = config.current()["tune.budget_s"] if budget_s is None else budget_s
+    with interruptible() as check, progress_bar() as bar:
+        task = bar.add_task("", total=len(wanted))
+        for index, layer in enumerate(wanted):
+            bar.update(task, description=layer.name or str(layer.problem))
+
+            def progress(taken: int, expected: int, what: str, index: int = index) -> None:
+                check()
+                bar.update(task, completed=index + min(taken / max(expected, 1), 1.0))
+
+            result = tune(layer.problem, device, database, budget_s=budget_s, again=again, progress=progress)
+            bar.update(task, completed=index + 1)
+            yield layer, result
+            check()
+
+
+def progress_bar() -> Progress:
+    """A bar with the time left, on stderr, if that is a terminal."""
+    to = console(sys.stderr)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], None]]:
+    """A check that raises KeyboardInterrupt once Ctrl-C was pressed.
+
+    Python raises it too, but inside a callback of the compiler it is printed and lost.
+    """
+    pressed = threading.Event()
+
+    def note(*_: Any) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield check
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
