@@ -107,7 +107,7 @@ def sample(file: SqliteFile, amount: int) -> Iterator[Drift]:
     from nbdnn.problem import parse
 
     rows = file.find(partial(find, filter=Filter()))
-    valid = [row for row in rows if row.status == "ok" and is_current(row)]
+    valid = [row for row in rows if row.status != "failed" and is_current(row)]
     device = cpu_device()
     here = [row for row in valid if row.device == device.fingerprint]
     in_memory = Database(file.path, mode="off")

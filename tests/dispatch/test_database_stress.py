@@ -8,6 +8,8 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -82,14 +84,15 @@ def test_eight_processes_write_at_once(tmp_path: Path, before: str) -> None:
     assert complaints.count("NbdnnWarning:") == len(aside)
 
 
-def killed(work: Callable[[], object], after_s: float) -> None:
-    """Run `work` in a child and kill it after a while, as kill -9 does."""
+def killed(work: Callable[[], object], after_s: float, after: Callable[[], object] = lambda: None) -> None:
+    """Run `work` in a child; kill it, as kill -9 does, so many seconds after `after` has returned."""
     child = os.fork()
     if child == 0:
         try:
             work()
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
+    after()
     time.sleep(after_s)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -100,6 +103,7 @@ def test_kill_9_while_writing_loses_no_row_that_was_stored(tmp_path: Path) -> No
     acknowledged: set[str] = set()
     for life in range(40):
         reader, writer = os.pipe()
+        stores = rng.randrange(12)
 
         def work(life: int = life, writer: int = writer) -> None:
             db = Database(path, shipped=None)
@@ -107,12 +111,12 @@ def test_kill_9_while_writing_loses_no_row_that_was_stored(tmp_path: Path) -> No
                 db.store([measurement(f"{life}.{number}.{n}", reason="x" * 500) for n in range(8)])
                 os.write(writer, f"{life}.{number}\n".encode())
 
-        killed(work, rng.uniform(0.0, 0.06))
-        os.close(writer)
         with open(reader) as stored:
-            acknowledged |= set(stored.read().split())
+            killed(work, rng.uniform(0.0, 0.006), partial(acknowledged.update, islice(stored, stores)))
+            os.close(writer)
+            acknowledged.update(stored)
         found = {row.config for row in rows(path, rng.choice(["read-write", "read-only"]))}
-        assert {f"{each}.{n}" for each in acknowledged for n in range(8)} <= found
+        assert {f"{each.strip()}.{n}" for each in acknowledged for n in range(8)} <= found
         assert len(found) % 8 == 0, "a store is kept as a whole or not at all"
         if life % 8 == 0:
             assert path.exists() and sound(path)
