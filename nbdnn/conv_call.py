@@ -29,7 +29,6 @@ from nbdnn.array import (
     widened,
 )
 from nbdnn.conv_arguments import Arguments
-from nbdnn.device import cpu_device
 from nbdnn.dispatch import dispatcher, events
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.timing import Given
@@ -116,7 +115,7 @@ class _Call:
     def _plan(self, context: dispatcher.Context, addresses: tuple[int, ...], scalars: tuple[float, float]) -> _Runs:
         if 0 in (self.problem.n, self.problem.c, self.problem.k):
             return _EpilogueOfZeros(self.problem)
-        return context.plan(self.problem, cpu_device(), self.request, Given(addresses, scalars))
+        return context.plan(self.problem, self.request, Given(addresses, scalars))
 
     def _copy(self, arrays: Sequence[Any], pointers: list[int]) -> list[Any]:
         """Replace the addresses of what must be copied; returns the copies."""

@@ -57,7 +57,7 @@ class Device:
 
 def cpu_device() -> Device:
     """The CPU this process runs on, with the number of threads Numba uses now."""
-    return _cpu(_threads())
+    return _cpu(thread_count())
 
 
 @cache
@@ -74,8 +74,11 @@ def _cpu(threads: int) -> Device:
     return Device("cpu", flags["model"], isa, vector_bytes, threads, l2, llc)
 
 
-def _threads() -> int:
-    """What a parallel region runs on. Asking Numba would start its threads, and so settle which layer they are of."""
+def thread_count() -> int:
+    """How many threads a parallel region runs on now.
+
+    Numba is only asked once its threads run: the question would start them, before the layer they are of is settled.
+    """
     parallel = sys.modules.get("numba.np.ufunc.parallel")
     if parallel is not None and parallel._is_initialized:
         return parallel.get_num_threads()

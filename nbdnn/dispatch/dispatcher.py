@@ -11,7 +11,7 @@ from typing import Any
 
 from nbdnn import config
 from nbdnn.candidate import Runner
-from nbdnn.device import Device
+from nbdnn.device import Device, cpu_device, thread_count
 from nbdnn.dispatch import events, policy, workspace
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.policy import Choice, Request
@@ -25,16 +25,16 @@ _MAX_MEMO, _MAX_CONTEXTS = 4096, 32
 class Plan:
     """A problem's chosen candidate and config, prepared. `run` computes."""
 
-    __slots__ = ("_context", "choice", "device", "problem", "request", "runner", "workspace_bytes")
+    __slots__ = ("_context", "choice", "problem", "request", "runner", "workspace_bytes")
 
-    def __init__(self, context: Context, problem: Problem, device: Device, request: Request, choice: Choice) -> None:
-        self._context, self.problem, self.device, self.request = context, problem, device, request
+    def __init__(self, context: Context, problem: Problem, request: Request, choice: Choice) -> None:
+        self._context, self.problem, self.request = context, problem, request
         self.take(choice)
 
     def take(self, choice: Choice) -> None:
         """Run `choice` from now on."""
         self.choice, self.workspace_bytes = choice, choice.option.workspace_bytes
-        self.runner = self._context.runner(self.problem, self.device, choice)
+        self.runner = self._context.runner(self.problem, choice)
         events.emit("selected", self.problem, choice.option.candidate.id, _described(choice))
 
     def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
@@ -55,7 +55,7 @@ class Plan:
         events.emit("failed", self.problem, self.choice.option.candidate.id, reason)
         limited = self.request.filters._replace(workspace_limit=self.workspace_bytes - 1)
         smaller = self.request._replace(filters=limited)
-        self.take(policy.choose(self.problem, self.device, self._context.database, smaller))
+        self.take(policy.choose(self.problem, self._context.device, self._context.database, smaller))
 
 
 def _described(choice: Choice) -> str:
@@ -64,16 +64,16 @@ def _described(choice: Choice) -> str:
 
 
 class Context:
-    """One thread's plans under one state of the flags.
+    """One thread's plans under one state of the flags, for one device.
 
     memo: of the public functions: key of a call -> what runs it. It is emptied when the database has changed.
     """
 
-    def __init__(self, database: Database) -> None:
-        self.database = database
+    def __init__(self, device: Device, database: Database) -> None:
+        self.device, self.database = device, database
         self.generation = database.generation
         self.memo: dict[Any, Any] = {}
-        self._plans: dict[tuple[Problem, Device, Request], Plan] = {}
+        self._plans: dict[tuple[Problem, Request], Plan] = {}
         self._runners: dict[tuple, Runner] = {}
 
     def refresh(self) -> None:
@@ -90,27 +90,27 @@ class Context:
         for memo in (self.memo, self._plans, self._runners):
             memo.clear()
 
-    def plan(self, problem: Problem, device: Device, request: Request, given: Given | None = None) -> Plan:
+    def plan(self, problem: Problem, request: Request, given: Given | None = None) -> Plan:
         """The plan for a problem. A plan made before stays the same object as long as the choice is the same."""
-        choice = policy.choose(problem, device, self.database, request, given)
-        plan = self._plans.get((problem, device, request))
+        choice = policy.choose(problem, self.device, self.database, request, given)
+        plan = self._plans.get((problem, request))
         if plan is None:
-            plan = self._plans[problem, device, request] = Plan(self, problem, device, request, choice)
+            plan = self._plans[problem, request] = Plan(self, problem, request, choice)
         elif plan.choice.option != choice.option:
             plan.take(choice)
         return plan
 
-    def runner(self, problem: Problem, device: Device, choice: Choice) -> Runner:
-        key = (problem, device, choice.option.key)
+    def runner(self, problem: Problem, choice: Choice) -> Runner:
+        key = (problem, choice.option.key)
         if key not in self._runners:
             candidate, config_, _ = choice.option
-            self._runners[key] = candidate.prepare(problem, config_, device)
+            self._runners[key] = candidate.prepare(problem, config_, self.device)
         return self._runners[key]
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.contexts: dict[config.Settings, Context] = {}
+        self.contexts: dict[tuple[config.Settings, int], Context] = {}
 
 
 _thread = _Thread()
@@ -119,13 +119,13 @@ _lock = threading.Lock()
 
 
 def context() -> Context:
-    """The calling thread's context for the flags as they are now."""
-    settings = config.current()
-    found = _thread.contexts.get(settings)
+    """The calling thread's context for the flags and the number of threads as they are now."""
+    key = config.current(), thread_count()
+    found = _thread.contexts.get(key)
     if found is None:
         if len(_thread.contexts) >= _MAX_CONTEXTS:
             _thread.contexts.clear()
-        found = _thread.contexts[settings] = Context(database())
+        found = _thread.contexts[key] = Context(cpu_device(), database())
     if found.generation != found.database.generation:
         found.refresh()
     return found

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numba
 import numpy as np
 import pytest
 from fakes import SMALL, TALL, Fake, ids, register
 
 import nbdnn
 from nbdnn import config, dnn_conv, events
-from nbdnn.device import cpu_device
 from nbdnn.dispatch import dispatcher, policy, workspace
 from nbdnn.dispatch.policy import Request
 
@@ -166,7 +166,20 @@ def test_the_logger_tells_of_each_plan(caplog: pytest.LogCaptureFixture, call: C
 
 
 def test_a_plan_is_one_object_for_a_request() -> None:
-    context, device = dispatcher.context(), cpu_device()
-    plan = context.plan(SMALL, device, Request())
-    assert context.plan(SMALL, device, Request()) is plan
-    assert context.plan(SMALL, device, Request(layer="another")) is not plan
+    context = dispatcher.context()
+    plan = context.plan(SMALL, Request())
+    assert context.plan(SMALL, Request()) is plan
+    assert context.plan(SMALL, Request(layer="another")) is not plan
+
+
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="needs two threads")
+def test_another_number_of_threads_is_another_device() -> None:
+    alone = dispatcher.context()
+    numba.set_num_threads(2)
+    both = dispatcher.context()
+    assert (alone.device.threads, both.device.threads) == (1, 2)
+    with events() as log:
+        dnn_conv(X, W, 1)
+        numba.set_num_threads(1)
+        dnn_conv(X, W, 1)
+    assert len(ids(log, "selected")) == 2
