@@ -13,9 +13,7 @@ import sys
 import warnings
 from typing import NoReturn
 
-from nbdnn import cli_autotune, cli_bench, cli_db, cli_explain, cli_info
-from nbdnn.cli_output import one_line
-from nbdnn.cli_tuning import INTERRUPTED
+INTERRUPTED = 130
 
 
 class UsageError(Exception):
@@ -28,7 +26,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """The whole command line. Imported here, so that Ctrl-C is quiet from the first moment."""
+    from nbdnn import cli_autotune, cli_bench, cli_db, cli_explain, cli_info
+
     top = _Parser(prog="nbdnn", description="Measure, explain and remember which implementation of an op is fastest.")
     top.add_argument("--version", action="version", version=f"nbdnn {importlib.metadata.version('nbdnn')}")
     subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -58,3 +58,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _show_warning(message: Warning | str, *where: object, **more: object) -> None:
     print(f"nbdnn: warning: {one_line(message)}", file=sys.stderr)
+
+
+def one_line(error: BaseException | Warning | str) -> str:
+    """What is wrong, in one line; the type too where a message alone says little."""
+    text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if isinstance(error, KeyError | AttributeError | TypeError | IndexError | AssertionError) or not text:
+        return f"{type(error).__name__}: {text}".rstrip(": ")
+    return text

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nbdnn.cli import INTERRUPTED
 from nbdnn.cli_output import duration, print_table
 from nbdnn.cli_targets import add_place, add_targets, layers, place
-from nbdnn.cli_tuning import INTERRUPTED, add_budget, tuned
+from nbdnn.cli_tuning import add_budget, tuned
 from nbdnn.workloads import Layer
 
 if TYPE_CHECKING:

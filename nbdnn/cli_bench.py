@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from nbdnn.cli_output import duration, one_line, print_table, size
+from nbdnn.cli import one_line
+from nbdnn.cli_output import duration, print_table, size
 from nbdnn.cli_targets import add_place, add_targets, layers, place
 from nbdnn.cli_tuning import add_budget, tuned
 from nbdnn.device import Device

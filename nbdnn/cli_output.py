@@ -1,4 +1,4 @@
-"""How the command line prints: tables, times, one-line messages."""
+"""How the command line prints: tables, times, sizes."""
 
 from __future__ import annotations
 
@@ -64,11 +64,3 @@ def size(bytes_: int) -> str:
             return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} GiB"
-
-
-def one_line(error: BaseException | Warning | str) -> str:
-    """What is wrong, in one line; the type too where a message alone says little."""
-    text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    if isinstance(error, KeyError | AttributeError | TypeError | IndexError | AssertionError) or not text:
-        return f"{type(error).__name__}: {text}".rstrip(": ")
-    return text

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from nbdnn.dispatch.database import Database
     from nbdnn.dispatch.tuner import TuneResult
 
-INTERRUPTED = 130
-
 
 def add_budget(parser: argparse.ArgumentParser) -> None:
     """--budget."""
@@ -79,7 +77,7 @@ def progress_bar() -> Progress:
 def interruptible() -> Iterator[Callable[[], None]]:
     """A check that raises KeyboardInterrupt once Ctrl-C was pressed.
 
-    Python raises it too, but inside a callback of the compiler it is printed and lost.
+    Python raises it too, but inside a callback of the compiler that is printed and lost.
     """
     pressed = threading.Event()
 
@@ -94,8 +92,15 @@ def interruptible() -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread():
         yield check
         return
-    before = signal.signal(signal.SIGINT, note)
+
+    def lost(raised: Any) -> None:
+        if not isinstance(raised.exc_value, KeyboardInterrupt):
+            unraisable(raised)
+
+    handler, unraisable = signal.signal(signal.SIGINT, note), sys.unraisablehook
+    sys.unraisablehook = lost
     try:
         yield check
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)
+        sys.unraisablehook = unraisable
