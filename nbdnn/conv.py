@@ -14,30 +14,13 @@ BorderMode = str | int | tuple[int | tuple[int, int], ...]
 
 
 def dnn_conv(
-    img: Any,
-    kerns: Any,
-    border_mode: BorderMode = "valid",
-    subsample: Axes = (1, 1),
-    dilation: Axes = (1, 1),
+    img: Any, kerns: Any, border_mode: BorderMode = "valid", subsample: Axes = (1, 1), dilation: Axes = (1, 1),
     conv_mode: str = "conv",
-    *,
-    direction_hint: str | None = None,
-    algo: str | None = None,
-    precision: str | None = None,
-    num_groups: int = 1,
-    bias: Any = None,
-    activation: str | None = None,
-    residual: Any = None,
-    alpha: float = 1,
-    beta: float = 0,
-    out: Any = None,
-    stream: Any = None,
-    workspace_limit: int | None = None,
-    deterministic: bool | None = None,
-    allow_tf32: bool | None = None,
-    layer: str | int | None = None,
-    workmem: None = None,
-) -> Any:
+    *, direction_hint: str | None = None, algo: str | None = None, precision: str | None = None, num_groups: int = 1,
+    bias: Any = None, activation: str | None = None, residual: Any = None, alpha: float = 1, beta: float = 0,
+    out: Any = None, stream: Any = None, workspace_limit: int | None = None, deterministic: bool | None = None,
+    allow_tf32: bool | None = None, layer: str | int | None = None, workmem: None = None,
+) -> Any:  # fmt: skip
     """Convolve a batch of images with a set of filters.
 
     ::
@@ -118,26 +101,12 @@ def dnn_conv(
 
 
 def dnn_gradinput(
-    kerns: Any,
-    topgrad: Any,
-    img_shp: tuple[int, ...],
-    border_mode: BorderMode = "valid",
-    subsample: Axes = (1, 1),
-    dilation: Axes = (1, 1),
-    conv_mode: str = "conv",
-    *,
-    precision: str | None = None,
-    algo: str | None = None,
-    num_groups: int = 1,
-    alpha: float = 1,
-    beta: float = 0,
-    out: Any = None,
-    stream: Any = None,
-    workspace_limit: int | None = None,
-    deterministic: bool | None = None,
-    allow_tf32: bool | None = None,
-    layer: str | int | None = None,
-) -> Any:
+    kerns: Any, topgrad: Any, img_shp: tuple[int, ...], border_mode: BorderMode = "valid", subsample: Axes = (1, 1),
+    dilation: Axes = (1, 1), conv_mode: str = "conv",
+    *, precision: str | None = None, algo: str | None = None, num_groups: int = 1, alpha: float = 1, beta: float = 0,
+    out: Any = None, stream: Any = None, workspace_limit: int | None = None, deterministic: bool | None = None,
+    allow_tf32: bool | None = None, layer: str | int | None = None,
+) -> Any:  # fmt: skip
     """Gradient of `dnn_conv` with respect to its images.
 
     ::
@@ -181,26 +150,12 @@ def dnn_gradinput(
 
 
 def dnn_gradweight(
-    img: Any,
-    topgrad: Any,
-    kerns_shp: tuple[int, ...],
-    border_mode: BorderMode = "valid",
-    subsample: Axes = (1, 1),
-    dilation: Axes = (1, 1),
-    conv_mode: str = "conv",
-    *,
-    precision: str | None = None,
-    algo: str | None = None,
-    num_groups: int = 1,
-    alpha: float = 1,
-    beta: float = 0,
-    out: Any = None,
-    stream: Any = None,
-    workspace_limit: int | None = None,
-    deterministic: bool | None = None,
-    allow_tf32: bool | None = None,
-    layer: str | int | None = None,
-) -> Any:
+    img: Any, topgrad: Any, kerns_shp: tuple[int, ...], border_mode: BorderMode = "valid", subsample: Axes = (1, 1),
+    dilation: Axes = (1, 1), conv_mode: str = "conv",
+    *, precision: str | None = None, algo: str | None = None, num_groups: int = 1, alpha: float = 1, beta: float = 0,
+    out: Any = None, stream: Any = None, workspace_limit: int | None = None, deterministic: bool | None = None,
+    allow_tf32: bool | None = None, layer: str | int | None = None,
+) -> Any:  # fmt: skip
     """Gradient of `dnn_conv` with respect to its filters.
 
     ::
@@ -244,30 +199,13 @@ def dnn_gradweight(
 
 
 def dnn_conv3d(
-    img: Any,
-    kerns: Any,
-    border_mode: BorderMode = "valid",
-    subsample: Axes = (1, 1, 1),
-    dilation: Axes = (1, 1, 1),
+    img: Any, kerns: Any, border_mode: BorderMode = "valid", subsample: Axes = (1, 1, 1), dilation: Axes = (1, 1, 1),
     conv_mode: str = "conv",
-    *,
-    direction_hint: str | None = None,
-    algo: str | None = None,
-    precision: str | None = None,
-    num_groups: int = 1,
-    bias: Any = None,
-    activation: str | None = None,
-    residual: Any = None,
-    alpha: float = 1,
-    beta: float = 0,
-    out: Any = None,
-    stream: Any = None,
-    workspace_limit: int | None = None,
-    deterministic: bool | None = None,
-    allow_tf32: bool | None = None,
-    layer: str | int | None = None,
-    workmem: None = None,
-) -> Any:
+    *, direction_hint: str | None = None, algo: str | None = None, precision: str | None = None, num_groups: int = 1,
+    bias: Any = None, activation: str | None = None, residual: Any = None, alpha: float = 1, beta: float = 0,
+    out: Any = None, stream: Any = None, workspace_limit: int | None = None, deterministic: bool | None = None,
+    allow_tf32: bool | None = None, layer: str | int | None = None, workmem: None = None,
+) -> Any:  # fmt: skip
     """Convolve a batch of volumes with a set of filters: `dnn_conv` with three spatial axes.
 
     Parameters
@@ -297,26 +235,12 @@ def dnn_conv3d(
 
 
 def dnn_gradinput3d(
-    kerns: Any,
-    topgrad: Any,
-    img_shp: tuple[int, ...],
-    border_mode: BorderMode = "valid",
-    subsample: Axes = (1, 1, 1),
-    dilation: Axes = (1, 1, 1),
-    conv_mode: str = "conv",
-    *,
-    precision: str | None = None,
-    algo: str | None = None,
-    num_groups: int = 1,
-    alpha: float = 1,
-    beta: float = 0,
-    out: Any = None,
-    stream: Any = None,
-    workspace_limit: int | None = None,
-    deterministic: bool | None = None,
-    allow_tf32: bool | None = None,
-    layer: str | int | None = None,
-) -> Any:
+    kerns: Any, topgrad: Any, img_shp: tuple[int, ...], border_mode: BorderMode = "valid",
+    subsample: Axes = (1, 1, 1), dilation: Axes = (1, 1, 1), conv_mode: str = "conv",
+    *, precision: str | None = None, algo: str | None = None, num_groups: int = 1, alpha: float = 1, beta: float = 0,
+    out: Any = None, stream: Any = None, workspace_limit: int | None = None, deterministic: bool | None = None,
+    allow_tf32: bool | None = None, layer: str | int | None = None,
+) -> Any:  # fmt: skip
     """Gradient of `dnn_conv3d` with respect to its images: `dnn_gradinput` with three spatial axes.
 
     Parameters
@@ -346,26 +270,12 @@ def dnn_gradinput3d(
 
 
 def dnn_gradweight3d(
-    img: Any,
-    topgrad: Any,
-    kerns_shp: tuple[int, ...],
-    border_mode: BorderMode = "valid",
-    subsample: Axes = (1, 1, 1),
-    dilation: Axes = (1, 1, 1),
-    conv_mode: str = "conv",
-    *,
-    precision: str | None = None,
-    algo: str | None = None,
-    num_groups: int = 1,
-    alpha: float = 1,
-    beta: float = 0,
-    out: Any = None,
-    stream: Any = None,
-    workspace_limit: int | None = None,
-    deterministic: bool | None = None,
-    allow_tf32: bool | None = None,
-    layer: str | int | None = None,
-) -> Any:
+    img: Any, topgrad: Any, kerns_shp: tuple[int, ...], border_mode: BorderMode = "valid",
+    subsample: Axes = (1, 1, 1), dilation: Axes = (1, 1, 1), conv_mode: str = "conv",
+    *, precision: str | None = None, algo: str | None = None, num_groups: int = 1, alpha: float = 1, beta: float = 0,
+    out: Any = None, stream: Any = None, workspace_limit: int | None = None, deterministic: bool | None = None,
+    allow_tf32: bool | None = None, layer: str | int | None = None,
+) -> Any:  # fmt: skip
     """Gradient of `dnn_conv3d` with respect to its filters: `dnn_gradweight` with three spatial axes.
 
     Parameters

@@ -1,6 +1,6 @@
 """THE ordered lists: every candidate of every op, in the order that breaks ties. Each ends with one that runs all.
 
-Importing this module loads the kernel modules, so the dispatcher imports it when it first makes a plan.
+Importing this module loads the kernel modules and Numba: nothing that ``import nbdnn`` loads may import it.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ _HOPELESS, _BEATEN = 3.0, 1.3
 _SAMPLES, _LONG_S, _VERY_LONG_S = 7, 0.3, 1.0
 # Above this relative spread the machine was busy: so many samples more.
 _NOISY, _MORE_SAMPLES = 0.1, 8
+# Part of the budget in which candidates enter, which means compiling; what is left is for the rounds.
+_ENTRY_SHARE = 0.9
 # Who was disturbed by other programs in its first sample gets up to so many before it is judged.
 _FIRST_SAMPLES = 3
 
@@ -100,8 +102,8 @@ def tune(
         rows = valid_rows(problem, device, database)
         missing = [option for option in by_guess if again or option.key not in rows]
         if missing:
-            deadline = begun + (config.current()["tune.budget_s"] if budget_s is None else budget_s)
-            race = _Race(problem, device, database, given, deadline)
+            budget_s = config.current()["tune.budget_s"] if budget_s is None else budget_s
+            race = _Race(problem, device, database, given, (begun + _ENTRY_SHARE * budget_s, begun + budget_s))
             rows |= race.run(missing, {} if again else rows, progress)
     return TuneResult(
         problem,
@@ -140,10 +142,11 @@ class _Race:
     """One run over options of a problem."""
 
     def __init__(
-        self, problem: Problem, device: Device, database: Database, given: Given | None, deadline: float
+        self, problem: Problem, device: Device, database: Database, given: Given | None, deadlines: tuple[float, float]
     ) -> None:
+        """deadlines: when nobody may enter any more, and when nobody is sampled any more."""
         self._problem, self._device, self._database = problem, device, database
-        self._given, self._deadline = given, deadline
+        self._given, (self._last_entry, self._last_sample) = given, deadlines
         self._entrants: list[_Entrant] = []
         self._rows: Rows = {}
 
@@ -161,7 +164,7 @@ class _Race:
         self._known_us = min((row.median_us for row in known.values() if row.median_us is not None), default=None)
         try:
             for done, option in enumerate(options):
-                if self._rows and self._is_late():
+                if self._rows and perf_counter() >= self._last_entry:
                     break
                 if progress:
                     progress(done, len(options), str(option))
@@ -176,9 +179,6 @@ class _Race:
             for entrant in self._entrants:
                 self._conclude(entrant)
         return self._rows
-
-    def _is_late(self) -> bool:
-        return perf_counter() >= self._deadline
 
     def _enter(self, option: Option) -> None:
         """Prepare, check, take the first sample; store it, or why there is none."""
@@ -220,7 +220,7 @@ class _Race:
     def _sample(self, entrants: Sequence[_Entrant]) -> bool:
         """One more sample of each; False where time ran out."""
         for entrant in entrants:
-            if self._is_late():
+            if perf_counter() >= self._last_sample:
                 return False
             entrant.watch.sample()
         return True
