@@ -1,0 +1,49 @@
+"""What the documents show, works: code runs, commands parse, targets and links exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from nbdnn.cli import parser
+from nbdnn.problem import parse
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def blocks(document: Path, *languages: str) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for language, block in fenced if language in languages]
+
+
+def test_readme_code_runs() -> None:
+    namespace: dict[str, object] = {}
+    code = blocks(ROOT / "README.md", "python")
+    assert len(code) >= 4
+    for block in code:
+        exec(compile(block, "README.md", "exec"), namespace)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_parse_and_targets_exist(document: Path) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for block in blocks(document, "sh", ""):
+        for line in block.splitlines():
+            words = shlex.split(re.split(r"\s{3,}|#", line)[0])
+            if words[:1] == ["nbdnn"]:
+                parser().parse_args(words[1:])
+            if words[:1] == ["make"]:
+                assert words[1] in targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_problem_texts_are_right(document: Path) -> None:
+    text = document.read_text()
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
+        assert (document.parent / link).exists(), link
+    for problem in re.findall(r"conv_\w+:f\d+:[\w:.+]+", text):
+        assert problem.endswith("...") or str(parse(problem)) == problem
