@@ -11,6 +11,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Hashable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from math import prod
@@ -77,6 +78,19 @@ def _config_cells() -> list[Cell]:
 def test_every_config(cell: Cell, device: Device) -> None:
     for config in cell.candidate.configs(cell.problem, device)[1:]:
         check(cell.candidate, cell.problem, config, device)
+
+
+@pytest.mark.parametrize("narrow", [("avx2", 32), ("neon", 16)], ids=lambda narrow: narrow[0])
+@pytest.mark.parametrize("op", CONV_OPS)
+def test_kernels_for_narrower_vectors(op: str, narrow: tuple[str, int], device: Device) -> None:
+    """A machine of wide vectors runs the code for narrower ones as well, with the tiles and tails it has there."""
+    isa, vector_bytes = narrow
+    narrower = replace(device, isa=isa, vector_bytes=min(vector_bytes, device.vector_bytes))
+    for candidate in registry.candidates(op):
+        for shape in _CONFIG_SHAPES[:3]:
+            problem = parse(f"{op}:f32:{shape}:cross:nchw")
+            if candidate.supports(problem, narrower).ok:
+                check(candidate, problem, candidate.configs(problem, narrower)[0], narrower)
 
 
 def check(candidate: Candidate, problem: ConvProblem, config: Hashable, device: Device) -> None:

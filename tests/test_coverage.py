@@ -9,7 +9,8 @@ import pytest
 
 from nbdnn.device import Device
 from nbdnn.dispatch import registry
-from nbdnn.problem import parse
+from nbdnn.problem import CONV_OPS, parse
+from nbdnn.workloads import edges
 
 # One shape a feature; {} takes the rest of the text. 2-D and 3-D alike where the layout has a depth.
 _SHAPES_2D = {
@@ -35,7 +36,6 @@ _SHAPES_3D = {
     "depthwise": "n2c16d5h6w7:k16t3r3s3:p1x1x1:u1x1x1:d1x1x1:g16:cross",
     "conv mode": "n2c16d5h6w7:k24t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:conv",
 }
-_ENDS = {"nchw": ("nhwc", "kcrs"), "nhwc": ("nchw", "krsc"), "ncdhw": ("ndhwc", "kctrs"), "ndhwc": ("ncdhw", "ktrsc")}
 
 
 class Covers(NamedTuple):
@@ -48,23 +48,39 @@ class Covers(NamedTuple):
 
 
 _EVERY_DTYPE, _EVERY_LAYOUT = "f16 bf16 f32 f64", "nchw nhwc ncdhw ndhwc"
-_EVERY_SHAPE = ", ".join(_SHAPES_2D)
 _FORWARD_ENDS = "e:bias e:bias+relu e:swish e:sigmoid e:tanh e:bias+relu+res+beta a4"
+_FORWARD = Covers(_EVERY_DTYPE, _EVERY_LAYOUT, ", ".join(_SHAPES_2D), _FORWARD_ENDS)
+_GRADIENT = _FORWARD._replace(ends="e:beta a4")
+_OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
 
-COVERAGE: dict[str, tuple[Covers, ...]] = {
-    "conv_fwd/cpu/direct": (Covers(_EVERY_DTYPE, _EVERY_LAYOUT, _EVERY_SHAPE, _FORWARD_ENDS),),
-    "conv_bwd_data/cpu/direct": (Covers(_EVERY_DTYPE, _EVERY_LAYOUT, _EVERY_SHAPE, "e:beta a4"),),
-    "conv_bwd_filter/cpu/direct": (Covers(_EVERY_DTYPE, _EVERY_LAYOUT, _EVERY_SHAPE, "e:beta a4"),),
+COVERAGE: dict[str, Covers] = {
+    "conv_fwd/cpu/direct": _FORWARD,
+    "conv_fwd/cpu/pixel_gemm": _FORWARD,
+    "conv_fwd/cpu/channel_gemm": _FORWARD,
+    "conv_fwd/cpu/winograd_2x2": _FORWARD._replace(shapes=_OF_WINOGRAD),
+    "conv_fwd/cpu/winograd_4x4": _FORWARD._replace(shapes=_OF_WINOGRAD),
+    "conv_bwd_data/cpu/direct": _GRADIENT,
+    "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
+    "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
+    "conv_bwd_data/cpu/winograd_2x2": _GRADIENT._replace(shapes=_OF_WINOGRAD),
+    "conv_bwd_data/cpu/winograd_4x4": _GRADIENT._replace(shapes=_OF_WINOGRAD),
+    "conv_bwd_filter/cpu/direct": _GRADIENT,
 }
 
 
 @pytest.mark.parametrize("id", COVERAGE)
 def test_supports_what_it_must(id: str, device: Device) -> None:
     candidate = next(c for c in registry.candidates(id.partition("/")[0]) if c.id == id)
-    for covers in COVERAGE[id]:
-        for dtype, layout, shape in product(covers.dtypes.split(), covers.layouts.split(), covers.shapes.split(", ")):
-            body = (_SHAPES_3D if "d" in layout else _SHAPES_2D).get(shape)
-            for end in ("", *covers.ends.split()) if body else ():
-                problem = parse(":".join(filter(None, (candidate.op, dtype, body, layout, end))))
-                support = candidate.supports(problem, device)
-                assert support.ok, f"{problem}: {support.reason}"
+    covers = COVERAGE[id]
+    for dtype, layout, shape in product(covers.dtypes.split(), covers.layouts.split(), covers.shapes.split(", ")):
+        body = (_SHAPES_3D if "d" in layout else _SHAPES_2D).get(shape)
+        for end in ("", *covers.ends.split()) if body else ():
+            problem = parse(":".join(filter(None, (candidate.op, dtype, body, layout, end))))
+            support = candidate.supports(problem, device)
+            assert support.ok, f"{problem}: {support.reason}"
+
+
+def test_the_last_candidate_of_every_op_supports_every_edge_case(device: Device) -> None:
+    for op in CONV_OPS:
+        last = registry.candidates(op)[-1]
+        assert not [problem for problem in edges(op) if not last.supports(problem, device).ok]
