@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from nbdnn.candidate import Candidate
 from nbdnn.errors import InvalidProblem
-from nbdnn.kernels.cpu import conv_channel_gemm, conv_direct, conv_pixel_gemm, conv_winograd
+from nbdnn.kernels.cpu import conv_channel_gemm, conv_depthwise, conv_direct, conv_pixel_gemm, conv_winograd
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
 
 _LISTS: dict[str, tuple[Candidate, ...]] = {
     "conv_fwd": (
+        conv_depthwise.FWD,
         conv_winograd.FWD_4X4,
         conv_winograd.FWD_2X2,
         conv_pixel_gemm.FWD,
@@ -19,6 +20,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_direct.FWD,
     ),
     "conv_bwd_data": (
+        conv_depthwise.BWD_DATA,
         conv_winograd.BWD_DATA_4X4,
         conv_winograd.BWD_DATA_2X2,
         conv_pixel_gemm.BWD_DATA,

@@ -29,7 +29,7 @@ from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, ga
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import micro_kernel
 from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes
-from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.rows import convert_row, transpose
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
@@ -62,12 +62,8 @@ def _lower_rows(dtype: str, vl: int):
     """Compiled-in function: low[t, row, column, c] of a strip, widened, zero beyond the borders."""
     compute = DEFAULT_COMPUTE[dtype]
     data, scratch, i64, params_at = pointer(dtype), pointer(compute), pointer("i64"), struct(_PARAMS)
-    widen, widen_row, itemsize, acc_bytes = (
-        WIDEN[dtype],
-        convert_row(dtype, compute, vl),
-        ITEMSIZE[dtype],
-        ITEMSIZE[compute],
-    )
+    widen, widen_row, turn = WIDEN[dtype], convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
+    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     zero = float32(0.0) if compute == "f32" else float64(0.0)
 
     @njit(**DEVICE)
@@ -95,16 +91,17 @@ def _lower_rows(dtype: str, vl: int):
                 line += start * channels
                 if f.in_c == 1 and f.in_w == channels:
                     widen_row(low_address + line * acc_bytes, image + source * itemsize, (end - start) * channels)
+                elif f.in_w == 1:
+                    to = low_address + line * acc_bytes
+                    turn(to, channels * acc_bytes, image + source * itemsize, f.in_c * itemsize, channels, end - start)
                 elif f.in_c == 1:
                     for w in range(end - start):
                         to, at = line + w * channels, source + w * f.in_w
                         widen_row(low_address + to * acc_bytes, image + at * itemsize, channels)
                 else:
-                    for w0 in range(0, end - start, 16):
+                    for w in range(end - start):
                         for c in range(channels):
-                            at = source + c * f.in_c
-                            for w in range(w0, min(w0 + 16, end - start)):
-                                low[line + w * channels + c] = widen(x[at + w * f.in_w])
+                            low[line + w * channels + c] = widen(x[source + w * f.in_w + c * f.in_c])
 
     return lower_rows
 
@@ -370,7 +367,7 @@ class ChannelGemm(Candidate[Config]):
         packed_offset = 0
         for gather, plan in zip(layout.geo.gathers, layout.plans, strict=True):
             lanes = config.nv * vl
-            pack, arrays = pack_phase(layout.geo, gather, problem.dtype, lanes, packed_offset, channels_last=True)
+            pack, arrays = pack_phase(layout.geo, gather, problem.dtype, lanes, packed_offset, device, True)
             phases.append(pack)
             keep += arrays
             ctx, arrays = _parameters(problem, layout, gather, plan, packed_offset, lanes)

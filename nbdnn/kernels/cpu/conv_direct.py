@@ -113,11 +113,7 @@ def _gather_task(dtype: str, vl: int):
 
 def _tap_table(axis: Axis) -> np.ndarray:
     """(tap in the filter, offset in the input, first and end of the outputs it reaches), four int64 a tap."""
-    rows = []
-    for tap, offset in axis.taps:
-        low = max(0, ceil(-offset / axis.in_step))
-        high = min(axis.count, ceil((axis.in_extent - offset) / axis.in_step))
-        rows.append((tap, offset, low, max(low, high)))
+    rows = [(tap, offset, *axis.reached(offset)) for tap, offset in axis.taps]
     return np.array(rows, np.int64).reshape(-1, 4)
 
 

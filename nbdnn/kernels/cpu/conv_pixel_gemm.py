@@ -168,7 +168,7 @@ class PixelGemm(Candidate[Config]):
         keep: list[np.ndarray] = []
         for gather, plan, packed_offset in zip(geo.gathers, layout.plans, layout.packed_offsets, strict=True):
             if config.packed:
-                pack, arrays = pack_phase(geo, gather, problem.dtype, config.mr, packed_offset)
+                pack, arrays = pack_phase(geo, gather, problem.dtype, config.mr, packed_offset, device)
                 phases.append(pack)
                 keep += arrays
             ctx, arrays = _parameters(problem, config, layout, gather, plan, packed_offset)

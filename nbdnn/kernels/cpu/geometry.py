@@ -38,6 +38,11 @@ class Axis:
         """Largest minus smallest tap offset."""
         return max((offset for _, offset in self.taps), default=0) - self.low
 
+    def reached(self, offset: int) -> tuple[int, int]:
+        """First and end of the outputs for which a tap of this offset lies inside the input."""
+        first = min(max(0, -(offset // self.in_step)), self.count)
+        return first, max(first, min(self.count, -((offset - self.in_extent) // self.in_step)))
+
 
 class Gather(NamedTuple):
     """The axes (depth, height, width) of one sub-convolution."""

@@ -25,7 +25,7 @@ from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
-from nbdnn.kernels.cpu.rows import convert_row, convert_rows
+from nbdnn.kernels.cpu.rows import convert_row, convert_rows, transpose
 from nbdnn.kernels.cpu.vector import WIDEN, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
@@ -47,7 +47,7 @@ def lower_strip(dtype: str, vl: int):
     """Compiled-in function: the strip's input into scratch; see the module's formula."""
     compute = DEFAULT_COMPUTE[dtype]
     data, scratch, i64, widen = pointer(dtype), pointer(compute), pointer("i64"), WIDEN[dtype]
-    widen_row = convert_row(dtype, compute, vl)
+    widen_row, turn = convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
     widen_rows, widen_halves, widen_quarters = (convert_rows(dtype, compute, vl, step) for step in (1, 2, 4))
     itemsize, acc_bytes, params_at = ITEMSIZE[dtype], ITEMSIZE[compute], struct(_LOW)
     zero = float32(0.0) if compute == "f32" else float64(0.0)
@@ -79,16 +79,15 @@ def lower_strip(dtype: str, vl: int):
 
     @njit(**DEVICE)
     def lower_row_of_pixels(low_address, to, image, source, f, start, stop, channels, channel_elems):
-        """One row of all channels, where they lie side by side: a transpose, 16 pixels at a time."""
-        x, low, step = data(image), scratch(low_address), f.in_step_w * f.in_w
+        """One row of all channels, where they lie side by side."""
+        low, step = scratch(low_address), f.in_step_w * f.in_w
         for c in range(channels):
             zero_fill(low, to + c * channel_elems, to + c * channel_elems + start)
             zero_fill(low, to + c * channel_elems + stop, to + c * channel_elems + f.count_w)
-        for q0 in range(start, stop, 16):
-            q1 = min(q0 + 16, stop)
-            for c in range(channels):
-                for q in range(q0, q1):
-                    low[to + c * channel_elems + q] = widen(x[source + q * step + c])
+        turn(
+            low_address + (to + start) * acc_bytes, channel_elems * acc_bytes,
+            image + (source + start * step) * itemsize, step * itemsize, stop - start, channels,
+        )  # fmt: skip
 
     @njit(**DEVICE)
     def lower(image, low_address, ctx, depth, first_row, rows, first_channel, end_channel):
@@ -237,7 +236,7 @@ def low_values(
     acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     low_offsets = _low_offsets(geo, gather, plan, acc_bytes)
     table_t = np.array([offset for _, offset in gather.d.taps], np.int64)
-    table_s = _columns(gather.w)
+    table_s = columns(gather.w)
     step, row = gather.w.out_step * geo.out_strides[5], gather.h.out_step * geo.out_strides[4]
     parts = plan.parts if plan.shared else 1
     values = gather_values(problem, geo, gather) | {
@@ -281,11 +280,6 @@ def _is_flat(geo: Geometry, gather: Gather) -> bool:
     return one_tap and geo.in_strides[5] == 1 and geo.in_strides[4] == gather.w.count == gather.w.in_extent
 
 
-def _columns(axis: Axis) -> np.ndarray:
-    """(offset, first and end of the outputs inside the image) of each column tap."""
-    rows = []
-    for _, offset in axis.taps:
-        low = min(max(0, ceil(-offset / axis.in_step)), axis.count)
-        high = min(axis.count, ceil((axis.in_extent - offset) / axis.in_step))
-        rows.append((offset, low, max(low, high)))
-    return np.array(rows, np.int64).reshape(-1, 3)
+def columns(axis: Axis) -> np.ndarray:
+    """(offset, first and end of the outputs inside the image) of each column tap, three int64 a tap."""
+    return np.array([(offset, *axis.reached(offset)) for _, offset in axis.taps], np.int64).reshape(-1, 3)

@@ -13,16 +13,16 @@ from functools import cache
 import numpy as np
 from numba import float32, float64
 
+from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.geometry import Gather, Geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase
+from nbdnn.kernels.cpu.rows import convert_row, transpose
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 
-_BLOCK = 16  # steps of k transposed at once: their lines of the panel stay in first-level cache
-
 _PACK = record(
-    "w_pointer", "panels", "k_len", "c_out", "w_g", "w_o", "offsets", "workspace_offset", "panel_bytes"
+    "w_pointer", "panels", "k_len", "c_out", "w_g", "w_o", "offsets", "k_run", "workspace_offset", "panel_bytes"
 )  # fmt: skip
 
 
@@ -42,8 +42,14 @@ def reads_in_order(geo: Geometry, gather: Gather) -> bool:
     return bool((np.diff(offsets) == 1).all())
 
 
+def _run_length(offsets: np.ndarray) -> int:
+    """Largest number of steps of k, dividing their count, in which w is read element after element."""
+    breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
+    return max(1, int(np.gcd.reduce(np.append(breaks, offsets.size))))
+
+
 @cache
-def _pack_task(dtype: str, width: int):
+def _pack_task(dtype: str, width: int, vl: int):
     """One panel: index = group * panels + panel."""
     compute = DEFAULT_COMPUTE[dtype]
     data, packed, i64, args_at, params_at = (
@@ -53,7 +59,8 @@ def _pack_task(dtype: str, width: int):
         struct(ARGS),
         struct(_PACK),
     )
-    widen, itemsize = WIDEN[dtype], ITEMSIZE[dtype]
+    widen, widen_row, turn = WIDEN[dtype], convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
+    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     zero = float32(0.0) if compute == "f32" else float64(0.0)
 
     def pack_panel(args, ctx, index, worker):
@@ -61,25 +68,26 @@ def _pack_task(dtype: str, width: int):
         g, panel = index // f.panels, index % f.panels
         first = panel * width
         rows = min(width, f.c_out - first)
-        w = data(i64(args)[f.w_pointer] + (g * f.w_g + first * f.w_o) * itemsize)
-        offsets = i64(f.offsets)
-        out = packed(a.workspace + f.workspace_offset + index * f.panel_bytes)
+        w_address = i64(args)[f.w_pointer] + (g * f.w_g + first * f.w_o) * itemsize
+        out_address = a.workspace + f.workspace_offset + index * f.panel_bytes
+        w, out, offsets = data(w_address), packed(out_address), i64(f.offsets)
         if rows < width:
             for i in range(f.k_len * width):
                 out[i] = zero
-        if f.w_o == 1:
-            for k in range(f.k_len):
-                start = offsets[k]
+        k_run = f.k_run
+        for k in range(0, f.k_len, k_run):
+            to, start = out_address + k * width * acc_bytes, w_address + offsets[k] * itemsize
+            if f.w_o == 1:
+                for kk in range(k_run):
+                    from_row = w_address + offsets[k + kk] * itemsize
+                    widen_row(to + kk * width * acc_bytes, from_row, rows)
+            elif k_run > 1:
+                turn(to, width * acc_bytes, start, f.w_o * itemsize, rows, k_run)
+            else:
                 for o in range(rows):
-                    out[k * width + o] = widen(w[start + o])
-        else:
-            for k0 in range(0, f.k_len, _BLOCK):
-                for o in range(rows):
-                    line = o * f.w_o
-                    for k in range(k0, min(k0 + _BLOCK, f.k_len)):
-                        out[k * width + o] = widen(w[line + offsets[k]])
+                    out[k * width + o] = widen(w[o * f.w_o + offsets[k]])
 
-    return compile_task(pack_panel, (dtype, width))
+    return compile_task(pack_panel, (dtype, width, vl))
 
 
 def packed_bytes(geo: Geometry, gather: Gather, dtype: str, width: int) -> int:
@@ -90,7 +98,13 @@ def packed_bytes(geo: Geometry, gather: Gather, dtype: str, width: int) -> int:
 
 
 def pack_phase(
-    geo: Geometry, gather: Gather, dtype: str, width: int, workspace_offset: int, channels_last: bool = False
+    geo: Geometry,
+    gather: Gather,
+    dtype: str,
+    width: int,
+    workspace_offset: int,
+    device: Device,
+    channels_last: bool = False,
 ) -> tuple[Phase, list[np.ndarray]]:
     """The phase that packs the filter of `gather` at `workspace_offset`, and the arrays that it needs alive."""
     offsets = filter_offsets(geo, gather, channels_last).reshape(-1)
@@ -104,7 +118,8 @@ def pack_phase(
         w_g=geo.w_strides[0],
         w_o=geo.w_strides[1],
         offsets=offsets.ctypes.data,
+        k_run=_run_length(offsets),
         workspace_offset=workspace_offset,
         panel_bytes=offsets.size * width * ITEMSIZE[DEFAULT_COMPUTE[dtype]],
     )
-    return Phase(_pack_task(dtype, width), geo.groups * panels, ctx), [offsets]
+    return Phase(_pack_task(dtype, width, device.lanes(DEFAULT_COMPUTE[dtype])), geo.groups * panels, ctx), [offsets]

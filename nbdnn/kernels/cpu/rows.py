@@ -1,4 +1,4 @@
-"""Rows of elements, moved and converted by whole and masked vectors."""
+"""Rows of elements, moved, converted and transposed by whole and masked vectors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from nbdnn.kernels.cpu.vector import I64, convert, every, lanes_between, masked, row_types, vector_at
+from nbdnn.kernels.cpu.vector import I32, I64, convert, every, lanes_between, masked, row_types, splat, vector_at
 
 
 @cache
@@ -101,5 +101,57 @@ def convert_rows(source: str, target: str, vl: int, step: int):
     @intrinsic
     def run(typingctx, to, to_pitch, start, start_pitch, rows, width, first, end):
         return signature(types.none, *[types.int64] * 8), codegen
+
+    return run
+
+
+@cache
+def transpose(source: str, target: str, vl: int):
+    """Intrinsic (to, to_pitch, start, start_pitch, rows, columns): a matrix turned about its diagonal.
+
+    Element (i, j) of `rows` x `columns` at start + i*start_pitch bytes (columns side by side) goes to
+    to + j*to_pitch bytes, place i. Blocks of vl x vl are turned in registers; nothing outside the matrix is touched.
+    """
+    read, write, read_bytes, write_bytes = row_types(source, target, vl)
+
+    def turned(builder, lines):
+        """log2(vl) rounds of interleaving line i with line i + vl/2."""
+        low = [lane // 2 + (lane % 2) * vl for lane in range(vl)]
+        high = [lane + vl // 2 for lane in low]
+        type_ = ir.VectorType(I32, vl)
+        for _ in range(vl.bit_length() - 1):
+            pairs = zip(lines[: vl // 2], lines[vl // 2 :], strict=True)
+            lines = [builder.shuffle_vector(a, b, ir.Constant(type_, mask)) for a, b in pairs for mask in (low, high)]
+        return lines
+
+    def codegen(context, builder, sig, args):
+        to, to_pitch, start, start_pitch, rows, columns = args
+        masked_load, masked_store = masked(builder, read), masked(builder, write)
+
+        def at(base, line, pitch, element, item_bytes):
+            return builder.add(builder.add(base, builder.mul(line, pitch)), builder.mul(element, I64(item_bytes)))
+
+        with cgutils.for_range_slice(builder, I64(0), columns, I64(vl), I64) as (j, _):
+            columns_left = builder.sub(columns, j)
+            load_mask = lanes_between(builder, vl, 0, None, columns_left)
+            with cgutils.for_range_slice(builder, I64(0), rows, I64(vl), I64) as (i, _):
+                rows_left = builder.sub(rows, i)
+                store_mask = lanes_between(builder, vl, 0, None, rows_left)
+                lines = []
+                for k in range(vl):
+                    # A line beyond the matrix is loaded with no lane on, so its address does not matter.
+                    present = splat(builder, builder.icmp_signed("<", I64(k), rows_left), load_mask.type)
+                    mask = builder.and_(load_mask, present)
+                    slot = vector_at(builder, at(start, builder.add(i, I64(k)), start_pitch, j, read_bytes), read)
+                    lines.append(convert(builder, masked_load(slot, read_bytes, mask), source, target, vl))
+                for k, line in enumerate(turned(builder, lines)):
+                    with builder.if_then(builder.icmp_signed("<", I64(k), columns_left)):
+                        slot = vector_at(builder, at(to, builder.add(j, I64(k)), to_pitch, i, write_bytes), write)
+                        masked_store(line, slot, write_bytes, store_mask)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, to, to_pitch, start, start_pitch, rows, columns):
+        return signature(types.none, *[types.int64] * 6), codegen
 
     return run

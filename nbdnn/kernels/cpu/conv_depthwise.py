@@ -1,0 +1,322 @@
+"""Depthwise convolution: one filter a channel, forward, bwd_data and bwd_filter, planar and interleaved, 2-D and 3-D.
+
+    y[n, c, p, q] = sum over r, s of  x[n, c, p*u + r*d - pad, q*u + s*d - pad] * w[c, r, s]
+
+Nothing is copied and every element is read from memory once. Planar (NCHW): a task is a plane; the lanes are pixels of
+a row and borders are masks. Interleaved (NHWC): a task is a band of rows; the lanes are channels, and a few
+neighbouring pixels share each weight that is loaded. Both finish a few rows in first-level cache before they store.
+Traffic: x, w and y once. bwd_filter sums in vectors along rows and adds the rows' sums in order, so it is
+deterministic. Accumulates in float32 (float64), one rounding a step. Source: own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ceil, prod
+
+import numpy as np
+from numba import float32, float64
+
+from nbdnn.candidate import YES, Candidate, NoConfig, Support
+from nbdnn.device import Device
+from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.depthwise_vector import interleaved_pixels, planar_rows
+from nbdnn.kernels.cpu.epilogue import tile_store
+from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values, geometry
+from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.lower_pixels import columns
+from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+
+# Rows finished before they are stored, one column of vectors after another: more would read the plane against its
+# order and leave the hardware's prefetcher behind.
+_TILE_ROWS, _TILE_BYTES = 8, 2 << 10
+_TASKS_PER_THREAD = 8
+_PIXELS, _VECTORS = 4, 2  # of an interleaved tile: 8 accumulators hide the latency of multiply-add
+_MAX_TAPS = 1024
+
+_PARAMS = record(
+    *GATHER_FIELDS,
+    *("bands", "band_rows", "tile_rows", "width_pitch", "depth_table", "row_table", "column_table"),
+    *("weights_offset", "weights_bytes", "entries_bytes", "worker_offset", "worker_bytes"),
+    *("row_offsets", "lane_offsets", "contiguous"),
+)
+
+
+@cache
+def _planar_task(dtype: str, vl: int, taps_w: int, step: int):
+    """A band of rows of one plane: index = ((n * groups + g) * depth + d) * bands + band."""
+    compute = DEFAULT_COMPUTE[dtype]
+    itemsize, acc_bytes, widen = ITEMSIZE[dtype], ITEMSIZE[compute], WIDEN[dtype]
+    data, acc_of, i64, args_at, params_at = (
+        pointer(dtype), pointer(compute), pointer("i64"), struct(ARGS), struct(_PARAMS),
+    )  # fmt: skip
+    rows_of, store = planar_rows(dtype, compute, vl, taps_w, step), tile_store(dtype, compute, vl)
+
+    def plane(args, ctx, index, worker):
+        a, pointers, f = args_at(args), i64(args), params_at(ctx)
+        band, rest = index % f.bands, index // f.bands
+        depth, rest = rest % f.count_d, rest // f.count_d
+        g, n = rest % f.groups, rest // f.groups
+        entries = a.workspace + f.worker_offset + worker * f.worker_bytes
+        weights = entries + f.entries_bytes
+        tile = weights + f.weights_bytes
+        w = data(pointers[f.w_pointer])
+        n_entries = 0
+        for t in range(f.taps_d):
+            tap_d, d = i64(f.depth_table)[2 * t], depth * f.in_step_d + i64(f.depth_table)[2 * t + 1]
+            if d < 0 or d >= f.extent_d:
+                continue
+            for r in range(f.taps_h):
+                tap_h, h = i64(f.row_table)[2 * r], i64(f.row_table)[2 * r + 1]
+                i64(entries)[2 * n_entries] = h
+                i64(entries)[2 * n_entries + 1] = d * f.in_d * itemsize
+                for s in range(taps_w):
+                    tap_w = i64(f.column_table)[3 * taps_w + s]
+                    value = w[g * f.w_g + tap_d * f.w_t + tap_h * f.w_r + tap_w * f.w_s]
+                    acc_of(weights)[n_entries * taps_w + s] = widen(value)
+                n_entries += 1
+        x = pointers[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize
+        at = n * f.out_n + g * f.out_g + (f.start_d + depth * f.out_step_d) * f.out_d
+        bias = pointers[f.bias_pointer] + g * itemsize if f.bias_pointer >= 0 else 0
+        for first in range(band * f.band_rows, min(f.count_h, (band + 1) * f.band_rows), f.tile_rows):
+            rows = min(f.tile_rows, min(f.count_h, (band + 1) * f.band_rows) - first)
+            rows_of(
+                x, f.in_h * itemsize, first, rows, f.in_step_h, f.extent_h, entries, n_entries, weights,
+                f.column_table, f.count_w, tile, f.width_pitch * acc_bytes,
+            )  # fmt: skip
+            start = (at + (f.start_h + first * f.out_step_h) * f.out_h) * itemsize
+            residual = pointers[f.residual_pointer] + start if f.residual_pointer >= 0 else 0
+            flags = (f.activation, bias, 0, 0, residual, f.read_out)
+            store(
+                tile, f.width_pitch, rows, f.count_w, pointers[f.out_pointer] + start, f.row_offsets, f.lane_offsets,
+                f.contiguous, flags, a.alpha, a.beta,
+            )  # fmt: skip
+
+    return compile_task(plane, (dtype, vl, taps_w, step), fastmath=FASTMATH)
+
+
+@cache
+def _weights_task(dtype: str, vl: int):
+    """Interleaved weights [tap][channel], zero beyond the last channel; index = tap."""
+    compute = DEFAULT_COMPUTE[dtype]
+    data, acc_of, i64, args_at, params_at = (
+        pointer(dtype), pointer(compute), pointer("i64"), struct(ARGS), struct(_PARAMS),
+    )  # fmt: skip
+    widen, zero = WIDEN[dtype], (float32 if compute == "f32" else float64)(0.0)
+
+    def pack_tap(args, ctx, index, worker):
+        f = params_at(ctx)
+        s, rest = index % f.taps_w, index // f.taps_w
+        r, t = rest % f.taps_h, rest // f.taps_h
+        w = data(i64(args)[f.w_pointer])
+        at = i64(f.depth_table)[2 * t] * f.w_t + i64(f.row_table)[2 * r] * f.w_r
+        at += i64(f.column_table)[3 * f.taps_w + s] * f.w_s
+        to = acc_of(args_at(args).workspace + f.weights_offset + index * f.weights_bytes)
+        for g in range(f.groups):
+            to[g] = widen(w[g * f.w_g + at])
+        for g in range(f.groups, (f.groups + vl - 1) // vl * vl):
+            to[g] = zero
+
+    return compile_task(pack_tap, (dtype, vl))
+
+
+@cache
+def _interleaved_task(dtype: str, vl: int):
+    """A band of rows, all channels: index = (n * depth + d) * bands + band."""
+    compute = DEFAULT_COMPUTE[dtype]
+    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
+    i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
+    store, row_slots = tile_store(dtype, compute, vl), stack(8 * _PIXELS)
+    several, several_one = (interleaved_pixels(dtype, compute, vl, _PIXELS, v) for v in (_VECTORS, 1))
+    single, single_one = (interleaved_pixels(dtype, compute, vl, 1, v) for v in (_VECTORS, 1))
+
+    def band(args, ctx, index, worker):
+        a, pointers, f = args_at(args), i64(args), params_at(ctx)
+        band_index, rest = index % f.bands, index // f.bands
+        depth, n = rest % f.count_d, rest // f.count_d
+        taps = a.workspace + f.worker_offset + worker * f.worker_bytes
+        tile = taps + f.entries_bytes
+        weights, pitch, row_slot = a.workspace + f.weights_offset, f.width_pitch, row_slots()
+        residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
+        bias = pointers[f.bias_pointer] if f.bias_pointer >= 0 else 0
+        flags = (f.activation, bias, 0, 1, residual, f.read_out)
+        table, edge_taps = i64(f.column_table), taps + f.entries_bytes // 2
+        # Pixels [inner, end) reach every column tap.
+        inner, end = 0, f.count_w
+        for s in range(f.taps_w):
+            inner, end = max(inner, table[3 * s + 1]), min(end, table[3 * s + 2])
+        for i in range(band_index * f.band_rows, min(f.count_h, (band_index + 1) * f.band_rows)):
+            out_row = n * f.out_n + (f.start_d + depth * f.out_step_d) * f.out_d
+            out_row += (f.start_h + i * f.out_step_h) * f.out_h + f.start_w * f.out_w
+            n_all = 0
+            for t in range(f.taps_d):
+                d = depth * f.in_step_d + i64(f.depth_table)[2 * t + 1]
+                if d < 0 or d >= f.extent_d:
+                    continue
+                for r in range(f.taps_h):
+                    h = i * f.in_step_h + i64(f.row_table)[2 * r + 1]
+                    if h < 0 or h >= f.extent_h:
+                        continue
+                    for s in range(f.taps_w):
+                        i64(taps)[2 * n_all] = (d * f.in_d + h * f.in_h + table[3 * s] * f.in_w) * itemsize
+                        i64(taps)[2 * n_all + 1] = ((t * f.taps_h + r) * f.taps_w + s) * f.weights_bytes
+                        n_all += 1
+            j = 0
+            while j < f.count_w:
+                run, row_taps, n_taps = _PIXELS, taps, n_all
+                if j < inner or j + _PIXELS > end:
+                    run = 1
+                    if j < inner or j >= end:
+                        row_taps, n_taps = edge_taps, 0
+                        for k in range(n_all):
+                            s = k % f.taps_w
+                            if table[3 * s + 1] <= j < table[3 * s + 2]:
+                                i64(edge_taps)[2 * n_taps] = i64(taps)[2 * k]
+                                i64(edge_taps)[2 * n_taps + 1] = i64(taps)[2 * k + 1]
+                                n_taps += 1
+                x = pointers[f.in_pointer] + (n * f.in_n + j * f.in_step_w * f.in_w) * itemsize
+                step = f.in_step_w * f.in_w * itemsize
+                g = 0
+                while g < f.groups:
+                    left = f.groups - g
+                    at, w, to = x + g * itemsize, weights + g * acc_bytes, tile + g * acc_bytes
+                    if left > vl:
+                        lanes = min(left - vl, vl)
+                        if run == _PIXELS:
+                            several(at, step, row_taps, n_taps, w, lanes, to, pitch * acc_bytes)
+                        else:
+                            single(at, step, row_taps, n_taps, w, lanes, to, pitch * acc_bytes)
+                        g += _VECTORS * vl
+                    else:
+                        if run == _PIXELS:
+                            several_one(at, step, row_taps, n_taps, w, left, to, pitch * acc_bytes)
+                        else:
+                            single_one(at, step, row_taps, n_taps, w, left, to, pitch * acc_bytes)
+                        g += vl
+                for p in range(run):
+                    i64(row_slot)[p] = out_row + (j + p) * f.out_step_w * f.out_w
+                out = pointers[f.out_pointer]
+                store(tile, pitch, run, f.groups, out, row_slot, f.lane_offsets, f.contiguous, flags, a.alpha, a.beta)
+                j += run
+
+    return compile_task(band, (dtype, vl), fastmath=FASTMATH)
+
+
+def _pairs(axis: Axis) -> np.ndarray:
+    """(tap in the filter, offset in the input), two int64 a tap."""
+    return np.array(axis.taps, np.int64).reshape(-1, 2)
+
+
+def _column_table(axis: Axis) -> np.ndarray:
+    """The columns of lower_pixels, then each tap's place in the filter."""
+    return np.concatenate([columns(axis).reshape(-1), _pairs(axis)[:, 0]])
+
+
+class Depthwise(Candidate[NoConfig]):
+    """Depthwise convolution, forward or bwd_data."""
+
+    provider, algorithm = "cpu", "depthwise"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: ConvProblem, device: Device) -> Support:
+        if not (problem.groups == problem.c == problem.k):
+            return Support(False, f"channels {problem.c}, {problem.k} and groups {problem.groups} are not all equal")
+        if prod(problem.filter) > _MAX_TAPS:
+            return Support(False, f"the filter has {prod(problem.filter)} taps, more than {_MAX_TAPS}")
+        step = problem.stride[-1] if self.op == "conv_fwd" else 1
+        if not problem.channels_last and step not in (1, 2, 4):
+            return Support(False, f"the column stride {step} is not 1, 2 or 4")
+        return YES
+
+    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
+        return _sizes(problem, device)["total"]
+
+    def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
+        return problem.flops / (device.threads * 3e4) + problem.min_bytes / 2e4 + 5
+
+    def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
+        geo = geometry(problem)
+        vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        phases: list[Phase] = []
+        keep: list[np.ndarray] = []
+        for gather in geo.gathers:
+            ctx, arrays, bands = _parameters(problem, geo, gather, device)
+            keep += arrays
+            outer = geo.n * gather.d.count * bands
+            if problem.channels_last:
+                taps = len(gather.d.taps) * len(gather.h.taps) * len(gather.w.taps)
+                phases.append(Phase(_weights_task(problem.dtype, vl), taps, ctx))
+                phases.append(Phase(_interleaved_task(problem.dtype, vl), outer, ctx))
+            else:
+                task = _planar_task(problem.dtype, vl, len(gather.w.taps), gather.w.in_step)
+                phases.append(Phase(task, outer * geo.groups, ctx))
+        return Program(phases, keep)
+
+
+def _sizes(problem: ConvProblem, device: Device) -> dict[str, int]:
+    """Bytes of the workspace's parts: one filter, then each worker's taps, weights and tile."""
+    acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+    taps, vl = prod(problem.filter), device.vector_bytes // acc_bytes
+    width = problem.spatial[-1] if problem.op == "conv_bwd_data" else problem.out_spatial[-1]
+    entries = 2 * ceil(taps * 16 / 64) * 64  # of a row, and of a pixel at its edge
+    if problem.channels_last:
+        pitch = ceil(problem.groups / vl) * vl
+        weights, shared, tile = 0, ceil(taps * pitch * acc_bytes / 64) * 64, _PIXELS * pitch * acc_bytes
+        tile_rows = 1
+    else:
+        pitch = ceil(width / vl) * vl
+        tile_rows = max(_TILE_ROWS, _TILE_BYTES // (pitch * acc_bytes))
+        weights, shared, tile = ceil(taps * acc_bytes / 64) * 64, 0, tile_rows * pitch * acc_bytes
+    worker = ceil((entries + weights + tile) / 64) * 64
+    return {
+        "entries": entries,
+        "weights": weights,
+        "pitch": pitch,
+        "tile_rows": tile_rows,
+        "worker": worker,
+        "shared": shared,
+        "total": shared + device.threads * worker,
+    }
+
+
+def _parameters(
+    problem: ConvProblem, geo: Geometry, gather: Gather, device: Device
+) -> tuple[np.ndarray, list[np.ndarray], int]:
+    """(ctx, the arrays that it needs alive, bands of rows)."""
+    sizes, acc_bytes = _sizes(problem, device), ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+    outer = geo.n * gather.d.count * (1 if problem.channels_last else geo.groups)
+    wanted = ceil(device.threads * _TASKS_PER_THREAD / outer)
+    band_rows = ceil(gather.h.count / min(gather.h.count, wanted))
+    bands = ceil(gather.h.count / band_rows)
+    depth_table, row_table, column_table = _pairs(gather.d), _pairs(gather.h), _column_table(gather.w)
+    rows = np.arange(sizes["tile_rows"], dtype=np.int64) * gather.h.out_step * geo.out_strides[4]
+    if problem.channels_last:
+        lanes = np.arange(geo.groups, dtype=np.int64) * geo.out_strides[1]
+    else:
+        lanes = (gather.w.out_start + np.arange(gather.w.count) * gather.w.out_step) * geo.out_strides[5]
+    ctx = filled(
+        _PARAMS,
+        **gather_values(problem, geo, gather),
+        bands=bands,
+        band_rows=band_rows,
+        tile_rows=sizes["tile_rows"],
+        width_pitch=sizes["pitch"],
+        depth_table=depth_table.ctypes.data,
+        row_table=row_table.ctypes.data,
+        column_table=column_table.ctypes.data,
+        weights_offset=0,
+        weights_bytes=sizes["pitch"] * acc_bytes if problem.channels_last else sizes["weights"],
+        entries_bytes=sizes["entries"],
+        worker_offset=sizes["shared"],
+        worker_bytes=sizes["worker"],
+        row_offsets=rows.ctypes.data,
+        lane_offsets=lanes.ctypes.data,
+        contiguous=int(bool((np.diff(lanes) == 1).all())),
+    )
+    return ctx, [depth_table, row_table, column_table, rows, lanes], bands
+
+
+FWD, BWD_DATA = Depthwise("conv_fwd"), Depthwise("conv_bwd_data")
