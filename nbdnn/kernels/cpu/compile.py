@@ -48,7 +48,9 @@ def compile_task(function: Callable[..., None], key: Hashable, *, fastmath: bool
     `key` must determine every value that `function` closes over; with the function's qualified name and the source
     of its module it names the machine code.
     """
-    name = (function.__module__, function.__qualname__, key, str(fastmath))
+    # Sorted: the order of a set of strings changes from process to process, and the name is part of the key on disk.
+    flags = str(sorted(fastmath) if isinstance(fastmath, set) else fastmath)
+    name = (function.__module__, function.__qualname__, key, flags)
     if name not in _tasks:
         options = {"nopython": True, "error_model": "numpy", "boundscheck": False, "fastmath": fastmath}
         task = CFunc(function, (TASK_SIGNATURE.args, TASK_SIGNATURE.return_type), locals={}, options=options)
