@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from nbdnn.candidate import Candidate
 from nbdnn.errors import InvalidProblem
-from nbdnn.kernels.cpu import conv_channel_gemm, conv_depthwise, conv_direct, conv_pixel_gemm, conv_winograd
+from nbdnn.kernels.cpu import (
+    conv_channel_gemm,
+    conv_depthwise,
+    conv_depthwise_filter,
+    conv_direct,
+    conv_filter_gemm,
+    conv_pixel_gemm,
+    conv_winograd,
+)
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
 
 _LISTS: dict[str, tuple[Candidate, ...]] = {
@@ -27,7 +35,11 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_channel_gemm.BWD_DATA,
         conv_direct.BWD_DATA,
     ),
-    "conv_bwd_filter": (conv_direct.BWD_FILTER,),
+    "conv_bwd_filter": (
+        conv_depthwise_filter.BWD_FILTER,
+        conv_filter_gemm.BWD_FILTER,
+        conv_direct.BWD_FILTER,
+    ),
 }
 
 # The forward through a gradient's candidates: these race only where the caller's direction_hint asks for them.

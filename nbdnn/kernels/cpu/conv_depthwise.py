@@ -1,12 +1,11 @@
-"""Depthwise convolution: one filter a channel, forward, bwd_data and bwd_filter, planar and interleaved, 2-D and 3-D.
+"""Depthwise convolution: one filter a channel, forward and bwd_data, planar and interleaved, 2-D and 3-D.
 
     y[n, c, p, q] = sum over r, s of  x[n, c, p*u + r*d - pad, q*u + s*d - pad] * w[c, r, s]
 
 Nothing is copied and every element is read from memory once. Planar (NCHW): a task is a plane; the lanes are pixels of
 a row and borders are masks. Interleaved (NHWC): a task is a band of rows; the lanes are channels, and a few
 neighbouring pixels share each weight that is loaded. Both finish a few rows in first-level cache before they store.
-Traffic: x, w and y once. bwd_filter sums in vectors along rows and adds the rows' sums in order, so it is
-deterministic. Accumulates in float32 (float64), one rounding a step. Source: own.
+Traffic: x, w and y once. Accumulates in float32 (float64), one rounding a step. Source: own.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
 from nbdnn.kernels.cpu.depthwise_vector import interleaved_pixels, planar_rows
 from nbdnn.kernels.cpu.epilogue import tile_store
-from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values, geometry
+from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values, geometry, tap_table
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.lower_pixels import columns
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
@@ -37,7 +35,9 @@ _MAX_TAPS = 1024
 
 _PARAMS = record(
     *GATHER_FIELDS,
-    *("bands", "band_rows", "tile_rows", "width_pitch", "depth_table", "row_table", "column_table"),
+    *("bands", "band_rows", "tile_rows", "width_pitch"),
+    # column_table: the table of that name, then each column tap's place in the filter.
+    *("depth_table", "row_table", "column_table"),
     *("weights_offset", "weights_bytes", "entries_bytes", "worker_offset", "worker_bytes"),
     *("row_offsets", "lane_offsets", "contiguous"),
 )
@@ -203,16 +203,6 @@ def _interleaved_task(dtype: str, vl: int):
     return compile_task(band, (dtype, vl), fastmath=FASTMATH)
 
 
-def _pairs(axis: Axis) -> np.ndarray:
-    """(tap in the filter, offset in the input), two int64 a tap."""
-    return np.array(axis.taps, np.int64).reshape(-1, 2)
-
-
-def _column_table(axis: Axis) -> np.ndarray:
-    """The columns of lower_pixels, then each tap's place in the filter."""
-    return np.concatenate([columns(axis).reshape(-1), _pairs(axis)[:, 0]])
-
-
 class Depthwise(Candidate[NoConfig]):
     """Depthwise convolution, forward or bwd_data."""
 
@@ -291,7 +281,8 @@ def _parameters(
     wanted = ceil(device.threads * _TASKS_PER_THREAD / outer)
     band_rows = ceil(gather.h.count / min(gather.h.count, wanted))
     bands = ceil(gather.h.count / band_rows)
-    depth_table, row_table, column_table = _pairs(gather.d), _pairs(gather.h), _column_table(gather.w)
+    depth_table, row_table = tap_table(gather.d), tap_table(gather.h)
+    columns = np.concatenate([column_table(gather.w).reshape(-1), tap_table(gather.w)[:, 0]])
     rows = np.arange(sizes["tile_rows"], dtype=np.int64) * gather.h.out_step * geo.out_strides[4]
     if problem.channels_last:
         lanes = np.arange(geo.groups, dtype=np.int64) * geo.out_strides[1]
@@ -306,7 +297,7 @@ def _parameters(
         width_pitch=sizes["pitch"],
         depth_table=depth_table.ctypes.data,
         row_table=row_table.ctypes.data,
-        column_table=column_table.ctypes.data,
+        column_table=columns.ctypes.data,
         weights_offset=0,
         weights_bytes=sizes["pitch"] * acc_bytes if problem.channels_last else sizes["weights"],
         entries_bytes=sizes["entries"],
@@ -316,7 +307,7 @@ def _parameters(
         lane_offsets=lanes.ctypes.data,
         contiguous=int(bool((np.diff(lanes) == 1).all())),
     )
-    return ctx, [depth_table, row_table, column_table, rows, lanes], bands
+    return ctx, [depth_table, row_table, columns, rows, lanes], bands
 
 
 FWD, BWD_DATA = Depthwise("conv_fwd"), Depthwise("conv_bwd_data")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
+import numpy as np
+
 from nbdnn.problem import ACTIVATIONS, ConvProblem, dense_strides
 
 
@@ -104,6 +106,16 @@ def geometry(problem: ConvProblem) -> Geometry:
         w_pointer=1 if forward else 0,
         out_pointer=2,
     )
+
+
+def tap_table(axis: Axis) -> np.ndarray:
+    """(tap in the filter, offset in the input), two int64 a tap."""
+    return np.array(axis.taps, np.int64).reshape(-1, 2)
+
+
+def column_table(axis: Axis) -> np.ndarray:
+    """(offset in the input, first and end of the outputs for which it is inside), three int64 a tap."""
+    return np.array([(offset, *axis.reached(offset)) for _, offset in axis.taps], np.int64).reshape(-1, 3)
 
 
 def spatial3(extents: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from numba import float32, float64, njit
 
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values
+from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.rows import convert_row, convert_rows, transpose
 from nbdnn.kernels.cpu.vector import WIDEN, pointer, record, struct
@@ -236,7 +236,7 @@ def low_values(
     acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     low_offsets = _low_offsets(geo, gather, plan, acc_bytes)
     table_t = np.array([offset for _, offset in gather.d.taps], np.int64)
-    table_s = columns(gather.w)
+    table_s = column_table(gather.w)
     step, row = gather.w.out_step * geo.out_strides[5], gather.h.out_step * geo.out_strides[4]
     parts = plan.parts if plan.shared else 1
     values = gather_values(problem, geo, gather) | {
@@ -278,8 +278,3 @@ def _is_flat(geo: Geometry, gather: Gather) -> bool:
     """Whether a strip's pixels lie side by side in the input: 1x1, stride 1, no border, one channel after another."""
     one_tap = all([offset for _, offset in axis.taps] == [0] and axis.in_step == 1 for axis in gather)
     return one_tap and geo.in_strides[5] == 1 and geo.in_strides[4] == gather.w.count == gather.w.in_extent
-
-
-def columns(axis: Axis) -> np.ndarray:
-    """(offset, first and end of the outputs inside the image) of each column tap, three int64 a tap."""
-    return np.array([(offset, *axis.reached(offset)) for _, offset in axis.taps], np.int64).reshape(-1, 3)

@@ -1,0 +1,262 @@
+"""Filter gradient of a depthwise convolution, planar and interleaved, 2-D and 3-D.
+
+    dw[c, r, s] = sum over n, p, q of  dy[n, c, p, q] * x[n, c, p*u + r*d - pad, q*u + s*d - pad]
+
+Planar (NCHW): a task is a channel; the lanes are pixels of a row, a row of taps shares each vector of dy, and borders
+are masks. Interleaved (NHWC): a task is a run of output rows with sums of its own for all channels, which are the
+lanes; the runs' sums are added in order, so the result does not depend on which worker did what. Traffic: x once from
+memory and once a row of taps from cache, dy the same. Accumulates in float32 (float64). Source: own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import ceil, prod
+
+import numpy as np
+from numba import float32, float64
+
+from nbdnn.candidate import YES, Candidate, NoConfig, Support
+from nbdnn.device import Device
+from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.depthwise_vector import interleaved_filter, planar_filter
+from nbdnn.kernels.cpu.epilogue import tile_store
+from nbdnn.kernels.cpu.geometry import Gather, column_table, geometry, spatial3, tap_table, tensor_strides
+from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+
+_RUNS_PER_THREAD = 4
+_ACCUMULATORS = 12  # vectors of sums that an interleaved row keeps in registers
+_MAX_COLUMNS = 32  # taps of a row, each with its accumulators
+
+_PARAMS = record(
+    *("n", "channels", "x_n", "x_c", "x_d", "x_h", "x_w", "y_n", "y_c", "y_d", "y_h", "y_w"),
+    *("count_d", "count_h", "count_w", "step_d", "step_h", "step_w", "extent_d", "extent_h", "taps_d", "taps_h"),
+    *("depth_table", "row_table", "column_table", "tap_offsets", "shifts", "channel_offsets", "taps_adjacent"),
+    *("rows", "run_rows", "runs", "sums_bytes", "pitch", "channels_adjacent", "w_c", "read_out"),
+)
+
+
+@cache
+def _planar_task(dtype: str, vl: int, taps_w: int, step: int):
+    """All taps of one channel: index = channel."""
+    compute = DEFAULT_COMPUTE[dtype]
+    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
+    i64, acc_of, args_at, params_at = pointer("i64"), pointer(compute), struct(ARGS), struct(_PARAMS)
+    add_rows = planar_filter(dtype, compute, vl, taps_w, step)
+    store, row_slot = tile_store(dtype, compute, vl), stack(8)
+    zero = float32(0.0) if compute == "f32" else float64(0.0)
+
+    def channel(args, ctx, index, worker):
+        a, f = args_at(args), params_at(ctx)
+        sums, taps = a.workspace + worker * f.sums_bytes, f.taps_d * f.taps_h * taps_w
+        depth_table, row_table = i64(f.depth_table), i64(f.row_table)
+        for i in range(taps):
+            acc_of(sums)[i] = zero
+        for n in range(f.n):
+            for d in range(f.count_d):
+                for t in range(f.taps_d):
+                    x_d = d * f.step_d + depth_table[2 * t + 1]
+                    if x_d < 0 or x_d >= f.extent_d:
+                        continue
+                    for r in range(f.taps_h):
+                        offset, first, end = row_table[3 * r], row_table[3 * r + 1], row_table[3 * r + 2]
+                        h = first * f.step_h + offset
+                        x = a.p0 + (n * f.x_n + index * f.x_c + x_d * f.x_d + h * f.x_h) * itemsize
+                        dy = a.p1 + (n * f.y_n + index * f.y_c + d * f.y_d + first * f.y_h) * itemsize
+                        add_rows(
+                            x, f.step_h * f.x_h * itemsize, dy, f.y_h * itemsize, end - first, f.column_table,
+                            f.count_w, sums + (t * f.taps_h + r) * taps_w * acc_bytes,
+                        )  # fmt: skip
+        row = row_slot()
+        i64(row)[0] = index * f.w_c
+        flags = (0, 0, 0, 0, 0, f.read_out)
+        store(sums, taps, 1, taps, a.p2, row, f.tap_offsets, f.taps_adjacent, flags, a.alpha, a.beta)
+
+    return compile_task(channel, (dtype, vl, taps_w, step), fastmath=FASTMATH)
+
+
+@cache
+def _interleaved_task(dtype: str, vl: int, taps_w: int, vectors: int):
+    """Sums of a run of output rows, counted over n x depth x height: index = run."""
+    compute = DEFAULT_COMPUTE[dtype]
+    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
+    i64, acc_of, args_at, params_at = pointer("i64"), pointer(compute), struct(ARGS), struct(_PARAMS)
+    zero = float32(0.0) if compute == "f32" else float64(0.0)
+    row_wide, row_one = (interleaved_filter(dtype, compute, vl, taps_w, v) for v in (vectors, 1))
+    tap_wide, tap_one = (interleaved_filter(dtype, compute, vl, 1, v) for v in (vectors, 1))
+
+    def run(args, ctx, index, worker):
+        a, f = args_at(args), params_at(ctx)
+        sums, pitch = a.workspace + index * f.sums_bytes, f.pitch * acc_bytes
+        table, shifts = i64(f.column_table), f.shifts
+        for i in range(f.taps_d * f.taps_h * taps_w * f.pitch):
+            acc_of(sums)[i] = zero
+        inner, end = 0, f.count_w
+        for s in range(taps_w):
+            inner, end = max(inner, table[3 * s + 1]), min(end, table[3 * s + 2])
+        end = max(inner, end)
+        x_step, y_step = f.step_w * f.x_w * itemsize, f.y_w * itemsize
+        for row in range(index * f.run_rows, min(f.rows, (index + 1) * f.run_rows)):
+            i, rest = row % f.count_h, row // f.count_h
+            d, n = rest % f.count_d, rest // f.count_d
+            dy = a.p1 + (n * f.y_n + d * f.y_d + i * f.y_h) * itemsize
+            for t in range(f.taps_d):
+                x_d = d * f.step_d + i64(f.depth_table)[2 * t + 1]
+                if x_d < 0 or x_d >= f.extent_d:
+                    continue
+                for r in range(f.taps_h):
+                    if i < i64(f.row_table)[3 * r + 1] or i >= i64(f.row_table)[3 * r + 2]:
+                        continue
+                    h = i * f.step_h + i64(f.row_table)[3 * r]
+                    x = a.p0 + (n * f.x_n + x_d * f.x_d + h * f.x_h) * itemsize
+                    to = sums + (t * f.taps_h + r) * taps_w * pitch
+                    c = 0
+                    while c < f.channels:
+                        left = f.channels - c
+                        wide = left > (vectors - 1) * vl
+                        lanes = min(left - (vectors - 1) * vl, vl) if wide else min(left, vl)
+                        x_c, dy_c, to_c = x + c * itemsize, dy + c * itemsize, to + c * acc_bytes
+                        x_in, dy_in = x_c + inner * x_step, dy_c + inner * y_step
+                        if wide:
+                            row_wide(x_in, x_step, dy_in, y_step, end - inner, shifts, lanes, to_c, pitch)
+                        else:
+                            row_one(x_in, x_step, dy_in, y_step, end - inner, shifts, lanes, to_c, pitch)
+                        # The columns that do not reach every tap, one tap at a time: before and after the others.
+                        for s in range(taps_w):
+                            for side in range(2):
+                                start = table[3 * s + 1] if side == 0 else max(end, table[3 * s + 1])
+                                stop = min(inner, table[3 * s + 2]) if side == 0 else table[3 * s + 2]
+                                if start >= stop:
+                                    continue
+                                x_s, dy_s = x_c + start * x_step, dy_c + start * y_step
+                                to_s, shift = to_c + s * pitch, shifts + 8 * s
+                                if wide:
+                                    tap_wide(x_s, x_step, dy_s, y_step, stop - start, shift, lanes, to_s, pitch)
+                                else:
+                                    tap_one(x_s, x_step, dy_s, y_step, stop - start, shift, lanes, to_s, pitch)
+                        c += vectors * vl if wide else vl
+
+    return compile_task(run, (dtype, vl, taps_w, vectors), fastmath=FASTMATH)
+
+
+@cache
+def _sum_task(dtype: str, vl: int):
+    """One tap of all channels: the runs' sums added in order and stored; index = tap."""
+    compute = DEFAULT_COMPUTE[dtype]
+    acc_bytes, i64, acc_of = ITEMSIZE[compute], pointer("i64"), pointer(compute)
+    args_at, params_at, store, row_slot = struct(ARGS), struct(_PARAMS), tile_store(dtype, compute, vl), stack(8)
+
+    def sum_tap(args, ctx, index, worker):
+        a, f = args_at(args), params_at(ctx)
+        first = a.workspace + index * f.pitch * acc_bytes
+        total = acc_of(first)
+        for run in range(1, f.runs):
+            part = acc_of(first + run * f.sums_bytes)
+            for c in range(f.channels):
+                total[c] += part[c]
+        row = row_slot()
+        i64(row)[0] = i64(f.tap_offsets)[index]
+        flags = (0, 0, 0, 0, 0, f.read_out)
+        out, adjacent = a.p2, f.channels_adjacent
+        store(first, f.pitch, 1, f.channels, out, row, f.channel_offsets, adjacent, flags, a.alpha, a.beta)
+
+    return compile_task(sum_tap, (dtype, vl), fastmath=FASTMATH)
+
+
+class DepthwiseFilter(Candidate[NoConfig]):
+    """Filter gradient of a depthwise convolution."""
+
+    op, provider, algorithm = "conv_bwd_filter", "cpu", "depthwise"
+
+    def supports(self, problem: ConvProblem, device: Device) -> Support:
+        if not (problem.groups == problem.c == problem.k):
+            return Support(False, f"channels {problem.c}, {problem.k} and groups {problem.groups} are not all equal")
+        if problem.layout != problem.y_layout:
+            return Support(False, f"x is {problem.layout}, dy is {problem.y_layout}")
+        if problem.filter[-1] > _MAX_COLUMNS:
+            return Support(False, f"the filter is {problem.filter[-1]} wide, more than {_MAX_COLUMNS}")
+        if not problem.channels_last and problem.stride[-1] not in (1, 2, 4):
+            return Support(False, f"the column stride {problem.stride[-1]} is not 1, 2 or 4")
+        return YES
+
+    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
+        pitch, _, runs = _runs(problem, device)
+        return (runs if problem.channels_last else device.threads) * _sums_bytes(problem, pitch)
+
+    def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
+        return problem.flops / (device.threads * 3e4) + problem.min_bytes / 2e4 + 5
+
+    def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
+        (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
+        vl, taps_w = device.lanes(DEFAULT_COMPUTE[problem.dtype]), problem.filter[-1]
+        ctx, keep = _parameters(problem, gather, device)
+        if not problem.channels_last:
+            task = _planar_task(problem.dtype, vl, taps_w, gather.w.in_step)
+            return Program([Phase(task, problem.c, ctx)], keep)
+        vectors = max(1, min(4, _ACCUMULATORS // taps_w))
+        runs = Phase(_interleaved_task(problem.dtype, vl, taps_w, vectors), _runs(problem, device)[2], ctx)
+        return Program([runs, Phase(_sum_task(problem.dtype, vl), prod(problem.filter), ctx)], keep)
+
+
+def _runs(problem: ConvProblem, device: Device) -> tuple[int, int, int]:
+    """(accumulators of a tap, output rows a run, runs)."""
+    vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
+    rows = problem.n * prod(problem.out_spatial[:-1])
+    run_rows = ceil(rows / min(rows, device.threads * _RUNS_PER_THREAD))
+    return (ceil(problem.c / vl) * vl if problem.channels_last else 1), run_rows, ceil(rows / run_rows)
+
+
+def _sums_bytes(problem: ConvProblem, pitch: int) -> int:
+    return ceil(prod(problem.filter) * pitch * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]] / 64) * 64
+
+
+def _parameters(problem: ConvProblem, gather: Gather, device: Device) -> tuple[np.ndarray, list[np.ndarray]]:
+    x, dy, dw = problem.operands
+    pitch, run_rows, runs = _runs(problem, device)
+    w_c, _, *w_taps = dw.strides
+    w_t, w_r, w_s = spatial3(tuple(w_taps), 0)
+    taps = (tap_table(axis)[:, 0] for axis in (gather.d, gather.h, gather.w))
+    t, r, s = np.ix_(*taps)
+    tap_offsets = (t * w_t + r * w_r + s * w_s).reshape(-1).astype(np.int64)
+    channel_offsets = np.arange(problem.c, dtype=np.int64) * w_c
+    tables = {
+        "depth_table": tap_table(gather.d),
+        "row_table": column_table(gather.h),
+        "column_table": column_table(gather.w),
+        "tap_offsets": tap_offsets,
+        "channel_offsets": channel_offsets,
+    }
+    values: dict[str, int] = {}
+    for prefix, shape in (("x", x.shape), ("y", dy.shape)):
+        strides = tensor_strides(shape, problem.channels_last)
+        values |= {f"{prefix}_{name}": stride for name, stride in zip("ncdhw", strides, strict=True)}
+    tables["shifts"] = column_table(gather.w)[:, 0] * values["x_w"] * ITEMSIZE[problem.dtype]
+    for name, axis in zip("dhw", (gather.d, gather.h, gather.w), strict=True):
+        values |= {f"count_{name}": axis.count, f"step_{name}": axis.in_step}
+    ctx = filled(
+        _PARAMS,
+        **values,
+        **{name: table.ctypes.data for name, table in tables.items()},
+        n=problem.n,
+        channels=problem.c,
+        extent_d=gather.d.in_extent,
+        extent_h=gather.h.in_extent,
+        taps_d=len(gather.d.taps),
+        taps_h=len(gather.h.taps),
+        taps_adjacent=int(bool((np.diff(tap_offsets) == 1).all())),
+        channels_adjacent=int(bool((np.diff(channel_offsets) == 1).all())),
+        rows=problem.n * gather.d.count * gather.h.count,
+        run_rows=run_rows,
+        runs=runs,
+        sums_bytes=_sums_bytes(problem, pitch),
+        pitch=pitch,
+        w_c=w_c,
+        read_out=int("beta" in problem.epilogue),
+    )
+    return ctx, list(tables.values())
+
+
+BWD_FILTER = DepthwiseFilter()
