@@ -382,7 +382,6 @@ def _parameters(problem: ConvProblem, plan: _Plan) -> tuple[np.ndarray, list[np.
         padded_offset=0,
         a_n=read[0],
         a_g=read[1],
-        in_place=int(plan.in_place),
         pixel_table=pixel_table.ctypes.data,
         image_sets=ceil(problem.n / plan.images),
         m_table=m_table.ctypes.data,
