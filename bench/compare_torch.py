@@ -5,6 +5,7 @@
 A ratio is PyTorch's time over nbdnn's: above 1, nbdnn is faster. PyTorch runs in inference mode; forwards take the
 faster of its contiguous and channels_last forms, nbdnn gets NCHW arrays only. nbdnn's problems are tuned before they
 are timed (what the database has is not measured again), and both are timed as a program calls them, from the outside.
+A ratio with ~ is uncertain, and no part of a mean: other programs were in the way throughout.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import exp, fsum, log
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from statistics import median
 from time import perf_counter, sleep
 
@@ -35,6 +37,7 @@ from nbdnn.workloads import Layer, workload
 BATCH_S = 10e-3
 # OpenMP's workers spin for a while after a region; whoever comes next must not pay for it.
 PAUSE_S = 5e-3
+_PATIENCE = 5
 Call = Callable[[], object]
 
 
@@ -49,30 +52,41 @@ class Row:
     nbdnn_us: float
     other_us: float
     candidate: str
+    busy: bool = False
 
     @property
     def ratio(self) -> float:
         return self.other_us / self.nbdnn_us
 
 
-def interleaved(calls: Sequence[Call], rounds: int) -> list[float]:
-    """Median microseconds of each call; in every round each runs for a batch, one after the other."""
+def interleaved(calls: Sequence[Call], rounds: int) -> tuple[list[float], bool]:
+    """(median microseconds of each call, whether other programs got in the way); each in turn runs for a batch.
+
+    A batch in which the system took a processor from this process does not count, but for `_PATIENCE` times the rounds.
+    """
     counts = []
     for call in calls:
         call()
         start = perf_counter()
         call()
         counts.append(max(1, round(BATCH_S / (perf_counter() - start))))
-    samples: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, count, taken in zip(calls, counts, samples, strict=True):
+    every: list[list[float]] = [[] for _ in calls]
+    quiet: list[list[float]] = [[] for _ in calls]
+    for _ in range(_PATIENCE * rounds):
+        for call, count, all_taken, taken in zip(calls, counts, every, quiet, strict=True):
             sleep(PAUSE_S)
             call()
-            start = perf_counter()
+            before, start = getrusage(RUSAGE_SELF).ru_nivcsw, perf_counter()
             for _ in range(count):
                 call()
-            taken.append((perf_counter() - start) / count * 1e6)
-    return [median(taken) for taken in samples]
+            seconds = perf_counter() - start
+            all_taken.append(seconds / count * 1e6)
+            if getrusage(RUSAGE_SELF).ru_nivcsw - before <= 1:
+                taken.append(all_taken[-1])
+        if min(map(len, quiet)) >= rounds:
+            break
+    busy = min(map(len, quiet)) < min(3, rounds)
+    return [median(taken) for taken in (every if busy else quiet)], busy
 
 
 def arrays_of(problem: ConvProblem) -> list[np.ndarray]:
@@ -129,8 +143,8 @@ class Comparison:
             with torch.inference_mode():
                 calls = [ours(layer.problem, arrays), *theirs(layer.problem, arrays)]
                 self._check(layer.problem, *(call() for call in calls[:2]))
-                mine, *others = interleaved(calls, self.rounds)
-            self._add(section, layer, mine, min(others), candidate)
+                (mine, *others), busy = interleaved(calls, self.rounds)
+            self._add(section, layer, mine, min(others), candidate, busy)
 
     def against_float32(self, section: str, dtype: torch.dtype, layers: Sequence[Layer]) -> None:
         """nbdnn's 16-bit forward beside its own float32: a ratio above 1 is what 16 bits win."""
@@ -140,15 +154,16 @@ class Comparison:
             candidate, _ = self._tune(narrow), self._tune(layer.problem)
             wide = [torch.from_numpy(array) for array in arrays_of(layer.problem)]
             calls = [ours(narrow, [array.to(dtype) for array in wide]), ours(layer.problem, wide)]
-            mine, other = interleaved(calls, self.rounds)
-            self._add(section, replace(layer, problem=narrow), mine, other, candidate)
+            (mine, other), busy = interleaved(calls, self.rounds)
+            self._add(section, replace(layer, problem=narrow), mine, other, candidate, busy)
 
     def guess(self, section: str, layers: Sequence[Layer]) -> None:
         """The guess of an empty database beside the best measured: the ratio is what not tuning costs."""
         for layer in self._each(section, layers):
             result = tune(layer.problem, cpu_device(), dispatcher.database(), budget_s=self.budget_s)
             best, default = result.rows[result.best.key], result.rows[result.guess.key]
-            self._add(section, layer, best.median_us, default.median_us, f"{result.guess} for {result.best}")
+            busy = "noisy" in (best.status, default.status)
+            self._add(section, layer, best.median_us, default.median_us, f"{result.guess} for {result.best}", busy)
 
     def _each(self, section: str, layers: Sequence[Layer]) -> Iterator[Layer]:
         with progress_bar() as bar:
@@ -161,8 +176,8 @@ class Comparison:
         other = other if isinstance(other, torch.Tensor) else next(each for each in other if each is not None)
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3 * problem.reduction_length**0.5)
 
-    def _add(self, section: str, layer: Layer, mine: float, other: float, candidate: str) -> None:
-        self.rows.append(Row(section, layer.name, str(layer.problem), layer.count, mine, other, candidate))
+    def _add(self, section: str, layer: Layer, mine: float, other: float, candidate: str, busy: bool) -> None:
+        self.rows.append(Row(section, layer.name, str(layer.problem), layer.count, mine, other, candidate, busy))
 
 
 def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
@@ -210,15 +225,26 @@ COLUMNS = ("layer", "problem", "nbdnn", "other", "ratio", "candidate")
 
 
 def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The table of one section; the last row has the geometric mean of the ratios and the network's totals."""
+    """The table of one section; the last row has geometric mean and totals, by count, of the rows that are certain."""
     lines = [
-        (row.layer, row.problem, duration(row.nbdnn_us), duration(row.other_us), f"{row.ratio:.2f}", row.candidate)
+        (
+            row.layer,
+            row.problem,
+            duration(row.nbdnn_us),
+            duration(row.other_us),
+            f"{row.ratio:.2f}{' ~' * row.busy}",
+            row.candidate,
+        )
         for row in rows
     ]
-    mine, other = totals(rows)
-    mean = geometric_mean([row.ratio for row in rows])
-    total = f"all, by count: {other / mine:.2f}"
-    return [*lines, ("geometric mean", total, duration(mine), duration(other), f"{mean:.2f}", "")]
+    if certain := [row for row in rows if not row.busy]:
+        mine, other = totals(certain)
+        mean = geometric_mean([row.ratio for row in certain])
+        name = f"geometric mean of {len(certain)}"
+        last = (name, f"all, by count: {other / mine:.2f}", duration(mine), duration(other), f"{mean:.2f}", "")
+    else:
+        last = ("the machine was busy throughout", "", "", "", "", "")
+    return [*lines, last]
 
 
 def markdown(by_section: dict[str, list[Row]], environment: dict[str, str]) -> str:
