@@ -329,7 +329,8 @@ class FilterGemm(Candidate[Config]):
         return problem.flops / (device.threads * 1e5)
 
     def prepare(self, problem: ConvProblem, config: Config, device: Device) -> Program:
-        vl, lanes = device.lanes(DEFAULT_COMPUTE[problem.dtype]), config.nv * device.lanes(problem.compute)
+        vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        lanes = config.nv * vl
         plan = _plan(problem, config, device)
         ctx, keep = _parameters(problem, plan)
         planes = problem.n * plan.padded[0] * (1 if problem.channels_last else problem.c)

@@ -221,7 +221,7 @@ def strip_plan(
         total_strips=outer * strips,
         chunks=ceil(blocks / chunk_blocks),
         chunk_blocks=chunk_blocks,
-        parts=min(geo.c_in, ceil(wanted / (outer * strips))),
+        parts=ceil(geo.c_in / ceil(geo.c_in / min(geo.c_in, ceil(wanted / (outer * strips))))),
         row_phases=row_phases,
         plane_elems=plane,
         # The last tile of the last plane reads whole vectors.
