@@ -19,14 +19,14 @@ from functools import cache
 from math import ceil
 
 import numpy as np
-from numba import float32, float64, njit
+from numba import njit
 
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
-from nbdnn.kernels.cpu.rows import convert_row, convert_rows, transpose
-from nbdnn.kernels.cpu.vector import WIDEN, pointer, record, struct
+from nbdnn.kernels.cpu.rows import convert_row, every_step, transpose, zero_fill
+from nbdnn.kernels.cpu.vector import pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _SCRATCH_SHARE = 0.4  # of the second-level cache for one strip: the rest is the filter's and the output's
@@ -46,51 +46,21 @@ _LOW = record(*LOW_FIELDS)
 def lower_strip(dtype: str, vl: int):
     """Compiled-in function: the strip's input into scratch; see the module's formula."""
     compute = DEFAULT_COMPUTE[dtype]
-    data, scratch, i64, widen = pointer(dtype), pointer(compute), pointer("i64"), WIDEN[dtype]
+    i64, fill, move_rows = pointer("i64"), zero_fill(compute), every_step(dtype, compute, vl)
     widen_row, turn = convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
-    widen_rows, widen_halves, widen_quarters = (convert_rows(dtype, compute, vl, step) for step in (1, 2, 4))
     itemsize, acc_bytes, params_at = ITEMSIZE[dtype], ITEMSIZE[compute], struct(_LOW)
-    zero = float32(0.0) if compute == "f32" else float64(0.0)
 
     @njit(**DEVICE)
-    def zero_fill(low, start, end):
-        for i in range(start, end):
-            low[i] = zero
-
-    @njit(**DEVICE)
-    def lower_rows(low_address, to, pitch, image, source, f, rows, start, stop):
-        """Rows of one channel and column tap, `pitch` elements apart in the image."""
-        x, low, step, width = data(image), scratch(low_address), f.in_step_w * f.in_w, f.count_w
-        to_address, from_address = low_address + to * acc_bytes, image + source * itemsize
-        to_pitch, from_pitch = width * acc_bytes, pitch * itemsize
-        if step == 1:
-            widen_rows(to_address, to_pitch, from_address, from_pitch, rows, width, start, stop)
-        elif step == 2:
-            widen_halves(to_address, to_pitch, from_address, from_pitch, rows, width, start, stop)
-        elif step == 4:
-            widen_quarters(to_address, to_pitch, from_address, from_pitch, rows, width, start, stop)
-        else:
-            for j in range(rows):
-                line, at = to + j * width, source + j * pitch
-                zero_fill(low, line, line + start)
-                zero_fill(low, line + stop, line + width)
-                for q in range(start, stop):
-                    low[line + q] = widen(x[at + q * step])
-
-    @njit(**DEVICE)
-    def lower_row_of_pixels(low_address, to, image, source, f, start, stop, channels, channel_elems):
+    def lower_row_of_pixels(to, source, f, start, stop, channels, channel_bytes):
         """One row of all channels, where they lie side by side."""
-        low, step = scratch(low_address), f.in_step_w * f.in_w
+        pitch = f.in_step_w * f.in_w * itemsize
         for c in range(channels):
-            zero_fill(low, to + c * channel_elems, to + c * channel_elems + start)
-            zero_fill(low, to + c * channel_elems + stop, to + c * channel_elems + f.count_w)
-        turn(
-            low_address + (to + start) * acc_bytes, channel_elems * acc_bytes,
-            image + (source + start * step) * itemsize, step * itemsize, stop - start, channels,
-        )  # fmt: skip
+            fill(to + c * channel_bytes, start)
+            fill(to + c * channel_bytes + stop * acc_bytes, f.count_w - stop)
+        turn(to + start * acc_bytes, channel_bytes, source + start * pitch, pitch, stop - start, channels)
 
     @njit(**DEVICE)
-    def lower(image, low_address, ctx, depth, first_row, rows, first_channel, end_channel):
+    def lower(image, low, ctx, depth, first_row, rows, first_channel, end_channel):
         """The strip's input for channels [first_channel, end_channel)."""
         f = params_at(ctx)
         table_t, table_s = i64(f.table_t), i64(f.table_s)
@@ -99,11 +69,11 @@ def lower_strip(dtype: str, vl: int):
         if f.flat:
             for c in range(first_channel, end_channel):
                 source = c * f.in_c + depth * f.in_d + first_row * f.in_h
-                widen_row(low_address + c * channel_elems * acc_bytes, image + source * itemsize, rows * width)
+                widen_row(low + c * channel_elems * acc_bytes, image + source * itemsize, rows * width)
             return
         phase_rows = f.plane_elems // (f.row_phases * width)
         used_rows = rows + phase_rows - f.strip_rows
-        low = scratch(low_address)
+        channel_bytes, line_bytes = channel_elems * acc_bytes, width * acc_bytes
         # One channel at a time where pixels lie side by side, all channels of a pixel where channels do.
         run = end_channel - first_channel if f.in_c == 1 else 1
         for c in range(first_channel, end_channel, run):
@@ -118,19 +88,20 @@ def lower_strip(dtype: str, vl: int):
                     source = c * f.in_c + d * f.in_d + (top + first * f.in_step_h) * f.in_h
                     for s in range(f.taps_w):
                         offset, start, stop = table_s[3 * s], table_s[3 * s + 1], table_s[3 * s + 2]
-                        to = c * channel_elems + (t * f.taps_w + s) * f.plane_elems + phase * phase_rows * width
-                        at, pitch = source + offset * f.in_w, f.in_step_h * f.in_h
+                        to = (t * f.taps_w + s) * f.plane_elems + phase * phase_rows * width
+                        to, at = low + c * channel_bytes + to * acc_bytes, image + (source + offset * f.in_w) * itemsize
+                        pitch = f.in_step_h * f.in_h * itemsize
                         for cc in range(run):
-                            zero_fill(low, to + cc * channel_elems, to + cc * channel_elems + first * width)
-                            below = to + cc * channel_elems
-                            zero_fill(low, below + end * width, below + used_rows * width)
+                            fill(to + cc * channel_bytes, first * width)
+                            fill(to + cc * channel_bytes + end * line_bytes, (used_rows - end) * width)
+                        to += first * line_bytes
                         if f.in_c == 1:
-                            for j in range(first, end):
-                                line = to + j * width
-                                row = at + (j - first) * pitch
-                                lower_row_of_pixels(low_address, line, image, row, f, start, stop, run, channel_elems)
+                            for j in range(end - first):
+                                lower_row_of_pixels(
+                                    to + j * line_bytes, at + j * pitch, f, start, stop, run, channel_bytes
+                                )
                         else:
-                            lower_rows(low_address, to + first * width, pitch, image, at, f, end - first, start, stop)
+                            move_rows(to, at, pitch, f.in_step_w * f.in_w, end - first, width, start, stop)
 
     return lower
 

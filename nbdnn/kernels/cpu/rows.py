@@ -5,12 +5,40 @@ from __future__ import annotations
 from functools import cache
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from nbdnn.kernels.cpu.vector import I32, I64, convert, every, lanes_between, masked, row_types, splat, vector_at
+from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.vector import (
+    I32,
+    I64,
+    NUMBA_FLOAT,
+    WIDEN,
+    convert,
+    every,
+    lanes_between,
+    masked,
+    pointer,
+    row_types,
+    splat,
+    vector_at,
+)
+from nbdnn.problem import ITEMSIZE
+
+
+@cache
+def zero_fill(dtype: str):
+    """Compiled-in function (address, count): that many zeros."""
+    elements, zero = pointer(dtype), NUMBA_FLOAT[dtype](0)
+
+    @njit(**DEVICE)
+    def fill(address, count):
+        for i in range(count):
+            elements(address)[i] = zero
+
+    return fill
 
 
 @cache
@@ -103,6 +131,36 @@ def convert_rows(source: str, target: str, vl: int, step: int):
         return signature(types.none, *[types.int64] * 8), codegen
 
     return run
+
+
+@cache
+def every_step(source: str, target: str, vl: int):
+    """Compiled-in function (to, start, start_pitch, step, rows, width, first, end): `convert_rows` of any step.
+
+    The rows lie side by side at `to`.
+    """
+    data, converted, widen, fill = pointer(source), pointer(target), WIDEN[source], zero_fill(target)
+    whole, halves, quarters = (convert_rows(source, target, vl, step) for step in (1, 2, 4))
+    write_bytes = ITEMSIZE[target]
+
+    @njit(**DEVICE)
+    def move(to, start, start_pitch, step, rows, width, first, end):
+        to_pitch = width * write_bytes
+        if step == 1:
+            whole(to, to_pitch, start, start_pitch, rows, width, first, end)
+        elif step == 2:
+            halves(to, to_pitch, start, start_pitch, rows, width, first, end)
+        elif step == 4:
+            quarters(to, to_pitch, start, start_pitch, rows, width, first, end)
+        else:
+            for j in range(rows):
+                line, row = to + j * to_pitch, data(start + j * start_pitch)
+                fill(line, first)
+                fill(line + end * write_bytes, width - end)
+                for q in range(first, end):
+                    converted(line)[q] = widen(row[q * step])
+
+    return move
 
 
 @cache
