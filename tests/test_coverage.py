@@ -59,12 +59,16 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/channel_gemm": _FORWARD,
     "conv_fwd/cpu/winograd_2x2": _FORWARD._replace(shapes=_OF_WINOGRAD),
     "conv_fwd/cpu/winograd_4x4": _FORWARD._replace(shapes=_OF_WINOGRAD),
+    "conv_fwd/cpu/depthwise": _FORWARD._replace(shapes="depthwise"),
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/winograd_2x2": _GRADIENT._replace(shapes=_OF_WINOGRAD),
     "conv_bwd_data/cpu/winograd_4x4": _GRADIENT._replace(shapes=_OF_WINOGRAD),
+    "conv_bwd_data/cpu/depthwise": _GRADIENT._replace(shapes="depthwise"),
     "conv_bwd_filter/cpu/direct": _GRADIENT,
+    "conv_bwd_filter/cpu/filter_gemm": _GRADIENT,
+    "conv_bwd_filter/cpu/depthwise": _GRADIENT._replace(shapes="depthwise"),
 }
 
 
