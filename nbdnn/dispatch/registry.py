@@ -13,8 +13,10 @@ from nbdnn.kernels.cpu import (
     conv_depthwise_filter,
     conv_direct,
     conv_filter_gemm,
+    conv_im2col,
     conv_pixel_gemm,
     conv_winograd,
+    conv_winograd_filter,
 )
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
 
@@ -25,6 +27,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_winograd.FWD_2X2,
         conv_pixel_gemm.FWD,
         conv_channel_gemm.FWD,
+        conv_im2col.FWD,
         conv_direct.FWD,
     ),
     "conv_bwd_data": (
@@ -33,11 +36,14 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_winograd.BWD_DATA_2X2,
         conv_pixel_gemm.BWD_DATA,
         conv_channel_gemm.BWD_DATA,
+        conv_im2col.BWD_DATA,
         conv_direct.BWD_DATA,
     ),
     "conv_bwd_filter": (
         conv_depthwise_filter.BWD_FILTER,
+        conv_winograd_filter.BWD_FILTER,
         conv_filter_gemm.BWD_FILTER,
+        conv_im2col.BWD_FILTER,
         conv_direct.BWD_FILTER,
     ),
 }

@@ -24,6 +24,7 @@ from numba import float32, float64, njit
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -357,7 +358,20 @@ class ChannelGemm(Candidate[Config]):
         return _layout(problem, config, device).total_bytes
 
     def estimate(self, problem: ConvProblem, config: Config, device: Device) -> float:
-        return problem.flops / (device.threads * 1e5)
+        layout = _layout(problem, config, device)
+        geo, vl = layout.geo, device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        vectors, total = ceil(geo.c_out / vl), 0.0
+        for gather, plan in zip(geo.gathers, layout.plans, strict=True):
+            k_len = filter_offsets(geo, gather).size
+            pixels = geo.n * geo.groups * gather.pixels
+            tiles = ceil(pixels / config.mr) * plan.panels
+            lowered = 0 if plan.in_place else plan.total_strips * plan.low_rows * plan.low_columns * geo.c_in
+            side_ns = tiles * TILE_NS + lowered * (COPY_NS if geo.in_strides[2] == 1 else TURN_NS)
+            side_ns += pixels * geo.c_out * (COPY_NS if geo.out_strides[2] == 1 else GATHER_NS)
+            side_ns += k_len * geo.c_out * geo.groups * PACK_NS
+            tasks = plan.total_strips * plan.chunks
+            total += kernel_us(device, pixels * vectors * k_len, side_ns, tasks, 2 + plan.shared)
+        return total
 
     def prepare(self, problem: ConvProblem, config: Config, device: Device) -> Program:
         layout = _layout(problem, config, device)

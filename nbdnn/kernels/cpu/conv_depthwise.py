@@ -19,6 +19,7 @@ from numba import float32, float64
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_vector import interleaved_pixels, planar_rows
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values, geometry, tap_table
@@ -32,6 +33,7 @@ _TILE_ROWS, _TILE_BYTES = 8, 2 << 10
 _TASKS_PER_THREAD = 8
 _PIXELS, _VECTORS = 4, 2  # of an interleaved tile: 8 accumulators hide the latency of multiply-add
 _MAX_TAPS = 1024
+_NS_PER_BYTE = 0.05  # of the operands, one thread
 
 _PARAMS = record(
     *GATHER_FIELDS,
@@ -225,7 +227,8 @@ class Depthwise(Candidate[NoConfig]):
         return _sizes(problem, device)["total"]
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
-        return problem.flops / (device.threads * 3e4) + problem.min_bytes / 2e4 + 5
+        vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=0.3)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
         geo = geometry(problem)

@@ -20,6 +20,7 @@ from numba import float32, float64
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_vector import interleaved_filter, planar_filter
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, column_table, geometry, spatial3, tap_table, tensor_strides
@@ -29,6 +30,7 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _RUNS_PER_THREAD = 4
 _ACCUMULATORS = 12  # vectors of sums that an interleaved row keeps in registers
+_NS_PER_BYTE = 0.05  # of the operands, one thread
 _MAX_COLUMNS = 32  # taps of a row, each with its accumulators
 
 _PARAMS = record(
@@ -187,7 +189,8 @@ class DepthwiseFilter(Candidate[NoConfig]):
         return (runs if problem.channels_last else device.threads) * _sums_bytes(problem, pitch)
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
-        return problem.flops / (device.threads * 3e4) + problem.min_bytes / 2e4 + 5
+        vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=0.3)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
         (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers

@@ -20,6 +20,7 @@ from numba import float32, float64
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import (
     GATHER_FIELDS,
@@ -36,7 +37,7 @@ from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, stru
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _CHUNKS_PER_THREAD = 16  # tasks a thread: enough to even out, few enough that drawing one costs nothing
-_NS_PER_MAC = 0.08  # one thread, unit-stride float32 rows: a prior for the guess, not a measurement of this machine
+_NS_PER_MAC = 0.15  # one thread, short float32 rows: a prior for the guess, not a measurement of this machine
 
 _GATHER = record(*GATHER_FIELDS, "rows", "rows_a_task", "table_d", "table_h", "table_w", "lanes", "contiguous")
 
@@ -251,7 +252,7 @@ class Direct(Candidate[NoConfig]):
         return device.threads * _scratch_bytes(width, DEFAULT_COMPUTE[problem.dtype])
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
-        return problem.flops / 2 * _NS_PER_MAC / device.threads / 1e3 + 5
+        return kernel_us(device, 0.0, problem.flops / 2 * _NS_PER_MAC, device.threads)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
         if self.op == "conv_bwd_filter":

@@ -25,6 +25,7 @@ from numba import float32, float64, njit
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Axis, Gather, geometry, spatial3, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -326,7 +327,16 @@ class FilterGemm(Candidate[Config]):
         return _plan(problem, config, device).total_bytes
 
     def estimate(self, problem: ConvProblem, config: Config, device: Device) -> float:
-        return problem.flops / (device.threads * 1e5)
+        plan = _plan(problem, config, device)
+        vl, k_group = device.lanes(DEFAULT_COMPUTE[problem.dtype]), problem.k // problem.groups
+        outer, pixels = problem.groups * plan.panels, problem.n * plan.pixels
+        rows = ceil(plan.m_rows / config.mr) * config.mr
+        tiles = outer * rows // config.mr * ceil(pixels / plan.chunk)
+        side_ns = tiles * TILE_NS + pixels * problem.k * (COPY_NS if problem.y_channels_last else TURN_NS)
+        side_ns += 0.0 if plan.in_place else problem.n * problem.c * prod(plan.padded) * COPY_NS
+        side_ns += plan.splits * rows * outer * config.nv * vl * COPY_NS + plan.m_rows * problem.k * TURN_NS
+        fmas = problem.groups * ceil(k_group / vl) * rows * pixels
+        return kernel_us(device, fmas, side_ns, outer * plan.blocks * plan.splits, 3 + (not plan.in_place))
 
     def prepare(self, problem: ConvProblem, config: Config, device: Device) -> Program:
         vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])

@@ -30,6 +30,7 @@ import numpy as np
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, Geometry, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -158,7 +159,22 @@ class PixelGemm(Candidate[Config]):
         return _Layout.of(problem, config, device).total_bytes
 
     def estimate(self, problem: ConvProblem, config: Config, device: Device) -> float:
-        return problem.flops / (device.threads * 1e5)
+        layout = _Layout.of(problem, config, device)
+        geo, vl = layout.geo, device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        total = 0.0
+        for gather, plan in zip(geo.gathers, layout.plans, strict=True):
+            k_len = filter_offsets(geo, gather).size
+            vectors = ceil(plan.strip_rows * gather.w.count / vl) * plan.total_strips
+            blocks = ceil(geo.c_out / config.mr)
+            tiles = ceil(vectors / config.nv) * blocks
+            lowered = plan.total_strips * plan.plane_elems * geo.c_in * len(gather.d.taps) * len(gather.w.taps)
+            stored = plan.total_strips * plan.strip_rows * gather.w.count * geo.c_out
+            side_ns = tiles * TILE_NS + lowered * (TURN_NS if geo.in_strides[2] == 1 else COPY_NS)
+            side_ns += stored * (COPY_NS if geo.out_strides[5] * gather.w.out_step == 1 else GATHER_NS)
+            side_ns += k_len * geo.c_out * geo.groups * PACK_NS if config.packed else 0.0
+            tasks, phases = plan.total_strips * plan.chunks, 1 + config.packed + plan.shared
+            total += kernel_us(device, vectors * blocks * config.mr * k_len, side_ns, tasks, phases)
+        return total
 
     def prepare(self, problem: ConvProblem, config: Config, device: Device) -> Program:
         compute = DEFAULT_COMPUTE[problem.dtype]

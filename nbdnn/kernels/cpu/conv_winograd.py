@@ -27,6 +27,7 @@ from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cook_toom import filtering
+from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -37,6 +38,8 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _TASKS_PER_THREAD = 4
 _SCRATCH_SHARE = 0.5  # of the second-level cache for the V of one strip
+# Nanoseconds an element of U, V and M: transforms, and the traffic of U, which is read from memory.
+_FILTER_NS, _INPUT_NS, _OUTPUT_NS = 0.6, 0.2, 0.2
 _CHANNELS_AT_ONCE = 16  # lowered before they are transformed, in first-level cache
 
 
@@ -402,7 +405,17 @@ class Winograd(Candidate[NoConfig]):
         return _plan(problem, self._m, self._tile(device)[0], device).total_bytes
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
-        return problem.flops / (device.threads * 2e5)
+        mr, _ = self._tile(device)
+        plan = _plan(problem, self._m, mr, device)
+        geo, low, planes = plan.geo, plan.low, (self._m + 2) ** 2
+        vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        k_len = geo.c_in * len(plan.lowering.d.taps)
+        tiles = plan.strip_tile_rows * plan.tile_columns * low.total_strips
+        vectors = ceil(plan.strip_tile_rows * plan.tile_columns / vl) * low.total_strips
+        fmas = vectors * planes * ceil(geo.c_out / mr) * mr * k_len
+        side_ns = geo.groups * geo.c_out * k_len * planes * _FILTER_NS + tiles * planes * (k_len * _INPUT_NS)
+        side_ns += tiles * planes * geo.c_out * _OUTPUT_NS
+        return kernel_us(device, fmas, side_ns, low.total_strips * low.chunks, 2 + low.shared)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
         compute = DEFAULT_COMPUTE[problem.dtype]

@@ -1,0 +1,32 @@
+"""The cost model of the CPU kernels: what a guess on an empty database goes by.
+
+A kernel's time is that of its multiply-adds at the rate of its vector registers, plus that of every element it copies,
+packs, transforms or stores on the side, divided among the threads, times how unevenly its tasks divide. The costs an
+element were fitted to an AVX-512 core (Zen 5, 4 GHz, July and November 2026); their ratios matter, not their size. The
+bench prints how good the guesses are.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from nbdnn.device import Device
+
+_VECTOR_FMAS_PER_NS = 8.0  # two a cycle at 4 GHz
+_CALL_US = 4.0  # a parallel region and its barrier
+
+# Nanoseconds an element, one thread.
+COPY_NS = 0.12  # a masked vector copy that stays in cache
+TURN_NS = 0.45  # a transpose in registers
+GATHER_NS = 1.0  # one scalar at a time
+PACK_NS = 0.6  # a filter, mostly read from memory
+TILE_NS = 25.0  # the epilogue's and the loop's share of one register tile
+
+
+def kernel_us(
+    device: Device, vector_fmas: float, side_ns: float, tasks: int, phases: int = 1, efficiency: float = 0.93
+) -> float:
+    """Microseconds of `vector_fmas` multiply-adds of whole vectors and `side_ns` of other work, in `tasks` tasks."""
+    rounds = ceil(tasks / device.threads) * device.threads / max(1, tasks)
+    work_ns = (vector_fmas / (_VECTOR_FMAS_PER_NS * efficiency) + side_ns) / device.threads
+    return work_ns * min(rounds, device.threads) / 1e3 + phases * _CALL_US
