@@ -96,7 +96,7 @@ def print_results(title: str, results: Sequence[Tuned]) -> None:
             result.layer.name,
             str(result.layer.problem),
             str(result.layer.count),
-            result.chosen,
+            result.chosen.removeprefix(f"{result.layer.problem.op}/"),
             duration(result.time_us) + (" ~" if result.noisy else ""),
             duration(result.default_us),
             _factor(result.speedup),
