@@ -42,7 +42,7 @@ def reads_in_order(geo: Geometry, gather: Gather) -> bool:
     return bool((np.diff(offsets) == 1).all())
 
 
-def _run_length(offsets: np.ndarray) -> int:
+def run_length(offsets: np.ndarray) -> int:
     """Largest number of steps of k, dividing their count, in which w is read element after element."""
     breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
     return max(1, int(np.gcd.reduce(np.append(breaks, offsets.size))))
@@ -118,7 +118,7 @@ def pack_phase(
         w_g=geo.w_strides[0],
         w_o=geo.w_strides[1],
         offsets=offsets.ctypes.data,
-        k_run=_run_length(offsets),
+        k_run=run_length(offsets),
         workspace_offset=workspace_offset,
         panel_bytes=offsets.size * width * ITEMSIZE[DEFAULT_COMPUTE[dtype]],
     )

@@ -8,6 +8,7 @@ micro_kernel.py and depthwise_vector.py.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -19,7 +20,7 @@ from numba.np.numpy_support import from_dtype
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOAT = {"f32": ir.FloatType(), "f64": ir.DoubleType()}
-NUMBA_FLOAT = {"f32": types.float32, "f64": types.float64}
+NUMBA_FLOAT: dict[str, Any] = {"f32": types.float32, "f64": types.float64}
 _POINTEE = {
     "f32": types.float32,
     "f64": types.float64,
