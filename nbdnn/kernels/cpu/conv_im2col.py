@@ -26,6 +26,7 @@ import numpy as np
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -35,7 +36,9 @@ from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
 from nbdnn.problem import ACTIVATIONS, DEFAULT_COMPUTE, ITEMSIZE, ConvProblem, dense_strides
 
-_STRIP_BYTES = 8 << 20  # of all matrices of a strip: they stay in last-level cache, and BLAS has enough to share out
+_STRIP_BYTES = 16 << 20  # of all matrices of a strip: they stay in last-level cache, and BLAS has enough to share out
+_BLAS_EFFICIENCY = 0.45  # of the vector registers' rate: OpenBLAS, 105 GFLOP/s a Zen 5 core
+_LOWER_NS = 0.35  # an element written and read again, one thread
 
 _PACK = record("operand", "c_out", "w_g", "w_o", "offsets", "k_len", "run", "packed_offset")
 _STORE = record(
@@ -168,6 +171,7 @@ class _GatherProduct:
         self._low_offset = 0 if self._in_place else _round_up(prod(self._w_shape) * ITEMSIZE[compute])
         self._out_offset = self._low_offset + _round_up(rows * self._low.row_bytes)
         self.workspace_bytes = self._out_offset + _round_up(rows * out_row_bytes)
+        self.strips, self.lowered_bytes = len(self._strips), sum(self._strips[-1]) * self._low.row_bytes
 
     def runner(self, device: Device) -> Runner:
         pack = self._pack_program(device)
@@ -255,6 +259,8 @@ class _FilterProduct:
         self._sum_offset = self._dy_offset + _round_up(rows * self._dy.row_bytes)
         self._part_offset = self._sum_offset + sum_bytes
         self.workspace_bytes = self._part_offset + (sum_bytes if len(self._strips) > 1 else 0)
+        self.strips = len(self._strips)
+        self.lowered_bytes = sum(self._strips[-1]) * (self._x.row_bytes + self._dy.row_bytes)
 
     def runner(self, device: Device) -> Runner:
         lowerings = [(self._x, 0), (self._dy, self._dy_offset)]
@@ -305,7 +311,13 @@ class Im2col(Candidate[NoConfig]):
         return max(product.workspace_bytes for product in _products(problem))
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
-        return problem.flops / (device.threads * 7e4)
+        products = _products(problem)
+        vector_fmas = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        side_ns = (
+            sum(product.lowered_bytes for product in products) / ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]] * _LOWER_NS
+        )
+        phases = 3 * sum(product.strips for product in products)
+        return kernel_us(device, vector_fmas, side_ns, device.threads, phases, _BLAS_EFFICIENCY)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Runner:
         runners = [product.runner(device) for product in _products(problem)]
