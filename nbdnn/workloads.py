@@ -222,6 +222,8 @@ EDGES_2D = (
     Edge("n1c1h1w1:k1r1s1:p0x0:u1x1:d1x1:g1", "one product"),
     Edge("n3c4h1w1:k5r3s3:p1x1:u1x1:d1x1:g1", "one pixel: eight of nine taps read padding"),
     Edge("n2c7h6w5:k9r6s5:p0x0:u1x1:d1x1:g1", "the filter is the image: one output"),
+    Edge("n2c7h8w7:k9r6s5:p0x0:u1x1:d1x1:g1", "3x3 outputs, what a forward as a Winograd bwd_filter is for"),
+    Edge("n1c17h12w14:k18r10s12:p0x0:u1x1:d1x1:g1", "the same with a remainder of channels"),
     Edge("n1c9h1w70:k10r1s3:p0x1:u1x1:d1x1:g1", "one row: a 1-D convolution"),
     Edge("n1c9h70w1:k10r3s1:p1x0:u1x1:d1x1:g1", "one column: every row has a single output"),
     Edge("n1c6h7w9:k8r3s3:p0x0:u1x1:d1x1:g1", "border valid"),
