@@ -212,7 +212,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                 for block in range(blocks):
                     # Pixels are shared out evenly: tiles of mr and mr - 1, save in images smaller than that.
                     p, end = block * pixels // blocks, (block + 1) * pixels // blocks
-                    tile = acc if one_step else acc + p * pitch * acc_bytes
+                    tile = acc if one_step else acc + block * mr * pitch * acc_bytes
                     used = max(end - p, mr - 1)
                     for m in range(used):
                         i64(slots)[m] = i64(in_addresses)[min(p + m, end - 1)]

@@ -14,25 +14,36 @@ from functools import cache
 from math import ceil, prod
 
 import numpy as np
-from numba import float32, float64
+from numba import float32, float64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Device
-from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
-from nbdnn.kernels.cpu.depthwise_vector import interleaved_pixels, planar_rows
+from nbdnn.kernels.cpu.depthwise_vector import PLANAR_BLOCK, interleaved_pixels, planar_block, planar_rows
 from nbdnn.kernels.cpu.epilogue import tile_store
-from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values, geometry, tap_table
+from nbdnn.kernels.cpu.geometry import (
+    GATHER_FIELDS,
+    Axis,
+    Gather,
+    Geometry,
+    column_table,
+    gather_values,
+    geometry,
+    tap_table,
+)
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 # Rows finished before they are stored, one column of vectors after another: more would read the plane against its
 # order and leave the hardware's prefetcher behind.
-_TILE_ROWS, _TILE_BYTES = 8, 2 << 10
+_TILE_ROWS, _PLANE_BYTES = 2 * PLANAR_BLOCK, 2 << 10
+_TILE_PIXELS, _TILE_BYTES = 64, 8 << 10  # interleaved pixels finished before they are stored
 _TASKS_PER_THREAD = 8
 _PIXELS, _VECTORS = 4, 2  # of an interleaved tile: 8 accumulators hide the latency of multiply-add
 _MAX_TAPS = 1024
+_MAX_BLOCK_TAPS = 25  # weights kept in registers, beside the accumulators of a block
 _NS_PER_BYTE = 0.05  # of the operands, one thread
 
 _PARAMS = record(
@@ -46,7 +57,7 @@ _PARAMS = record(
 
 
 @cache
-def _planar_task(dtype: str, vl: int, taps_w: int, step: int):
+def _planar_task(dtype: str, vl: int, taps_h: int, taps_w: int, step_h: int, step: int, in_blocks: bool):
     """A band of rows of one plane: index = ((n * groups + g) * depth + d) * bands + band."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, widen = ITEMSIZE[dtype], ITEMSIZE[compute], WIDEN[dtype]
@@ -54,6 +65,7 @@ def _planar_task(dtype: str, vl: int, taps_w: int, step: int):
         pointer(dtype), pointer(compute), pointer("i64"), struct(ARGS), struct(_PARAMS),
     )  # fmt: skip
     rows_of, store = planar_rows(dtype, compute, vl, taps_w, step), tile_store(dtype, compute, vl)
+    blocks_of = planar_block(dtype, compute, vl, taps_h, taps_w, step_h, step) if in_blocks else None
 
     def plane(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
@@ -83,10 +95,15 @@ def _planar_task(dtype: str, vl: int, taps_w: int, step: int):
         bias = pointers[f.bias_pointer] + g * itemsize if f.bias_pointer >= 0 else 0
         for first in range(band * f.band_rows, min(f.count_h, (band + 1) * f.band_rows), f.tile_rows):
             rows = min(f.tile_rows, min(f.count_h, (band + 1) * f.band_rows) - first)
-            rows_of(
-                x, f.in_h * itemsize, first, rows, f.in_step_h, f.extent_h, entries, n_entries, weights,
-                f.column_table, f.count_w, tile, f.width_pitch * acc_bytes,
-            )  # fmt: skip
+            if in_blocks:
+                top = first * step_h + i64(f.row_table)[1]
+                pitch, tile_pitch = f.in_h * itemsize, f.width_pitch * acc_bytes
+                blocks_of(x, pitch, top, rows, f.extent_h, weights, f.column_table, f.count_w, tile, tile_pitch)
+            else:
+                rows_of(
+                    x, f.in_h * itemsize, first, rows, f.in_step_h, f.extent_h, entries, n_entries, weights,
+                    f.column_table, f.count_w, tile, f.width_pitch * acc_bytes,
+                )  # fmt: skip
             start = (at + (f.start_h + first * f.out_step_h) * f.out_h) * itemsize
             residual = pointers[f.residual_pointer] + start if f.residual_pointer >= 0 else 0
             flags = (f.activation, bias, 0, 0, residual, f.read_out)
@@ -95,7 +112,7 @@ def _planar_task(dtype: str, vl: int, taps_w: int, step: int):
                 f.contiguous, flags, a.alpha, a.beta,
             )  # fmt: skip
 
-    return compile_task(plane, (dtype, vl, taps_w, step), fastmath=FASTMATH)
+    return compile_task(plane, (dtype, vl, taps_h, taps_w, step_h, step, in_blocks), fastmath=FASTMATH)
 
 
 @cache
@@ -124,26 +141,69 @@ def _weights_task(dtype: str, vl: int):
 
 
 @cache
-def _interleaved_task(dtype: str, vl: int):
-    """A band of rows, all channels: index = (n * depth + d) * bands + band."""
+def _interleaved_task(dtype: str, vl: int, taps_w: int, step: int):
+    """A band of rows, all channels: index = (n * depth + d) * bands + band. taps_w is 1 where taps are not adjacent."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
-    store, row_slots = tile_store(dtype, compute, vl), stack(8 * _PIXELS)
-    several, several_one = (interleaved_pixels(dtype, compute, vl, _PIXELS, v) for v in (_VECTORS, 1))
-    single, single_one = (interleaved_pixels(dtype, compute, vl, 1, v) for v in (_VECTORS, 1))
+    store, row_slots = tile_store(dtype, compute, vl), stack(8 * _TILE_PIXELS)
+    several, several_one = (interleaved_pixels(dtype, compute, vl, _PIXELS, v, taps_w, step) for v in (_VECTORS, 1))
+    single, single_one = (interleaved_pixels(dtype, compute, vl, 1, v, 1, 1) for v in (_VECTORS, 1))
+
+    @njit(**DEVICE)
+    def tap_entries(ctx, entries, i, depth, j, width):
+        """Entries of output row i: of the taps that pixel j reaches, or where width > 1 of whole rows of taps."""
+        f, n_entries = params_at(ctx), 0
+        table = i64(f.column_table)
+        for t in range(f.taps_d):
+            d = depth * f.in_step_d + i64(f.depth_table)[2 * t + 1]
+            if d < 0 or d >= f.extent_d:
+                continue
+            for r in range(f.taps_h):
+                h = i * f.in_step_h + i64(f.row_table)[2 * r + 1]
+                if h < 0 or h >= f.extent_h:
+                    continue
+                for s in range(0, f.taps_w, width):
+                    if table[3 * s + 1] <= j < table[3 * s + 2]:
+                        at = (d * f.in_d + h * f.in_h + table[3 * s] * f.in_w) * itemsize
+                        i64(entries)[2 * n_entries] = at
+                        i64(entries)[2 * n_entries + 1] = ((t * f.taps_h + r) * f.taps_w + s) * f.weights_bytes
+                        n_entries += 1
+        return n_entries
+
+    @njit(**DEVICE)
+    def pixels(ctx, run, x, entries, n_entries, weights, tile):
+        """`run` output pixels, all channels."""
+        f = params_at(ctx)
+        pixel_bytes, pitch, tap_bytes, g = f.in_w * itemsize, f.width_pitch * acc_bytes, f.weights_bytes, 0
+        while g < f.groups:
+            left = f.groups - g
+            at, w, to = x + g * itemsize, weights + g * acc_bytes, tile + g * acc_bytes
+            if left > vl:
+                lanes = min(left - vl, vl)
+                if run == _PIXELS:
+                    several(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch)
+                else:
+                    single(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch)
+                g += _VECTORS * vl
+            else:
+                if run == _PIXELS:
+                    several_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch)
+                else:
+                    single_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch)
+                g += vl
 
     def band(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
         band_index, rest = index % f.bands, index // f.bands
         depth, n = rest % f.count_d, rest // f.count_d
-        taps = a.workspace + f.worker_offset + worker * f.worker_bytes
-        tile = taps + f.entries_bytes
+        row_entries = a.workspace + f.worker_offset + worker * f.worker_bytes
+        edge_entries, tile = row_entries + f.entries_bytes // 2, row_entries + f.entries_bytes
         weights, pitch, row_slot = a.workspace + f.weights_offset, f.width_pitch, row_slots()
         residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
         bias = pointers[f.bias_pointer] if f.bias_pointer >= 0 else 0
         flags = (f.activation, bias, 0, 1, residual, f.read_out)
-        table, edge_taps = i64(f.column_table), taps + f.entries_bytes // 2
+        table = i64(f.column_table)
         # Pixels [inner, end) reach every column tap.
         inner, end = 0, f.count_w
         for s in range(f.taps_w):
@@ -151,58 +211,33 @@ def _interleaved_task(dtype: str, vl: int):
         for i in range(band_index * f.band_rows, min(f.count_h, (band_index + 1) * f.band_rows)):
             out_row = n * f.out_n + (f.start_d + depth * f.out_step_d) * f.out_d
             out_row += (f.start_h + i * f.out_step_h) * f.out_h + f.start_w * f.out_w
-            n_all = 0
-            for t in range(f.taps_d):
-                d = depth * f.in_step_d + i64(f.depth_table)[2 * t + 1]
-                if d < 0 or d >= f.extent_d:
-                    continue
-                for r in range(f.taps_h):
-                    h = i * f.in_step_h + i64(f.row_table)[2 * r + 1]
-                    if h < 0 or h >= f.extent_h:
-                        continue
-                    for s in range(f.taps_w):
-                        i64(taps)[2 * n_all] = (d * f.in_d + h * f.in_h + table[3 * s] * f.in_w) * itemsize
-                        i64(taps)[2 * n_all + 1] = ((t * f.taps_h + r) * f.taps_w + s) * f.weights_bytes
-                        n_all += 1
-            j = 0
+            n_row = tap_entries(ctx, row_entries, i, depth, inner, taps_w)
+            j = ready = 0
             while j < f.count_w:
-                run, row_taps, n_taps = _PIXELS, taps, n_all
-                if j < inner or j + _PIXELS > end:
-                    run = 1
-                    if j < inner or j >= end:
-                        row_taps, n_taps = edge_taps, 0
-                        for k in range(n_all):
-                            s = k % f.taps_w
-                            if table[3 * s + 1] <= j < table[3 * s + 2]:
-                                i64(edge_taps)[2 * n_taps] = i64(taps)[2 * k]
-                                i64(edge_taps)[2 * n_taps + 1] = i64(taps)[2 * k + 1]
-                                n_taps += 1
                 x = pointers[f.in_pointer] + (n * f.in_n + j * f.in_step_w * f.in_w) * itemsize
-                step = f.in_step_w * f.in_w * itemsize
-                g = 0
-                while g < f.groups:
-                    left = f.groups - g
-                    at, w, to = x + g * itemsize, weights + g * acc_bytes, tile + g * acc_bytes
-                    if left > vl:
-                        lanes = min(left - vl, vl)
-                        if run == _PIXELS:
-                            several(at, step, row_taps, n_taps, w, lanes, to, pitch * acc_bytes)
-                        else:
-                            single(at, step, row_taps, n_taps, w, lanes, to, pitch * acc_bytes)
-                        g += _VECTORS * vl
-                    else:
-                        if run == _PIXELS:
-                            several_one(at, step, row_taps, n_taps, w, left, to, pitch * acc_bytes)
-                        else:
-                            single_one(at, step, row_taps, n_taps, w, left, to, pitch * acc_bytes)
-                        g += vl
+                to = tile + ready * pitch * acc_bytes
+                run = _PIXELS if inner <= j and j + _PIXELS <= end else 1
+                if run == _PIXELS:
+                    pixels(ctx, run, x, row_entries, n_row, weights, to)
+                else:
+                    n_edge = tap_entries(ctx, edge_entries, i, depth, j, 1)
+                    pixels(ctx, run, x, edge_entries, n_edge, weights, to)
                 for p in range(run):
-                    i64(row_slot)[p] = out_row + (j + p) * f.out_step_w * f.out_w
-                out = pointers[f.out_pointer]
-                store(tile, pitch, run, f.groups, out, row_slot, f.lane_offsets, f.contiguous, flags, a.alpha, a.beta)
-                j += run
+                    i64(row_slot)[ready + p] = out_row + (j + p) * f.out_step_w * f.out_w
+                j, ready = j + run, ready + run
+                if j == f.count_w or ready + _PIXELS > f.tile_rows:
+                    store(
+                        tile, pitch, ready, f.groups, pointers[f.out_pointer], row_slot, f.lane_offsets, f.contiguous,
+                        flags, a.alpha, a.beta,
+                    )  # fmt: skip
+                    ready = 0
 
-    return compile_task(band, (dtype, vl), fastmath=FASTMATH)
+    return compile_task(band, (dtype, vl, taps_w, step), fastmath=FASTMATH)
+
+
+def _adjacent(axis: Axis) -> bool:
+    """Whether the taps, in their order, read neighbouring inputs."""
+    return [offset for _, offset in axis.taps] == list(range(axis.low, axis.low + len(axis.taps)))
 
 
 class Depthwise(Candidate[NoConfig]):
@@ -235,16 +270,21 @@ class Depthwise(Candidate[NoConfig]):
         vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
         phases: list[Phase] = []
         keep: list[np.ndarray] = []
-        for gather in geo.gathers:
+        for gather in (gather.in_image_order() for gather in geo.gathers):
             ctx, arrays, bands = _parameters(problem, geo, gather, device)
             keep += arrays
             outer = geo.n * gather.d.count * bands
             if problem.channels_last:
                 taps = len(gather.d.taps) * len(gather.h.taps) * len(gather.w.taps)
                 phases.append(Phase(_weights_task(problem.dtype, vl), taps, ctx))
-                phases.append(Phase(_interleaved_task(problem.dtype, vl), outer, ctx))
+                taps_w = len(gather.w.taps) if _adjacent(gather.w) else 1
+                task = _interleaved_task(problem.dtype, vl, taps_w, gather.w.in_step)
+                phases.append(Phase(task, outer, ctx))
             else:
-                task = _planar_task(problem.dtype, vl, len(gather.w.taps), gather.w.in_step)
+                h, w = gather.h, gather.w
+                flat = gather.d.taps == ((0, 0),) and gather.d.in_step == 1
+                in_blocks = flat and _adjacent(h) and len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
+                task = _planar_task(problem.dtype, vl, len(h.taps), len(w.taps), h.in_step, w.in_step, in_blocks)
                 phases.append(Phase(task, outer * geo.groups, ctx))
         return Program(phases, keep)
 
@@ -257,11 +297,11 @@ def _sizes(problem: ConvProblem, device: Device) -> dict[str, int]:
     entries = 2 * ceil(taps * 16 / 64) * 64  # of a row, and of a pixel at its edge
     if problem.channels_last:
         pitch = ceil(problem.groups / vl) * vl
-        weights, shared, tile = 0, ceil(taps * pitch * acc_bytes / 64) * 64, _PIXELS * pitch * acc_bytes
-        tile_rows = 1
+        tile_rows = min(_TILE_PIXELS, max(_PIXELS, _TILE_BYTES // (pitch * acc_bytes)))
+        weights, shared, tile = 0, ceil(taps * pitch * acc_bytes / 64) * 64, tile_rows * pitch * acc_bytes
     else:
         pitch = ceil(width / vl) * vl
-        tile_rows = max(_TILE_ROWS, _TILE_BYTES // (pitch * acc_bytes))
+        tile_rows = max(_TILE_ROWS, _PLANE_BYTES // (pitch * acc_bytes) // PLANAR_BLOCK * PLANAR_BLOCK)
         weights, shared, tile = ceil(taps * acc_bytes / 64) * 64, 0, tile_rows * pitch * acc_bytes
     worker = ceil((entries + weights + tile) / 64) * 64
     return {

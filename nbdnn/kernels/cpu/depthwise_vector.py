@@ -16,6 +16,8 @@ from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.vector import FLOAT, I64, convert, every, lanes_between, masked, row_types, splat, vector_at
 
+PLANAR_BLOCK = 4
+
 
 class _Loops:
     """Vector code with loops and accumulators; LLVM promotes the accumulators' slots to registers."""
@@ -125,6 +127,49 @@ def planar_rows(dtype: str, compute: str, vl: int, taps: int, step: int):
 
 
 @cache
+def planar_block(dtype: str, compute: str, vl: int, taps_h: int, taps_w: int, step_h: int, step_w: int):
+    """Intrinsic: as planar_rows for adjacent rows of taps, PLANAR_BLOCK output rows at once.
+
+    An input vector is loaded once for all the output rows that it reaches, and the weights stay in registers.
+    Arguments, all int64: x, pitch, top (input row of the first tap of output row 0 of the call), rows, extent_h,
+    weights, columns, width, tile, tile_pitch. The tile has room for `rows` rounded up to whole blocks.
+    """
+
+    def codegen(context, builder, sig, args):
+        x, pitch, top, rows, extent_h, weights, columns, width, tile, tile_pitch = args
+        v = _Loops(builder, dtype, compute, vl)
+        w = [v.weight(v.offset(weights, tap, v.acc_bytes)) for tap in range(taps_h * taps_w)]
+        with cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _):
+            shifts, masks = [], []
+            for s in range(taps_w):
+                offset, start, stop = (v.int64_at(columns, I64(3 * s + part)) for part in range(3))
+                shifts.append(builder.mul(builder.add(offset, builder.mul(q, I64(step_w))), I64(v.itemsize)))
+                masks.append(v.column_masks(q, step_w, start, stop))
+            with cgutils.for_range_slice(builder, I64(0), rows, I64(PLANAR_BLOCK), I64) as (i, _):
+                acc = [ir.Constant(v.vector, None)] * PLANAR_BLOCK
+                for e in range((PLANAR_BLOCK - 1) * step_h + taps_h):
+                    h = builder.add(builder.add(top, builder.mul(i, I64(step_h))), I64(e))
+                    present = splat(builder, builder.icmp_unsigned("<", h, extent_h), masks[0][0].type)
+                    row = v.offset(x, h, pitch)
+                    reached = [k for k in range(PLANAR_BLOCK) if 0 <= e - k * step_h < taps_h]
+                    for s in range(taps_w) if reached else ():
+                        inside = [builder.and_(mask, present) for mask in masks[s]]
+                        value = v.load_every(builder.add(row, shifts[s]), step_w, inside)
+                        for k in reached:
+                            acc[k] = builder.call(v.fma, [w[(e - k * step_h) * taps_w + s], value, acc[k]])
+                for k, total in enumerate(acc):
+                    to = v.offset(v.offset(tile, builder.add(i, I64(k)), tile_pitch), q, v.acc_bytes)
+                    builder.store(total, v.accumulator(to), align=v.acc_bytes)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, x, pitch, top, rows, extent_h, weights, columns, width, tile, tile_pitch):
+        return signature(types.none, *[types.int64] * 10), codegen
+
+    return run
+
+
+@cache
 def planar_filter(dtype: str, compute: str, vl: int, taps: int, step: int):
     """Intrinsic: one filter row of one plane, sums[s] += sum over i, q of dy[i, q] * x[i*x_step, q*step + offset(s)].
 
@@ -168,30 +213,34 @@ def planar_filter(dtype: str, compute: str, vl: int, taps: int, step: int):
 
 
 @cache
-def interleaved_pixels(dtype: str, compute: str, vl: int, pixels: int, vectors: int):
-    """Intrinsic: `pixels` outputs of `vectors` channel vectors, tile[p, c] = sum over taps of x[p, tap, c] * w[tap, c].
+def interleaved_pixels(dtype: str, compute: str, vl: int, pixels: int, vectors: int, taps: int, step: int):
+    """Intrinsic: `pixels` outputs of `vectors` vectors, tile[p, c] = sum over e, s of x[e, p*step + s, c] * w[e, s, c].
 
-    Arguments, all int64: x (address of the first pixel's input at these channels), pixel_step (bytes), taps (address
-    of pairs: byte offset of the input, of the weights), n_taps, weights (address of accumulate-type vectors), lanes
-    (channels in the last vector, 1 to vl; the others are neither read nor meant), tile, tile_pitch (bytes).
+    An input pixel is loaded once for all the outputs that it reaches in a row of `taps` adjacent taps. Arguments, all
+    int64: x (address of the first output's input at these channels), pixel_bytes (to the next input pixel), entries
+    (address of pairs: byte offset of a row of taps in x, in the weights), n_entries, weights, tap_bytes (to the next
+    tap's weights), lanes (channels in the last vector; the others are neither read nor meant), tile, tile_pitch.
     """
 
     def codegen(context, builder, sig, args):
-        x, pixel_step, taps, n_taps, weights, lanes, tile, tile_pitch = args
+        x, pixel_bytes, entries, n_entries, weights, tap_bytes, lanes, tile, tile_pitch = args
         v = _Loops(builder, dtype, compute, vl)
         last = lanes_between(builder, vl, 0, None, lanes)
         acc = v.zeros(pixels * vectors)
-        with cgutils.for_range(builder, n_taps) as tap:
-            pair = builder.mul(tap.index, I64(2))
-            source = builder.add(x, v.int64_at(taps, pair))
-            at = builder.add(weights, v.int64_at(taps, builder.add(pair, I64(1))))
-            slots = [v.accumulator(v.offset(at, j, vl * v.acc_bytes)) for j in range(vectors)]
-            w = [builder.load(slot, align=v.acc_bytes) for slot in slots]
-            for p in range(pixels):
-                pixel = v.offset(source, p, pixel_step)
-                for j in range(vectors):
-                    value = v.load(v.offset(pixel, j, vl * v.itemsize), last if j == vectors - 1 else None)
-                    v.add_product(acc[p * vectors + j], value, w[j])
+        with cgutils.for_range(builder, n_entries) as entry:
+            pair = builder.mul(entry.index, I64(2))
+            source = builder.add(x, v.int64_at(entries, pair))
+            at = builder.add(weights, v.int64_at(entries, builder.add(pair, I64(1))))
+            for j in range(vectors):
+                slots = [v.accumulator(v.offset(v.offset(at, s, tap_bytes), j, vl * v.acc_bytes)) for s in range(taps)]
+                w = [builder.load(slot, align=v.acc_bytes) for slot in slots]
+                for e in range((pixels - 1) * step + taps):
+                    reached = [p for p in range(pixels) if 0 <= e - p * step < taps]
+                    if reached:
+                        pixel = v.offset(v.offset(source, e, pixel_bytes), j, vl * v.itemsize)
+                        value = v.load(pixel, last if j == vectors - 1 else None)
+                    for p in reached:
+                        v.add_product(acc[p * vectors + j], value, w[e - p * step])
         for p in range(pixels):
             row = v.offset(tile, p, tile_pitch)
             for j in range(vectors):
@@ -200,8 +249,8 @@ def interleaved_pixels(dtype: str, compute: str, vl: int, pixels: int, vectors: 
         return context.get_dummy_value()
 
     @intrinsic
-    def run(typingctx, x, pixel_step, taps, n_taps, weights, lanes, tile, tile_pitch):
-        return signature(types.none, *[types.int64] * 8), codegen
+    def run(typingctx, x, pixel_bytes, entries, n_entries, weights, tap_bytes, lanes, tile, tile_pitch):
+        return signature(types.none, *[types.int64] * 9), codegen
 
     return run
 

@@ -10,7 +10,7 @@ output pixel sees the same subset of the taps), each with in_step 1. A 2-D probl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from nbdnn.problem import ACTIVATIONS, ConvProblem, dense_strides
 
 @dataclass(frozen=True)
 class Axis:
-    """One spatial axis of a gather: (index of the tap in the filter, offset in the input) pairs, and the ranges."""
+    """One spatial axis of a gather: (tap in the filter, offset in the input) pairs in the filter's order, and ranges."""
 
     taps: tuple[tuple[int, int], ...]
     in_step: int
@@ -52,6 +52,10 @@ class Gather(NamedTuple):
     d: Axis
     h: Axis
     w: Axis
+
+    def in_image_order(self) -> Gather:
+        """The same with the taps of each axis in the order of the inputs they read."""
+        return Gather(*(replace(axis, taps=tuple(sorted(axis.taps, key=lambda tap: tap[1]))) for axis in self))
 
     @property
     def pixels(self) -> int:
@@ -136,14 +140,14 @@ def _axes(problem: ConvProblem, axis: int, forward: bool) -> tuple[Axis, ...]:
         return taps - 1 - r if flip else r
 
     if forward:
-        pairs = tuple((stored(r), r * d - before) for r in range(taps))
-        return (Axis(pairs, u, extent, 0, 1, out),)
+        pairs = sorted((stored(r), r * d - before) for r in range(taps))
+        return (Axis(tuple(pairs), u, extent, 0, 1, out),)
     phases = []
     for phase in range(min(u, extent)):
-        pairs = tuple(
+        pairs = sorted(
             (stored(r), (phase + before - r * d) // u) for r in range(taps) if (phase + before - r * d) % u == 0
         )
-        phases.append(Axis(pairs, 1, out, phase, u, len(range(phase, extent, u))))
+        phases.append(Axis(tuple(pairs), 1, out, phase, u, len(range(phase, extent, u))))
     return tuple(phases)
 
 
@@ -161,6 +165,7 @@ def tensor_strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ..
     return _with_depth(dense_strides(shape, channels_last), 2)
 
 
+EPILOGUE_FIELDS = ("activation", "bias_pointer", "residual_pointer", "read_out")
 # The parameters that every gather kernel starts from; each adds its own.
 GATHER_FIELDS = (
     *("n", "groups", "c_in", "c_out", "in_pointer", "w_pointer", "out_pointer"),
@@ -170,7 +175,7 @@ GATHER_FIELDS = (
     *("count_d", "count_h", "count_w", "in_step_d", "in_step_h", "in_step_w", "extent_d", "extent_h", "extent_w"),
     *("start_d", "start_h", "start_w", "out_step_d", "out_step_h", "out_step_w"),
     *("taps_d", "taps_h", "taps_w"),
-    *("activation", "bias_pointer", "residual_pointer", "read_out"),
+    *EPILOGUE_FIELDS,
 )
 
 
@@ -191,11 +196,16 @@ def gather_values(problem: ConvProblem, geo: Geometry, gather: Gather) -> dict[s
             f"out_step_{name}": axis.out_step,
             f"taps_{name}": len(axis.taps),
         }
+    return values | epilogue_values(problem)
+
+
+def epilogue_values(problem: ConvProblem) -> dict[str, int]:
+    """The value of each of EPILOGUE_FIELDS; operand positions that do not exist are -1."""
     names = [operand.name for operand in problem.operands]
-    for name in ("bias", "residual"):
-        values[f"{name}_pointer"] = names.index(name) if name in names else -1
-    return values | {
+    return {
         "activation": ACTIVATIONS.index(problem.activation) + 1 if problem.activation else 0,
+        "bias_pointer": names.index("bias") if "bias" in names else -1,
+        "residual_pointer": names.index("residual") if "residual" in names else -1,
         "read_out": int("beta" in problem.epilogue),
     }
 
