@@ -52,6 +52,7 @@ _FORWARD_ENDS = "e:bias e:bias+relu e:swish e:sigmoid e:tanh e:bias+relu+res+bet
 _FORWARD = Covers(_EVERY_DTYPE, _EVERY_LAYOUT, ", ".join(_SHAPES_2D), _FORWARD_ENDS)
 _GRADIENT = _FORWARD._replace(ends="e:beta a4")
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
+_OF_FFT = f"{_OF_WINOGRAD}, 1x1, 5x5, depthwise"
 
 COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/direct": _FORWARD,
@@ -59,6 +60,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/channel_gemm": _FORWARD,
     "conv_fwd/cpu/winograd_2x2": _FORWARD._replace(shapes=_OF_WINOGRAD),
     "conv_fwd/cpu/winograd_4x4": _FORWARD._replace(shapes=_OF_WINOGRAD),
+    "conv_fwd/cpu/fft_tiling": _FORWARD._replace(shapes=_OF_FFT),
+    "conv_fwd/cpu/fft": _FORWARD._replace(shapes=_OF_FFT),
     "conv_fwd/cpu/im2col": _FORWARD,
     "conv_fwd/cpu/depthwise": _FORWARD._replace(shapes="depthwise"),
     "conv_bwd_data/cpu/direct": _GRADIENT,
@@ -66,10 +69,14 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/winograd_2x2": _GRADIENT._replace(shapes=_OF_WINOGRAD),
     "conv_bwd_data/cpu/winograd_4x4": _GRADIENT._replace(shapes=_OF_WINOGRAD),
+    "conv_bwd_data/cpu/fft_tiling": _GRADIENT._replace(shapes=_OF_FFT),
+    "conv_bwd_data/cpu/fft": _GRADIENT._replace(shapes=_OF_FFT),
     "conv_bwd_data/cpu/im2col": _GRADIENT,
     "conv_bwd_data/cpu/depthwise": _GRADIENT._replace(shapes="depthwise"),
     "conv_bwd_filter/cpu/direct": _GRADIENT,
     "conv_bwd_filter/cpu/filter_gemm": _GRADIENT,
+    "conv_bwd_filter/cpu/fft_tiling": _GRADIENT._replace(shapes=_OF_FFT),
+    "conv_bwd_filter/cpu/fft": _GRADIENT._replace(shapes=_OF_FFT),
     "conv_bwd_filter/cpu/im2col": _GRADIENT,
     "conv_bwd_filter/cpu/winograd_4x4": _GRADIENT._replace(layouts="nchw nhwc", shapes=_OF_WINOGRAD),
     "conv_bwd_filter/cpu/depthwise": _GRADIENT._replace(shapes="depthwise"),

@@ -28,13 +28,13 @@ from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
-from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, geometry
+from nbdnn.kernels.cpu.geometry import EPILOGUE_FIELDS, Axis, Gather, Geometry, epilogue_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_matrix import Lowering, matrix
 from nbdnn.kernels.cpu.pack import filter_offsets, run_length
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
-from nbdnn.problem import ACTIVATIONS, DEFAULT_COMPUTE, ITEMSIZE, ConvProblem, dense_strides
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem, dense_strides
 
 _STRIP_BYTES = 16 << 20  # of all matrices of a strip: they stay in last-level cache, and BLAS has enough to share out
 _BLAS_EFFICIENCY = 0.45  # of the vector registers' rate: OpenBLAS, 105 GFLOP/s a Zen 5 core
@@ -43,7 +43,7 @@ _LOWER_NS = 0.35  # an element written and read again, one thread
 _PACK = record("operand", "c_out", "w_g", "w_o", "offsets", "k_len", "run", "packed_offset")
 _STORE = record(
     *("operand", "places", "tile_offset", "tile_bytes", "pitch", "rows", "lanes", "row_offsets", "lane_offsets"),
-    *("contiguous", "activation", "bias_pointer", "bias_step", "residual_pointer", "read_out"),
+    *("contiguous", "bias_step", *EPILOGUE_FIELDS),
 )
 
 
@@ -109,7 +109,6 @@ def _store_program(
     bias_step: int = 0,
 ) -> Program:
     """Store dense tiles of rows x lanes that lie side by side, one at each of `places`."""
-    names = [operand.name for operand in problem.operands]
     rows, lanes = row_offsets.size, lane_offsets.size
     places, row_offsets, lane_offsets = (np.ascontiguousarray(t, np.int64) for t in (places, row_offsets, lane_offsets))
     ctx = filled(
@@ -124,11 +123,8 @@ def _store_program(
         row_offsets=row_offsets.ctypes.data,
         lane_offsets=lane_offsets.ctypes.data,
         contiguous=int((np.diff(lane_offsets) == 1).all()),
-        activation=ACTIVATIONS.index(problem.activation) + 1 if problem.activation else 0,
-        bias_pointer=names.index("bias") if "bias" in names else -1,
         bias_step=bias_step,
-        residual_pointer=names.index("residual") if "residual" in names else -1,
-        read_out=int("beta" in problem.epilogue),
+        **epilogue_values(problem),
     )
     task = _store_task(problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype]))
     return Program([Phase(task, len(places), ctx)], [places, row_offsets, lane_offsets])

@@ -9,10 +9,9 @@ a strip are output rows, counted through all images and depths. 16-bit data are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import prod
-from operator import itemgetter
 
 import numpy as np
 
@@ -141,8 +140,7 @@ class Lowering:
         cls, dtype: str, operand: int, n: int, groups: int, channels: int, strides: tuple[int, ...], gather: Gather
     ) -> Lowering:
         planar = strides[5] == 1 and strides[2] != 1
-        order = itemgetter(0 if planar else 1)
-        ordered = Gather(*(replace(axis, taps=tuple(sorted(axis.taps, key=order))) for axis in gather))
+        ordered = gather if planar else gather.in_image_order()
         return cls(dtype, operand, n, groups, channels, strides, ordered, planar)
 
     @property
