@@ -2,10 +2,10 @@
 
     python bench/compare_torch.py [--quick] [--section NAME]... [--json FILE] [--markdown FILE]
 
-A ratio is PyTorch's time over nbdnn's: above 1, nbdnn is faster. PyTorch runs in inference mode; forwards take the
-faster of its contiguous and channels_last forms, nbdnn gets NCHW arrays only. nbdnn's problems are tuned before they
-are timed (what the database has is not measured again), and both are timed as a program calls them, from the outside.
-A ratio with ~ is uncertain, and no part of a mean: other programs were in the way throughout.
+A ratio is PyTorch's time over nbdnn's: above 1, nbdnn is faster. PyTorch runs in inference mode; each side counts with
+the faster of its contiguous and channels_last forms. nbdnn's problems are tuned before they are timed (what the
+database has is not measured again), and both are timed as a program calls them, from the outside, on operands that stay
+where they are. A ratio with ~ is uncertain, and no part of a mean: other programs were in the way throughout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from math import exp, fsum, log
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -30,13 +30,12 @@ from nbdnn.cli_output import duration, print_table
 from nbdnn.cli_tuning import progress_bar
 from nbdnn.device import cpu_device
 from nbdnn.dispatch import dispatcher
+from nbdnn.dispatch.timing import settle
 from nbdnn.dispatch.tuner import tune
 from nbdnn.problem import ConvProblem
 from nbdnn.workloads import Layer, workload
 
 BATCH_S = 10e-3
-# OpenMP's workers spin for a while after a region; whoever comes next must not pay for it.
-PAUSE_S = 5e-3
 _PATIENCE = 5
 Call = Callable[[], object]
 
@@ -74,8 +73,9 @@ def interleaved(calls: Sequence[Call], rounds: int) -> tuple[list[float], bool]:
     quiet: list[list[float]] = [[] for _ in calls]
     for _ in range(_PATIENCE * rounds):
         for call, count, all_taken, taken in zip(calls, counts, every, quiet, strict=True):
-            sleep(PAUSE_S)
-            call()
+            settle()
+            for _ in range(count):  # until the workers are awake and the caches are this call's own
+                call()
             before, start = getrusage(RUSAGE_SELF).ru_nivcsw, perf_counter()
             for _ in range(count):
                 call()
@@ -95,9 +95,12 @@ def arrays_of(problem: ConvProblem) -> list[np.ndarray]:
     return [rng.standard_normal(o.shape, np.float32) for o in problem.operands if o.role == "in"]
 
 
+FORMATS = {False: torch.contiguous_format, True: torch.channels_last}
+
+
 def ours(problem: ConvProblem, arrays: Sequence[torch.Tensor]) -> Call:
     """The call of nbdnn's public function that poses `problem`, on tensors."""
-    a, b = arrays
+    a, b = (array.contiguous(memory_format=FORMATS[problem.channels_last]) for array in arrays)
     where, groups = (problem.pad, problem.stride, problem.dilation, problem.mode), problem.groups
     match problem.op:
         case "conv_fwd":
@@ -125,7 +128,7 @@ def theirs(problem: ConvProblem, arrays: Sequence[torch.Tensor]) -> list[Call]:
             wanted, dy, x = [False, True, False], b, a
         return lambda: backward(dy, x, w, None, stride, pad, dilation, False, [0, 0], groups, wanted)
 
-    return [call(torch.contiguous_format), call(torch.channels_last)]
+    return [call(format_) for format_ in FORMATS.values()]
 
 
 @dataclass
@@ -138,13 +141,15 @@ class Comparison:
 
     def against_torch(self, section: str, layers: Sequence[Layer]) -> None:
         for layer in self._each(section, layers):
-            candidate = self._tune(layer.problem)
+            forms = [layer.problem, replace(layer.problem, layout="nhwc", w_layout="", y_layout="")]
+            candidates = [self._tune(form) for form in forms]
             arrays = [torch.from_numpy(array) for array in arrays_of(layer.problem)]
             with torch.inference_mode():
-                calls = [ours(layer.problem, arrays), *theirs(layer.problem, arrays)]
-                self._check(layer.problem, *(call() for call in calls[:2]))
-                (mine, *others), busy = interleaved(calls, self.rounds)
-            self._add(section, layer, mine, min(others), candidate, busy)
+                calls = [*(ours(form, arrays) for form in forms), *theirs(layer.problem, arrays)]
+                self._check(layer.problem, *(call() for call in calls[1:3]))
+                times, busy = interleaved(calls, self.rounds)
+            mine, best, form = min(zip(times, candidates, forms, strict=False))
+            self._add(section, layer, mine, min(times[2:]), f"{best}, {form.layout}", busy)
 
     def against_float32(self, section: str, dtype: torch.dtype, layers: Sequence[Layer]) -> None:
         """nbdnn's 16-bit forward beside its own float32: a ratio above 1 is what 16 bits win."""

@@ -1,8 +1,9 @@
 """Timing on the CPU: batches of at least 5 ms, on operands that the caches have forgotten.
 
-A sample is the time of a batch of calls, each on the next of several copies of the operands; together the copies are
-bigger than the last-level cache, so that a call finds its data where a network's call would: in memory. Samples of the
-candidates are interleaved by the tuner, so that a busy second harms all of them alike.
+A sample is the time of a batch of calls, each on the next of several copies of the inputs; together the copies are
+bigger than the last-level cache, so that a call finds its data where a network's call would: in memory. All write to
+one output, as the calls of a program do that frees its results: an allocator hands out again what was freed last.
+Samples of the candidates are interleaved by the tuner, so that a busy second harms all of them alike.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 from math import ceil
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time, sleep
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ from nbdnn.dispatch import workspace
 from nbdnn.problem import DEFAULT_ALIGN, Operand, Problem
 
 BATCH_S, WARM_UP_S = 5e-3, 1e-3
+# The workers of OpenMP and OpenBLAS spin after a region, on a core that the next one needs, for 10 to 300 ms: nbdnn's
+# own 240 us became 450 us there. They are seen by the processor time that passes while this thread sleeps.
+_LOOK_S, _PATIENCE_S = 1e-3, 0.5
 # A thread that another program displaces is gone for a scheduler's slice, and a parallel call waits for it: 8 ms, not
 # 4 us, again and again, with a spread of nothing. A quiet machine displaces a thread less than once in this time.
 _SLICE_S = 8e-3
@@ -48,7 +52,7 @@ class Operands:
     """Copies of a problem's operands in one block of memory. `pointers` has one tuple of addresses for each copy.
 
     Inputs are copies of the given ones and lie on cache lines as those do; without, they are random numbers and aligned
-    as the problem says. Outputs are not initialised, unless they are read.
+    as the problem says. An output is the same in every tuple and not initialised, unless it is read.
     """
 
     def __init__(self, problem: Problem, copies: int, given: Given | None = None, seed: int = 0) -> None:
@@ -62,7 +66,11 @@ class Operands:
         base = -(-self._memory.ctypes.data // _PAGE_BYTES) * _PAGE_BYTES
         self._sets = np.ndarray((copies, end), np.uint8, self._memory, base - self._memory.ctypes.data)
         self._problem = problem
-        self.pointers = [tuple(base + copy * end + start for start in starts) for copy in range(copies)]
+        steps = [0 if o.role == "out" and "beta" not in problem.epilogue else end for o in problem.operands]
+        self.pointers = [
+            tuple(base + start + copy * step for start, step in zip(starts, steps, strict=True))
+            for copy in range(copies)
+        ]
         rng = np.random.default_rng(seed)
         for i, (operand, array) in enumerate(zip(problem.operands, self.arrays(), strict=True)):
             if operand.role == "in" or "beta" in problem.epilogue:
@@ -95,6 +103,16 @@ def random_values(operand: Operand, rng: np.random.Generator) -> np.ndarray:
     return narrowed(np.resize(drawn, operand.shape), operand.dtype)
 
 
+def settle() -> None:
+    """Wait until the other threads of this process have come to rest, half a second at most."""
+    end = perf_counter() + _PATIENCE_S
+    while perf_counter() < end:
+        used_s = process_time()
+        sleep(_LOOK_S)
+        if process_time() - used_s < _LOOK_S / 2:
+            return
+
+
 class Stopwatch:
     """Samples the time of one runner, in microseconds a call."""
 
@@ -108,6 +126,7 @@ class Stopwatch:
 
     def sample(self) -> None:
         """Add the time of a batch; before the first one, warm up."""
+        settle()
         if not self._calls_a_look:
             calls, seconds = self._batch(WARM_UP_S, 1)
             self._calls_a_look = 1 if seconds / calls > BATCH_S / 100 else 16
