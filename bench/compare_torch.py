@@ -74,7 +74,7 @@ def interleaved(calls: Sequence[Call], rounds: int) -> tuple[list[float], bool]:
     for _ in range(_PATIENCE * rounds):
         for call, count, all_taken, taken in zip(calls, counts, every, quiet, strict=True):
             settle()
-            for _ in range(count):  # until the workers are awake and the caches are this call's own
+            for _ in range(1 + count // 4):  # until the caches are this call's own
                 call()
             before, start = getrusage(RUSAGE_SELF).ru_nivcsw, perf_counter()
             for _ in range(count):

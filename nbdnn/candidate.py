@@ -61,6 +61,7 @@ class Candidate(ABC, Generic[ConfigT]):
     op, provider, algorithm make up the id, such as ``conv_fwd/cpu/direct``. ``algo`` is Theano's name for the method
     (None where it had none). ``math`` names the arithmetic: 'fma' is IEEE multiply-add in the compute type; 'tf32'
     may only be used where TF32 is allowed. ``by_name_only``: misses the accuracy every default choice owes.
+    ``foreign_threads``: runs on another library's threads, which may spin on after it: the tuner waits for them.
     """
 
     op: str
@@ -70,6 +71,7 @@ class Candidate(ABC, Generic[ConfigT]):
     deterministic: bool = True
     math: str = "fma"
     by_name_only: bool = False
+    foreign_threads: bool = False
 
     @cached_property
     def id(self) -> str:

@@ -27,8 +27,9 @@ from nbdnn.problem import DEFAULT_ALIGN, Operand, Problem
 
 BATCH_S, WARM_UP_S = 5e-3, 1e-3
 # The workers of OpenMP and OpenBLAS spin after a region, on a core that the next one needs, for 10 to 300 ms: nbdnn's
-# own 240 us became 450 us there. They are seen by the processor time that passes while this thread sleeps.
-_LOOK_S, _PATIENCE_S = 1e-3, 0.5
+# own 240 us became 450 us there. They are seen by the processor time that passes while this thread sleeps, which the
+# system counts for another thread no finer than its tick, 10 ms at most.
+_LOOK_S, _PATIENCE_S = 20e-3, 1.0
 # A thread that another program displaces is gone for a scheduler's slice, and a parallel call waits for it: 8 ms, not
 # 4 us, again and again, with a spread of nothing. A quiet machine displaces a thread less than once in this time.
 _SLICE_S = 8e-3
@@ -104,7 +105,7 @@ def random_values(operand: Operand, rng: np.random.Generator) -> np.ndarray:
 
 
 def settle() -> None:
-    """Wait until the other threads of this process have come to rest, half a second at most."""
+    """Wait until the other threads of this process have come to rest, a second at most."""
     end = perf_counter() + _PATIENCE_S
     while perf_counter() < end:
         used_s = process_time()
@@ -126,7 +127,6 @@ class Stopwatch:
 
     def sample(self) -> None:
         """Add the time of a batch; before the first one, warm up."""
-        settle()
         if not self._calls_a_look:
             calls, seconds = self._batch(WARM_UP_S, 1)
             self._calls_a_look = 1 if seconds / calls > BATCH_S / 100 else 16

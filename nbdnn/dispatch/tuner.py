@@ -17,13 +17,14 @@ from time import perf_counter
 from typing import NamedTuple
 
 from nbdnn import config
+from nbdnn.candidate import Candidate
 from nbdnn.device import Device
 from nbdnn.dispatch import events, workspace
 from nbdnn.dispatch.check import Check, Verdict
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.measurement import Measurement, utc_now
 from nbdnn.dispatch.selection import Filters, Option, Rows, fastest, ranked, survey, unsupported, valid_rows
-from nbdnn.dispatch.timing import Given, Operands, Stopwatch, rotating
+from nbdnn.dispatch.timing import Given, Operands, Stopwatch, rotating, settle
 from nbdnn.problem import Problem
 
 # Who takes this many times the best is not sampled again: after the first sample, and after the third.
@@ -149,6 +150,7 @@ class _Race:
         self._given, (self._last_entry, self._last_sample) = given, deadlines
         self._entrants: list[_Entrant] = []
         self._rows: Rows = {}
+        self._restless = True  # the caller's libraries, and NumPy's BLAS after the check's reference
 
     @cached_property
     def _operands(self) -> Operands:
@@ -190,9 +192,9 @@ class _Race:
             if not verdict.reason:
                 scalars = self._given.scalars if self._given else (1.0, 0.0)
                 watch = Stopwatch(runner, operands, scalars, workspace_bytes)
-                watch.sample()
+                self._take(watch, candidate)
                 while watch.is_disturbed and len(watch.samples_us) < _FIRST_SAMPLES:
-                    watch.sample()
+                    self._take(watch, candidate)
         except MemoryError:  # of this moment, not of the candidate: not stored
             events.emit("failed", self._problem, candidate.id, f"no memory for {option}, workspace {workspace_bytes}")
             return
@@ -222,8 +224,15 @@ class _Race:
         for entrant in entrants:
             if perf_counter() >= self._last_sample:
                 return False
-            entrant.watch.sample()
+            self._take(entrant.watch, entrant.option.candidate)
         return True
+
+    def _take(self, watch: Stopwatch, candidate: Candidate) -> None:
+        """One sample, when the threads of whoever came before are at rest."""
+        if self._restless:
+            settle()
+        watch.sample()
+        self._restless = candidate.foreign_threads
 
     def _conclude(self, entrant: _Entrant) -> None:
         """Store the samples that came after the first, and tell what was measured."""

@@ -106,8 +106,9 @@ def test_operands_rotate_beyond_the_last_level_cache() -> None:
     given = np.arange(SMALL.operands[0].size_elems, dtype=np.float32), np.ones(SMALL.w_shape, np.float32)
     addresses = (given[0].ctypes.data, given[1].ctypes.data, 0)
     rotation = timing.rotating(SMALL, small_cache, 1 << 30, timing.Given(addresses, (1.0, 0.0)))
-    span = rotation.pointers[-1][-1] - rotation.pointers[0][0]
+    span = rotation.pointers[-1][1] - rotation.pointers[0][0]
     assert (1 << 16) < span < (1 << 17)
+    assert len({pointers[2] for pointers in rotation.pointers}) == 1  # an output stays where it is
     for pointers in rotation.pointers:
         assert [a % 64 for a in pointers] == [a % 64 for a in addresses]
         np.testing.assert_array_equal(at(pointers[0], given[0].shape, (1,), "f32"), given[0])

@@ -295,6 +295,7 @@ class Im2col(Candidate[NoConfig]):
     """Lowering and a matrix product by BLAS; supports every convolution."""
 
     provider, algorithm = "cpu", "im2col"
+    foreign_threads = True  # of NumPy's BLAS
 
     def __init__(self, op: str) -> None:
         self.op = op

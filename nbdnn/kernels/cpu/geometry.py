@@ -21,7 +21,7 @@ from nbdnn.problem import ACTIVATIONS, ConvProblem, dense_strides
 
 @dataclass(frozen=True)
 class Axis:
-    """One spatial axis of a gather: (tap in the filter, offset in the input) pairs in the filter's order, and ranges."""
+    """One spatial axis of a gather: (tap in the filter, offset in the input) in the filter's order, and ranges."""
 
     taps: tuple[tuple[int, int], ...]
     in_step: int
