@@ -239,6 +239,8 @@ EDGES_2D = (
     Edge("n2c3h23w25:k20r7s7:p3x3:u2x2:d1x1:g1", "the first layer of a network: three channels, 7x7"),
     Edge("n1c3h29w31:k9r11s11:p2x2:u4x4:d1x1:g1", "11x11 with stride 4"),
     Edge("n1c8h9w10:k8r5s5:p2x2:u1x1:d1x1:g1", "5x5: an FFT's and a larger Winograd's home"),
+    Edge("n2c3h22w37:k5r17s14:p8x7:u1x1:d1x1:g1", "a filter as large as a tile"),
+    Edge("n1c2h45w33:k3r33s35:p16x20:u1x1:d1x1:g1", "a filter too large for tiles"),
     Edge("n1c6h9w8:k7r1s7:p0x3:u1x1:d1x1:g1", "a row filter"),
     Edge("n1c6h9w8:k7r7s1:p3x0:u1x1:d1x1:g1", "a column filter"),
     Edge("n1c7h9w9:k6r2s2:p1x1:u1x1:d1x1:g1", "an even filter: half padding grows the output"),

@@ -25,6 +25,7 @@ from nbdnn import reference, tolerance
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
 from nbdnn.device import Device, cpu_device
 from nbdnn.dispatch import registry
+from nbdnn.kernels.cpu import conv_fft, conv_im2col, fft_plan
 from nbdnn.problem import CONV_OPS, ConvProblem, parse
 from nbdnn.workloads import CORE_2D, edges
 
@@ -91,6 +92,19 @@ def test_kernels_for_narrower_vectors(op: str, narrow: tuple[str, int], device: 
             problem = parse(f"{op}:f32:{shape}:cross:nchw")
             if candidate.supports(problem, narrower).ok:
                 check(candidate, problem, candidate.configs(problem, narrower)[0], narrower)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("op", CONV_OPS)
+def test_problems_taken_in_parts(op: str, layout: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips of a lowered image and images whose spectra are held at a time: only large problems have several."""
+    problem = parse(f"{op}:f32:n5c3h9w11:k7r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}")
+    monkeypatch.setattr(conv_im2col, "_STRIP_BYTES", 12_000)
+    monkeypatch.setattr(conv_fft, "plan", fft_plan.plan.__wrapped__)
+    monkeypatch.setattr(fft_plan, "_IMAGES_BYTES", 1)
+    for algorithm in ("im2col", "fft", "fft_tiling"):
+        candidate = registry.candidate(f"{op}/cpu/{algorithm}")
+        check(candidate, problem, candidate.configs(problem, device)[0], device)
 
 
 def check(candidate: Candidate, problem: ConvProblem, config: Hashable, device: Device) -> None:

@@ -50,7 +50,7 @@ _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 
 _TILES, _TILES_TRIED = (8, 12, 16, 20, 24, 32, 40, 48, 64), 3
 _LARGEST_TILED_FILTER = 32
 # Nanoseconds of one thread: an element of a line and its logarithm, and a byte of a spectrum, written and read again.
-_LINE_NS, _SPECTRUM_NS = 0.45, 0.13
+_LINE_NS, _SPECTRUM_NS = 0.3, 0.13
 
 
 class _Phases:
