@@ -25,7 +25,7 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
-from nbdnn.kernels.cpu.epilogue import tile_store
+from nbdnn.kernels.cpu.epilogue import store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import micro_kernel
@@ -417,7 +417,7 @@ def _parameters(
         a_h=a_h,
         a_w=a_w,
         channel_offsets=channels.ctypes.data,
-        contiguous=int(geo.out_strides[2] == 1),
+        contiguous=store_kind(problem, geo.out_strides[2] == 1),
         in_place=int(plan.in_place),
         shared=int(plan.shared),
         low_d=gather.d.low,

@@ -21,7 +21,7 @@ from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_vector import PLANAR_BLOCK, interleaved_pixels, planar_block, planar_rows
-from nbdnn.kernels.cpu.epilogue import tile_store
+from nbdnn.kernels.cpu.epilogue import store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import (
     GATHER_FIELDS,
     Axis,
@@ -348,7 +348,7 @@ def _parameters(
         worker_bytes=sizes["worker"],
         row_offsets=rows.ctypes.data,
         lane_offsets=lanes.ctypes.data,
-        contiguous=int(bool((np.diff(lanes) == 1).all())),
+        contiguous=store_kind(problem, bool((np.diff(lanes) == 1).all())),
     )
     return ctx, [depth_table, row_table, columns, rows, lanes], bands
 

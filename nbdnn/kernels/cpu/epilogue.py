@@ -17,7 +17,18 @@ from numba import float32, float64, int32, njit
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import NARROW, WIDEN, f32_from_bits, pointer
-from nbdnn.problem import ITEMSIZE
+from nbdnn.problem import ITEMSIZE, ConvProblem
+
+# Outputs larger than this would push the input out of a last-level cache of 32 MiB: they are written past the caches,
+# which also saves reading each line before it is overwritten.
+_STREAM_BYTES = 6 << 20
+
+
+def store_kind(problem: ConvProblem, adjacent: bool) -> int:
+    """How a tile's lanes are stored: 0 one by one, 1 as vectors of adjacent elements, 2 past the caches."""
+    out = next(operand for operand in problem.operands if operand.role == "out")
+    streams = out.size_bytes > _STREAM_BYTES and "beta" not in problem.epilogue
+    return (2 if streams else 1) if adjacent else 0
 
 
 @njit(inline="always")
@@ -69,6 +80,7 @@ def tile_store(dtype: str, compute: str, vl: int):
     """Compiled-in function that finishes and stores one tile; see the parameters of `store`."""
     data, tile_of, index = pointer(dtype), pointer(compute), pointer("i64")
     widen, narrow, narrow_row = WIDEN[dtype], NARROW[dtype], convert_row(compute, dtype, vl)
+    stream_row = convert_row(compute, dtype, vl, past_caches=True)
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     real = float32 if compute == "f32" else float64
     sigmoid, tanh = (_sigmoid_f32, _tanh_f32) if compute == "f32" else (_sigmoid_f64, _tanh_f64)
@@ -105,8 +117,8 @@ def tile_store(dtype: str, compute: str, vl: int):
     def store(tile, pitch, rows, lanes, out, row_offsets, lane_offsets, contiguous, flags, alpha, beta):
         """Element (m, j) of the tile goes to out[row_offsets[m] + lane_offsets[j]].
 
-        tile, out, row_offsets, lane_offsets are addresses; offsets are int64 elements; `contiguous` says that
-        consecutive lanes lie side by side. flags = (activation: 0 or 1 + its place in problem.ACTIVATIONS,
+        tile, out, row_offsets, lane_offsets are addresses; offsets are int64 elements; `contiguous` is what
+        `store_kind` says of the lanes. flags = (activation: 0 or 1 + its place in problem.ACTIVATIONS,
         bias address or 0, its steps in elements from row to row and from lane to lane, residual address or 0, whether
         beta reads out).
         """
@@ -137,7 +149,11 @@ def tile_store(dtype: str, compute: str, vl: int):
             line = m * pitch
             start = row_off[m]
             if contiguous:
-                narrow_row(out + (start + lane_off[0]) * itemsize, tile + line * acc_bytes, lanes)
+                to = out + (start + lane_off[0]) * itemsize
+                if contiguous == 2 and to % 64 == 0 and lanes % vl == 0:
+                    stream_row(to, tile + line * acc_bytes, lanes)
+                else:
+                    narrow_row(to, tile + line * acc_bytes, lanes)
             else:
                 for j in range(lanes):
                     y[start + lane_off[j]] = narrow(acc[line + j])

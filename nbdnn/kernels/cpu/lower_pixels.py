@@ -23,6 +23,7 @@ from numba import njit
 
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.epilogue import store_kind
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.rows import convert_row, every_step, transpose, zero_fill
@@ -226,7 +227,7 @@ def low_values(
         "table_s": table_s.ctypes.data,
         "low_h": gather.h.low,
         "scratch_bytes": plan.scratch_bytes,
-        "contiguous": int(step == 1 and (row == gather.w.count or gather.h.count == 1)),
+        "contiguous": store_kind(problem, step == 1 and (row == gather.w.count or gather.h.count == 1)),
         "flat": int(_is_flat(geo, gather)),
     }
     return values, [low_offsets, table_t, table_s]

@@ -42,11 +42,12 @@ def zero_fill(dtype: str):
 
 
 @cache
-def convert_row(source: str, target: str, vl: int):
+def convert_row(source: str, target: str, vl: int, past_caches: bool = False):
     """Intrinsic (to, start, n): n elements of `source` dtype at address `start`, converted to `target` dtype at `to`.
 
     Whole vectors of vl elements, then one masked vector: short rows, which is what convolutions have, cost no scalar
-    loop. Rounds to nearest even; NaN stays NaN.
+    loop. Rounds to nearest even; NaN stays NaN. With `past_caches` whole vectors are written to memory without first
+    being read from it; they must then be aligned to their own size.
     """
     read, write, read_bytes, write_bytes = row_types(source, target, vl)
 
@@ -72,7 +73,10 @@ def convert_row(source: str, target: str, vl: int):
         builder.position_at_end(body)
         from_slot, to_slot = slots(i)
         value = builder.load(from_slot, align=read_bytes)
-        builder.store(convert(builder, value, source, target, vl), to_slot, align=write_bytes)
+        align = vl * write_bytes if past_caches else write_bytes
+        stored = builder.store(convert(builder, value, source, target, vl), to_slot, align=align)
+        if past_caches:
+            stored.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
         i.add_incoming(after, body)
         builder.branch(head)
 
