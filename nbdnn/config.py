@@ -51,7 +51,7 @@ METHODS = {
     ("conv_bwd_data", 3): ("none", "deterministic", "fft_tiling", "winograd"),
 }
 
-_ENVIRONMENT = {name: os.environ.get(name, "") for name in ("NBDNN_FLAGS", "NBDNN_DB")}
+_ENVIRONMENT = {name: os.environ.get(name, "") for name in ("NBDNN_FLAGS", "NBDNN_DB", "NBDNN_CACHE_DIR")}
 
 
 class _Flag(NamedTuple):
@@ -163,6 +163,15 @@ def _from_environment() -> dict[str, Any]:
     if _ENVIRONMENT["NBDNN_DB"]:
         given["tune.db"] = _ENVIRONMENT["NBDNN_DB"]
     return _checked(given)
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: ``$NBDNN_CACHE_DIR``, else the user's cache folder."""
+    if given := _ENVIRONMENT["NBDNN_CACHE_DIR"]:
+        return Path(given)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("nbdnn"))
 
 
 class Settings:

@@ -10,16 +10,23 @@ import ast
 import hashlib
 import importlib.util
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+_STARTED_S = time.time()
 _KERNEL_PACKAGES = ("nbdnn.kernels", "nbdnn.cudnn")
 
 
 def transitive_hash(module: ModuleType) -> str:
     """16 hex digits over `module` and the kernel modules it reaches by import, in sorted order."""
     return _hash_of(module.__name__)
+
+
+def changed_since_start(module: ModuleType) -> bool:
+    """Whether a source file behind `transitive_hash` is newer than this process: it may not be what was imported."""
+    return any(_source_path(name).stat().st_mtime > _STARTED_S for name in _reachable(module.__name__))
 
 
 @cache

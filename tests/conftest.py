@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["NBDNN_DB"] = str(folder / "tuning.db")
     keep = config.pluginmanager.has_plugin("cacheprovider")
     os.environ["NBDNN_CACHE_DIR"] = str(config.cache.mkdir("nbdnn-kernels") if keep else folder / "kernels")
+    # Not in pyproject.toml: pytest would import nbdnn for it before this function runs.
+    assert "nbdnn" not in sys.modules
+    config.addinivalue_line("filterwarnings", "error::nbdnn.errors.NbdnnWarning")
 
 
 @pytest.fixture(scope="session")

@@ -33,3 +33,24 @@ def test_a_second_process_compiles_nothing(op: str) -> None:
         return set(cache_dir().iterdir())
 
     assert files_after("1") >= files_after("2")
+
+
+def test_a_source_edited_meanwhile_is_not_kept(tmp_path: Path) -> None:
+    """What was imported is no longer what the file says: its machine code must not be filed under the new text."""
+    (tmp_path / "edited.py").write_text(
+        "import os, sys, time\n"
+        "from nbdnn.kernels.cpu import compile as c\n"
+        "def task(args, ctx, index, worker):\n    pass\n"
+        "os.utime(__file__, (time.time() + float(sys.argv[1]),) * 2)\n"
+        "c.compile_task(task, 'test')\n"
+        "print(len(list(c.cache_dir().glob('*-task-*'))))\n"
+    )
+
+    def kept(age_s: float) -> int:
+        environment = {**os.environ, "NBDNN_CACHE_DIR": str(tmp_path / f"cache{age_s}"), "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, str(tmp_path / "edited.py"), str(age_s)]
+        done = subprocess.run(command, env=environment, check=True, timeout=300, capture_output=True, text=True)
+        return int(done.stdout)
+
+    assert kept(-60) == 1
+    assert kept(60) == 0

@@ -19,12 +19,12 @@ from typing import Any
 
 import llvmlite
 import numba
-import platformdirs
 from numba import types
 from numba.core import compiler, serialize
 from numba.core.ccallback import CFunc
 
-from nbdnn.source import transitive_hash
+from nbdnn import config
+from nbdnn.source import changed_since_start, transitive_hash
 
 TASK_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
 # NaN and infinities keep their meaning; only the order of additions inside a kernel may change.
@@ -38,8 +38,8 @@ _tasks: dict[tuple, CFunc] = {}
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: ``$NBDNN_CACHE_DIR``, else the user's cache folder."""
-    return Path(os.environ.get("NBDNN_CACHE_DIR") or platformdirs.user_cache_dir("nbdnn")) / "cpu"
+    """Where the compiled kernels of this provider are kept."""
+    return config.cache_dir() / "cpu"
 
 
 def compile_task(function: Callable[..., None], key: Hashable, *, fastmath: bool | set[str] = False) -> CFunc:
@@ -95,6 +95,9 @@ class DiskCache:
     def save_overload(self, signature: Any, result: Any) -> None:
         if result.library.has_dynamic_globals:
             raise RuntimeError(f"{self._label} embeds an address of this process: it cannot be kept on disk")
+        if changed_since_start(self._module):
+            _log.warning("%s is not kept on disk: its source has changed since it was loaded", self._label)
+            return
         path = self._path(result.target_context, signature)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
