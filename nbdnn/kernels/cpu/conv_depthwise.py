@@ -52,7 +52,7 @@ _PARAMS = record(
     # column_table: the table of that name, then each column tap's place in the filter.
     *("depth_table", "row_table", "column_table"),
     *("weights_offset", "weights_bytes", "entries_bytes", "worker_offset", "worker_bytes"),
-    *("row_offsets", "lane_offsets", "contiguous"),
+    *("row_offsets", "lane_offsets", "contiguous", "finished"),
 )
 
 
@@ -172,10 +172,10 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, step: int):
         return n_entries
 
     @njit(**DEVICE)
-    def pixels(ctx, run, x, entries, n_entries, weights, tile):
-        """`run` output pixels, all channels."""
+    def pixels(ctx, run, x, entries, n_entries, weights, tile, pitch):
+        """`run` output pixels, all channels, `pitch` bytes apart."""
         f = params_at(ctx)
-        pixel_bytes, pitch, tap_bytes, g = f.in_w * itemsize, f.width_pitch * acc_bytes, f.weights_bytes, 0
+        pixel_bytes, tap_bytes, g = f.in_w * itemsize, f.weights_bytes, 0
         while g < f.groups:
             left = f.groups - g
             at, w, to = x + g * itemsize, weights + g * acc_bytes, tile + g * acc_bytes
@@ -203,7 +203,7 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, step: int):
         residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
         bias = pointers[f.bias_pointer] if f.bias_pointer >= 0 else 0
         flags = (f.activation, bias, 0, 1, residual, f.read_out)
-        table = i64(f.column_table)
+        table, finished = i64(f.column_table), f.finished and a.alpha == 1.0
         # Pixels [inner, end) reach every column tap.
         inner, end = 0, f.count_w
         for s in range(f.taps_w):
@@ -215,16 +215,22 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, step: int):
             j = ready = 0
             while j < f.count_w:
                 x = pointers[f.in_pointer] + (n * f.in_n + j * f.in_step_w * f.in_w) * itemsize
-                to = tile + ready * pitch * acc_bytes
+                to, to_pitch = tile + ready * pitch * acc_bytes, pitch * acc_bytes
+                if finished:
+                    to_pitch = f.out_step_w * f.out_w * itemsize
+                    to = pointers[f.out_pointer] + out_row * itemsize + j * to_pitch
                 run = _PIXELS if inner <= j and j + _PIXELS <= end else 1
                 if run == _PIXELS:
-                    pixels(ctx, run, x, row_entries, n_row, weights, to)
+                    pixels(ctx, run, x, row_entries, n_row, weights, to, to_pitch)
                 else:
                     n_edge = tap_entries(ctx, edge_entries, i, depth, j, 1)
-                    pixels(ctx, run, x, edge_entries, n_edge, weights, to)
+                    pixels(ctx, run, x, edge_entries, n_edge, weights, to, to_pitch)
+                j += run
+                if finished:
+                    continue
                 for p in range(run):
-                    i64(row_slot)[ready + p] = out_row + (j + p) * f.out_step_w * f.out_w
-                j, ready = j + run, ready + run
+                    i64(row_slot)[ready + p] = out_row + (j - run + p) * f.out_step_w * f.out_w
+                ready += run
                 if j == f.count_w or ready + _PIXELS > f.tile_rows:
                     store(
                         tile, pitch, ready, f.groups, pointers[f.out_pointer], row_slot, f.lane_offsets, f.contiguous,
@@ -283,7 +289,7 @@ class Depthwise(Candidate[NoConfig]):
             else:
                 h, w = gather.h, gather.w
                 flat = gather.d.taps == ((0, 0),) and gather.d.in_step == 1
-                in_blocks = flat and _adjacent(h) and len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
+                in_blocks = flat and _adjacent(h) and 0 < len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
                 task = _planar_task(problem.dtype, vl, len(h.taps), len(w.taps), h.in_step, w.in_step, in_blocks)
                 phases.append(Phase(task, outer * geo.groups, ctx))
         return Program(phases, keep)
@@ -331,6 +337,7 @@ def _parameters(
         lanes = np.arange(geo.groups, dtype=np.int64) * geo.out_strides[1]
     else:
         lanes = (gather.w.out_start + np.arange(gather.w.count) * gather.w.out_step) * geo.out_strides[5]
+    kind = store_kind(problem, bool((np.diff(lanes) == 1).all()))
     ctx = filled(
         _PARAMS,
         **gather_values(problem, geo, gather),
@@ -348,7 +355,15 @@ def _parameters(
         worker_bytes=sizes["worker"],
         row_offsets=rows.ctypes.data,
         lane_offsets=lanes.ctypes.data,
-        contiguous=store_kind(problem, bool((np.diff(lanes) == 1).all())),
+        contiguous=kind,
+        # Sums of whole vectors that need no epilogue and stay in cache are stored by the inner loop itself.
+        finished=int(
+            problem.channels_last
+            and kind == 1
+            and not problem.epilogue
+            and problem.dtype == DEFAULT_COMPUTE[problem.dtype]
+            and geo.groups % device.lanes(problem.dtype) == 0
+        ),
     )
     return ctx, [depth_table, row_table, columns, rows, lanes], bands
 
