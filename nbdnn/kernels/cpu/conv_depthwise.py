@@ -283,7 +283,7 @@ class Depthwise(Candidate[NoConfig]):
             if problem.channels_last:
                 taps = len(gather.d.taps) * len(gather.h.taps) * len(gather.w.taps)
                 phases.append(Phase(_weights_task(problem.dtype, vl), taps, ctx))
-                taps_w = len(gather.w.taps) if _adjacent(gather.w) else 1
+                taps_w = max(1, len(gather.w.taps)) if _adjacent(gather.w) else 1
                 task = _interleaved_task(problem.dtype, vl, taps_w, gather.w.in_step)
                 phases.append(Phase(task, outer, ctx))
             else:
