@@ -1,22 +1,29 @@
-"""Each test of the dispatcher begins with an empty database and remembers nothing."""
+"""Each test of the dispatcher begins with an empty database and remembers nothing.
+
+nbdnn is imported in the fixtures: `pytest tests/dispatch` loads this file before the tests are isolated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 import pytest
 
-from nbdnn import config
-from nbdnn.dispatch import dispatcher, policy
-from nbdnn.problem import ConvProblem
+if TYPE_CHECKING:
+    from nbdnn.problem import ConvProblem
 
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[Path]:
     """The path of this test's own database; on one thread, whose times nobody else disturbs."""
+    import numba
+
+    from nbdnn import config
+    from nbdnn.dispatch import dispatcher, policy
+
     threads = numba.get_num_threads()
     numba.set_num_threads(1)
     policy.forget_once()
@@ -30,6 +37,7 @@ def fresh(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def restart() -> Callable[[], None]:
     """Forget what a new process would not know."""
+    from nbdnn.dispatch import dispatcher, policy
 
     def forget() -> None:
         dispatcher.empty_cache()
