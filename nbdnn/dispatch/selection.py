@@ -43,8 +43,9 @@ class Filters(NamedTuple):
         return self.candidate or self.method
 
     def unnamed(self) -> Filters:
-        """The same without the wish for a method or candidate."""
-        return self._replace(method="", candidate="")
+        """The same without the wish for a method or candidate; who wished for 'deterministic' still gets it."""
+        deterministic = self.deterministic or self.method == "deterministic"
+        return self._replace(method="", candidate="", deterministic=deterministic)
 
 
 class Option(NamedTuple):

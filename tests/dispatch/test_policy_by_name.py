@@ -10,7 +10,10 @@ import pytest
 from fakes import SMALL, TALL, Fake, ids, register
 
 from nbdnn import config, dnn_conv, dnn_conv3d, dnn_gradinput, events
-from nbdnn.dispatch import registry, selection
+from nbdnn.device import cpu_device
+from nbdnn.dispatch import dispatcher, policy, registry, selection
+from nbdnn.dispatch.policy import Request
+from nbdnn.dispatch.selection import Filters
 from nbdnn.errors import InvalidProblem, NbdnnWarning, UnsupportedProblem
 from nbdnn.problem import ConvProblem, parse
 
@@ -85,6 +88,13 @@ def test_a_deterministic_request_never_falls_back_to_less(monkeypatch: pytest.Mo
     register(monkeypatch, atomic)
     with pytest.raises(UnsupportedProblem, match="not deterministic"):
         call(TALL, algo="small", deterministic=True)
+
+
+def test_the_method_deterministic_never_falls_back_to_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, Fake("atomic", deterministic=False))
+    request = Request(filters=Filters(method="deterministic"))
+    with pytest.raises(UnsupportedProblem, match="not deterministic"):
+        policy.choose(SMALL, cpu_device(), dispatcher.database(), request)
 
 
 def test_an_id_is_exact(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
