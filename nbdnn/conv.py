@@ -140,7 +140,7 @@ def dnn_gradinput(
     """
     return _compute(
         (
-            "conv_bwd_data", 2, tuple(img_shp), border_mode, subsample, dilation, conv_mode, None, algo, precision,
+            "conv_bwd_data", 2, _hashable(img_shp), border_mode, subsample, dilation, conv_mode, None, algo, precision,
             num_groups, None, workspace_limit, deterministic, allow_tf32, layer,
         ),
         (kerns, topgrad, None, None, out),
@@ -189,8 +189,8 @@ def dnn_gradweight(
     """
     return _compute(
         (
-            "conv_bwd_filter", 2, tuple(kerns_shp), border_mode, subsample, dilation, conv_mode, None, algo, precision,
-            num_groups, None, workspace_limit, deterministic, allow_tf32, layer,
+            "conv_bwd_filter", 2, _hashable(kerns_shp), border_mode, subsample, dilation, conv_mode, None, algo,
+            precision, num_groups, None, workspace_limit, deterministic, allow_tf32, layer,
         ),
         (img, topgrad, None, None, out),
         alpha,
@@ -260,7 +260,7 @@ def dnn_gradinput3d(
     """
     return _compute(
         (
-            "conv_bwd_data", 3, tuple(img_shp), border_mode, subsample, dilation, conv_mode, None, algo, precision,
+            "conv_bwd_data", 3, _hashable(img_shp), border_mode, subsample, dilation, conv_mode, None, algo, precision,
             num_groups, None, workspace_limit, deterministic, allow_tf32, layer,
         ),
         (kerns, topgrad, None, None, out),
@@ -295,8 +295,8 @@ def dnn_gradweight3d(
     """
     return _compute(
         (
-            "conv_bwd_filter", 3, tuple(kerns_shp), border_mode, subsample, dilation, conv_mode, None, algo, precision,
-            num_groups, None, workspace_limit, deterministic, allow_tf32, layer,
+            "conv_bwd_filter", 3, _hashable(kerns_shp), border_mode, subsample, dilation, conv_mode, None, algo,
+            precision, num_groups, None, workspace_limit, deterministic, allow_tf32, layer,
         ),
         (img, topgrad, None, None, out),
         alpha,
@@ -336,6 +336,10 @@ def get_conv_out_shape(
     from nbdnn.conv_arguments import out_shape
 
     return out_shape(ishape, kshape, border_mode, subsample, dilation)
+
+
+def _hashable(shape: Any) -> Any:
+    return tuple(shape) if hasattr(shape, "__iter__") else shape
 
 
 def _compute(arguments: tuple, arrays: tuple, alpha: float, beta: float) -> Any:

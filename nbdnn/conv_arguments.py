@@ -25,7 +25,7 @@ class Arguments(NamedTuple):
 
     op: str
     ndim: int
-    shape: tuple[int, ...] | None
+    shape: Any
     border_mode: Any
     subsample: Any
     dilation: Any
@@ -74,11 +74,24 @@ def padding(
     return tuple((before, after) for before, after in before_after)
 
 
-def _integer(name: str, value: Any, each: Any, smallest: int) -> int:
+def integer(name: str, value: Any, smallest: int) -> int:
+    """`value`, where it is an int and not less than `smallest`."""
+    return _integer(name, value, value, smallest, "an int")
+
+
+def shape(name: str, value: Any) -> tuple[int, ...]:
+    """`value` as a tuple of ints."""
+    try:
+        return tuple(map(index, value))
+    except TypeError:
+        raise InvalidProblem(f"{name} is {value!r}, expected a tuple of ints") from None
+
+
+def _integer(name: str, value: Any, each: Any, smallest: int, expected: str = "an int or a tuple of ints") -> int:
     try:
         number = index(each)
     except TypeError:
-        raise InvalidProblem(f"{name} is {value!r}, expected an int or a tuple of ints") from None
+        raise InvalidProblem(f"{name} is {value!r}, expected {expected}") from None
     if number < smallest:
         raise InvalidProblem(f"{name} is {value!r}: {number} is less than {smallest}")
     return number
@@ -86,7 +99,7 @@ def _integer(name: str, value: Any, each: Any, smallest: int) -> int:
 
 def out_shape(ishape: Any, kshape: Any, border_mode: Any, subsample: Any, dilation: Any) -> tuple[int, ...]:
     """Shape of the result of a convolution: see `nbdnn.get_conv_out_shape`."""
-    ishape, kshape = (tuple(map(index, shape)) for shape in (ishape, kshape))
+    ishape, kshape = shape("ishape", ishape), shape("kshape", kshape)
     ndim = len(ishape) - 2
     if ndim not in (2, 3) or len(kshape) != len(ishape):
         raise InvalidType(f"ishape has {len(ishape)} axes and kshape {len(kshape)}, expected 4 and 4, or 5 and 5")
@@ -119,9 +132,8 @@ def check(given: Arguments) -> None:
             raise InvalidProblem(f"{name} is {value!r}, expected one of {', '.join(map(repr, valid))}")
     if not isinstance(given.layer, str | int | None):
         raise InvalidProblem(f"layer is {given.layer!r}, expected a name")
-    limit = given.workspace_limit
-    if limit is not None and _integer("workspace_limit", limit, limit, 0) < 0:
-        raise InvalidProblem(f"workspace_limit is {limit}")
+    if given.workspace_limit is not None:
+        integer("workspace_limit", given.workspace_limit, 0)
     for name, flag in (("deterministic", given.deterministic), ("allow_tf32", given.allow_tf32)):
         if flag not in (None, True, False):
             raise InvalidProblem(f"{name} is {flag!r}, expected True, False or None")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,7 +52,11 @@ def compute(arguments: tuple, arrays: Sequence[Any], alpha: float, beta: float) 
     residual and out, the last three None where absent.
     """
     context = dispatcher.context()
-    reads = [_ABSENT if array is None else read(array) for array in arrays]
+    try:
+        reads = [_ABSENT if array is None else read(array) for array in arrays]
+    except InvalidType:
+        _name_unreadable(arguments[0], arrays)
+        raise
     key = (arguments, beta == 0, *[key for _, key in reads])
     try:
         call = context.memo.get(key)
@@ -154,6 +157,16 @@ class _EpilogueOfZeros:
             total += widened(raw["residual"], problem.dtype)
         with np.errstate(over="ignore"):
             output[...] = narrowed(reference.activate(problem.activation, total), problem.dtype)
+
+
+def _name_unreadable(op: str, arrays: Sequence[Any]) -> None:
+    """Raise what `read` raises, with the name of the operand."""
+    for array, name in zip(arrays, _names(op), strict=True):
+        try:
+            if array is not None:
+                read(array)
+        except InvalidType as error:
+            raise InvalidType(f"{name}: {error}") from None
 
 
 def _names(op: str) -> tuple[str, ...]:
@@ -266,7 +279,7 @@ def _problem(
     ndim, op = given.ndim, given.op
     x_shape = first.shape if op != "conv_bwd_data" else _given_shape(given, "img_shp")
     w_shape = {"conv_fwd": second.shape, "conv_bwd_data": first.shape}.get(op) or _given_shape(given, "kerns_shp")
-    (groups,) = conv_arguments.axes("num_groups", (given.num_groups,), 1)
+    groups = conv_arguments.integer("num_groups", given.num_groups, 1)
     if x_shape[1] != w_shape[1] * groups:
         raise InvalidProblem(
             f"img has {x_shape[1]} channels, kerns {w_shape[1]} in each of {groups} groups: {w_shape[1] * groups}"
@@ -302,9 +315,6 @@ def _problem(
 
 
 def _given_shape(given: Arguments, name: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(map(index, given.shape or ()))
-    except TypeError:
-        raise InvalidProblem(f"{name} is {given.shape!r}, expected a tuple of ints") from None
+    shape = conv_arguments.shape(name, given.shape)
     _check_rank(given, name, len(shape))
     return shape

@@ -113,6 +113,8 @@ def test_out_shape() -> None:
         get_conv_out_shape((1, 1, 2, 5), (1, 1, 3, 3))
     with pytest.raises(InvalidType, match="4 axes and kshape 3"):
         get_conv_out_shape((1, 1, 2, 5), (1, 1, 3))
+    with pytest.raises(InvalidProblem, match=r"ishape is \(None, 1, 2, 5\), expected a tuple of ints"):
+        get_conv_out_shape((None, 1, 2, 5), (1, 1, 1, 1))  # type: ignore[arg-type]
 
 
 ERRORS: tuple[tuple[type, str, dict[str, Any]], ...] = (
@@ -120,7 +122,8 @@ ERRORS: tuple[tuple[type, str, dict[str, Any]], ...] = (
     (InvalidType, "kerns has 3 axes, expected 4", {"kerns": np.ones((1, 4, 3))}),
     (InvalidType, "img: dtype int64 is not one of float16, bfloat16, float32, float64", {"img": X.astype(int)}),
     (InvalidType, "dtype >f4 is not one of", {"img": X.astype(">f4")}),
-    (InvalidType, "list is not an array", {"kerns": W.tolist()}),
+    (InvalidType, "kerns: list is not an array", {"kerns": W.tolist()}),
+    (InvalidType, "out: tuple is not an array", {"out": (Y,)}),
     (InvalidType, "NoneType is not an array", {"img": None}),
     (InvalidType, "MaskedArray is not an array", {"img": np.ma.masked_array(X)}),
     (InvalidProblem, r"border_mode is \[1, 1\], expected an int or a tuple", {"border_mode": [1, 1]}),
@@ -138,7 +141,8 @@ ERRORS: tuple[tuple[type, str, dict[str, Any]], ...] = (
     (InvalidProblem, "img has 4 channels, kerns 4 in each of 2 groups: 8", {"num_groups": 2}),
     (InvalidProblem, "img has 4 channels, kerns 3 in each of 1 groups: 3", {"kerns": W[:, :3]}),
     (InvalidProblem, "output channels: 5 is not a multiple of groups 2", {"kerns": W[:5, :2], "num_groups": 2}),
-    (InvalidProblem, "num_groups is .*0 is less than 1", {"num_groups": 0}),
+    (InvalidProblem, "num_groups is 0: 0 is less than 1", {"num_groups": 0}),
+    (InvalidProblem, "num_groups is 1.5, expected an int$", {"num_groups": 1.5}),
     (InvalidProblem, "output extent of spatial axis 1 would be 0", {"kerns": np.ones((1, 4, 1, 6), "f")}),
     (InvalidProblem, "spatial extent is 0", {"img": np.ones((2, 4, 0, 5), "f"), "border_mode": 2}),
     (InvalidProblem, "filter extent is 0", {"kerns": np.ones((2, 4, 0, 1), "f")}),
@@ -155,6 +159,7 @@ ERRORS: tuple[tuple[type, str, dict[str, Any]], ...] = (
     (InvalidType, "out is float64, the result float32", {"out": np.ones((2, 6, 4, 3))}),
     (InvalidProblem, "out cannot be written", {"out": np.broadcast_to(np.float32(0), (2, 6, 4, 3))}),
     (InvalidProblem, "workspace_limit is -1", {"workspace_limit": -1}),
+    (InvalidProblem, "workspace_limit is '1M', expected an int$", {"workspace_limit": "1M"}),
     (InvalidProblem, "deterministic is 'yes', expected True, False or None", {"deterministic": "yes"}),
     (InvalidProblem, "layer is 1.5, expected a name", {"layer": 1.5}),
     (TypeError, "workmem= is gone: say which algorithm with algo=", {"workmem": "small"}),
@@ -176,6 +181,11 @@ def test_errors_of_the_gradients() -> None:
         dnn_gradinput(W, Y, (2, 4, 7, 5), 1)
     with pytest.raises(InvalidProblem, match=r"img_shp is \(2, 4, 6, 5.5\)"):
         dnn_gradinput(W, Y, (2, 4, 6, 5.5), 1)
+    for nothing in (None, 6):
+        with pytest.raises(InvalidProblem, match=f"img_shp is {nothing}, expected a tuple of ints"):
+            dnn_gradinput(W, Y, nothing, 1)  # type: ignore[arg-type]
+        with pytest.raises(InvalidProblem, match=f"kerns_shp is {nothing}, expected a tuple of ints"):
+            dnn_gradweight(X, Y, nothing, 1)  # type: ignore[arg-type]
     with pytest.raises(InvalidType, match="kerns_shp has 3 axes, expected 4"):
         dnn_gradweight(X, Y, (6, 4, 3), 1)
     with pytest.raises(InvalidType, match="16-bit compute on float16"):
