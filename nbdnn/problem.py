@@ -341,9 +341,10 @@ def parse(text: str) -> Problem:
     """The problem that `text` names; InvalidProblem says which token is wrong and what was expected there."""
     tokens = text.strip().split(":")
     try:
-        op, dtype = tokens.pop(0), tokens.pop(0)
+        op = tokens.pop(0)
         if op not in CONV_OPS:
             raise InvalidProblem(f"unknown op {op!r} in {text!r}: expected one of {', '.join(CONV_OPS)}")
+        dtype = tokens.pop(0)
         compute = tokens.pop(0)[1:] if tokens[0] in ("cf16", "cf32", "cf64") else ""
         n, c, *spatial = _match(_DIMS, tokens.pop(0), "dims such as n32c64h56w56", text)
         k, *extents = _match(_FILTER, tokens.pop(0), "a filter such as k64r3s3", text)
