@@ -62,6 +62,8 @@ def _show_warning(message: Warning | str, *where: object, **more: object) -> Non
 
 def one_line(error: BaseException | Warning | str) -> str:
     """What is wrong, in one line; the type too where a message alone says little."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if isinstance(error, KeyError | AttributeError | TypeError | IndexError | AssertionError) or not text:
         return f"{type(error).__name__}: {text}".rstrip(": ")

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nbdnn.cli import INTERRUPTED
@@ -16,6 +15,7 @@ from nbdnn.cli_tuning import add_budget, tuned
 from nbdnn.workloads import Layer
 
 if TYPE_CHECKING:
+    from nbdnn.dispatch.database import Database
     from nbdnn.dispatch.tuner import TuneResult
 
 
@@ -62,14 +62,16 @@ def run(args: argparse.Namespace) -> int:
     elif results:
         print_results(f"{' '.join(args.target)} on {args.device}", results)
     if interrupted:
+        fate = f"kept in {database.path}, the same command goes on from there"
+        if database.why_unsaved:
+            fate = f"lost: {database.why_unsaved}"
         print(
-            f"nbdnn: interrupted after {len(results)} of {len(wanted)} problems; what was measured is kept in "
-            f"{database.path}, the same command goes on from there",
+            f"nbdnn: interrupted after {len(results)} of {len(wanted)} problems; what was measured is {fate}",
             file=sys.stderr,
         )
         return INTERRUPTED
     if not args.json:
-        print(_summary(results, database.path))
+        print(_summary(results, database))
     return 0
 
 
@@ -129,12 +131,15 @@ def _factor(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
-def _summary(results: Sequence[Tuned], path: Path) -> str:
+def _summary(results: Sequence[Tuned], database: Database) -> str:
     measured = sum(result.measured for result in results)
     unfinished = sum(not result.complete for result in results)
     if not measured:
-        return f"Nothing was measured: {path} already has all of it."
-    text = f"{measured} measurements of {len(results)} problems are kept in {path}."
+        return f"Nothing was measured: {database.path} already has all of it."
+    measurements = f"{measured} measurements of {len(results)} problems"
+    if database.why_unsaved:
+        return f"{measurements} are lost with the end of this command: {database.why_unsaved}."
+    text = f"{measurements} are kept in {database.path}."
     if unfinished:
         text += f" The budget ended {unfinished} early: the same command goes on with them."
     return text

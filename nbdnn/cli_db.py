@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from nbdnn import config
 from nbdnn.dispatch import exchange, upkeep
 from nbdnn.dispatch.database import default_path
 from nbdnn.dispatch.measurement import AnyRecord, LayerChoice, Measurement
@@ -185,7 +186,10 @@ def _forget(arguments: Namespace) -> int:
 
 
 def _file(arguments: Namespace, writable: bool = False) -> SqliteFile:
-    return SqliteFile(arguments.db or default_path(), writable)
+    file = SqliteFile(arguments.db or default_path(), writable)
+    if writable and (mode := config.current()["tune.mode"]) != "read-write":
+        raise DatabaseError(f"{file.path} may not be changed: tune.mode is {mode}")
+    return file
 
 
 def _existing(arguments: Namespace, writable: bool = False) -> SqliteFile:

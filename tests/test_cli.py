@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
+from nbdnn import config
 from nbdnn.cli import main
+from nbdnn.errors import NbdnnWarning
 
 PROBLEM = "conv_fwd:f32:n1c8h10w12:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
 ANOTHER = "conv_bwd_data:f32:n1c8h10w12:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
@@ -46,6 +49,8 @@ def db(tmp_path: Path) -> str:
         (["info", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["info", "resnet50"], "unrecognized arguments: resnet50"),
         (["db"], "arguments are required"),
+        (["db", "forget", "conv"], "unknown op 'conv' in 'conv': expected one of conv_fwd"),
+        (["db", "import", "/nowhere/tuned"], "error: /nowhere/tuned: No such file or directory$"),
     ],
 )
 def test_every_error_is_one_line_and_exit_code_2(
@@ -111,6 +116,21 @@ def test_autotune_measures_once_and_says_so(db: str, tmp_path: Path) -> None:
     ]
     assert all(r["speedup"] == r["default_us"] / r["time_us"] for r in results)
     assert "Nothing was measured" in nbdnn("autotune", str(problems), "--db", db).stdout
+
+
+@pytest.mark.parametrize("fault", ["off", "read-only", "not a file"])
+def test_autotune_does_not_say_kept_where_nothing_is(
+    db: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    mode = "read-write" if fault == "not a file" else fault
+    place = str(tmp_path) if fault == "not a file" else db
+    with config.change(tune__mode=mode, tune__db=place), warnings.catch_warnings():
+        warnings.simplefilter("ignore", NbdnnWarning)
+        assert main(["autotune", PROBLEM, "--budget", "1"]) == 0
+    out = capsys.readouterr().out
+    why = f"{place} cannot be written" if fault == "not a file" else f"tune.mode is {mode}"
+    assert out.endswith(f" measurements of 1 problems are lost with the end of this command: {why}.\n")
+    assert not Path(db).exists()
 
 
 def test_bench_shows_every_candidate_and_explain_what_is_chosen(db: str) -> None:

@@ -86,6 +86,13 @@ class Database:
         """Keep a layer's choice, instead of the one it had."""
         self._keep([checked(choice)])
 
+    @property
+    def why_unsaved(self) -> str:
+        """Why what is stored would be lost with this process; '' where all of it is in the file."""
+        if not self._unsaved:
+            return ""
+        return f"{self.path} cannot be written" if self.mode == "read-write" else f"tune.mode is {self.mode}"
+
     def close(self) -> None:
         """Close the calling thread's connection. The next use opens it again."""
         self._file.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from database_records import DEVICE, PROBLEM, contents, layer_choice, measurement, sql
 
-from nbdnn import cli
+from nbdnn import cli, config
 from nbdnn.device import cpu_device
 from nbdnn.dispatch import registry
 from nbdnn.dispatch.database import Database, LayerChoice, Measurement
@@ -419,6 +419,19 @@ def test_looking_changes_nothing(
     before = contents(tmp_path)
     assert db(*(tmp_path / "lines" if word == "FILE" else word for word in arguments))[0] in (0, 1)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("mode", ["read-only", "off"])
+@pytest.mark.parametrize("words", ["import FILE", "merge FILE", "prune", "forget --op conv_fwd"])
+def test_what_tune_mode_forbids_to_write_is_not_written(
+    tmp_path: Path, path: Path, db: Callable[..., tuple[int, str, str]], mode: str, words: str
+) -> None:
+    fill(path, measurement())
+    (tmp_path / "lines").write_text(to_line(measurement("another")))
+    with config.change(tune__mode=mode):
+        code, output, error = db(*(tmp_path / "lines" if word == "FILE" else word for word in words.split()))
+    assert (code, output, error) == (2, "", f"nbdnn: error: {path} may not be changed: tune.mode is {mode}\n")
+    assert held(path) == [measurement()]
 
 
 def test_importing_into_an_impossible_place(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
