@@ -1,4 +1,5 @@
-# Every target makes what it needs in a fresh clone: a virtual environment in .venv, nothing outside of it.
+# Every target makes what it needs in a fresh clone: a virtual environment in .venv, the demo's database in .demo.
+# Compiled kernels lie in the user's cache folder, where every clone finds them.
 PYTHON ?= python3
 BIN := .venv/bin
 

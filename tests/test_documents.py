@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from nbdnn.cli import parser
-from nbdnn.problem import parse
+from nbdnn.dispatch import registry
+from nbdnn.problem import CONV_OPS, parse
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -26,6 +27,18 @@ def test_readme_code_runs() -> None:
     assert len(code) >= 4
     for block in code:
         exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_readme_lists_every_candidate() -> None:
+    rows = re.findall(r"^\| `(cpu/\w+)` \| (.*?) ?\| (.+?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    told = [(f"conv_{each}/{name}", method) for name, method, passes in rows for each in passes.split(", ")]
+    assert len(told) == len(set(told))
+    methods = {name: method.strip("'") for name, method, _ in rows}
+    for op in CONV_OPS:
+        ids = [candidate.id for candidate in registry.candidates(op)]
+        assert [id for id, _ in told if id.startswith(f"{op}/")] == ids
+        for candidate in registry.candidates(op):
+            assert candidate.algo in (methods[candidate.id.partition("/")[2]], None)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
