@@ -51,7 +51,8 @@ METHODS = {
     ("conv_bwd_data", 3): ("none", "deterministic", "fft_tiling", "winograd"),
 }
 
-_ENVIRONMENT = {name: os.environ.get(name, "") for name in ("NBDNN_FLAGS", "NBDNN_DB", "NBDNN_CACHE_DIR")}
+_VARIABLES = ("NBDNN_FLAGS", "NBDNN_DB", "NBDNN_CACHE_DIR", "NUMBA_NUM_THREADS")
+_ENVIRONMENT = {name: os.environ.get(name, "") for name in _VARIABLES}
 
 
 class _Flag(NamedTuple):
@@ -172,6 +173,12 @@ def cache_dir() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("nbdnn"))
+
+
+def numba_threads() -> int | None:
+    """How many threads Numba was told to use, by ``$NUMBA_NUM_THREADS``; None where by nobody."""
+    given = _ENVIRONMENT["NUMBA_NUM_THREADS"]
+    return int(given) if given else None
 
 
 class Settings:

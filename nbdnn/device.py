@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from nbdnn import config
 from nbdnn.problem import ITEMSIZE
 
 _CGROUP_FILES = (
@@ -84,8 +85,8 @@ def thread_count() -> int:
         return parallel.get_num_threads()
     if (numba := sys.modules.get("numba")) is not None:
         return numba.config.NUMBA_NUM_THREADS
-    if wanted := os.environ.get("NUMBA_NUM_THREADS", ""):
-        return int(wanted)
+    if wanted := config.numba_threads():
+        return wanted
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,6 +66,11 @@ def imports(module: str) -> Iterator[str]:
 def test_imports_point_one_way(module: str) -> None:
     upwards = [name for name in imports(module) if name != "nbdnn" and rank(name) > rank(module)]
     assert not upwards, f"{module} imports {', '.join(upwards)}"
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = {path.name for path in ROOT.rglob("*.py") if re.search(r"os\.(environ|getenv)", path.read_text())}
+    assert readers == {"config.py"}
 
 
 def test_importing_nbdnn_loads_no_compiler_and_no_array_library_but_numpy() -> None:
