@@ -252,7 +252,7 @@ EDGES_2D = (
     Edge("n2c16h9w9:k16r5s5:p2x2:u2x2:d1x1:g16", "depthwise 5x5, stride 2"),
     Edge("n1c18h15w14:k18r3s3:p2x2:u1x1:d2x2:g18", "depthwise, dilated"),
     Edge("n2c32h9w17:k32r3s3:p1x1:u1x1:d1x1:g32", "depthwise in whole vectors of channels"),
-    Edge("n2c40h13w21:k40r3s2:ba0.2x1.0:u2x3:d2x1:g40", "depthwise, stride beyond the filter: inputs that no tap reaches"),
+    Edge("n2c40h13w21:k40r3s2:ba0.2x1.0:u2x3:d2x1:g40", "depthwise, stride beyond the filter: inputs no tap reaches"),
     Edge("n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1", "several tiles and a remainder on every axis"),
     Edge("n1c520h5w6:k9r3s3:p1x1:u1x1:d1x1:g1", "a reduction over channels longer than any block"),
     Edge("n1c9h4w5:k520r1s1:p0x0:u1x1:d1x1:g1", "more filters than any block; the long reduction of bwd_data"),

@@ -25,7 +25,7 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
-from nbdnn.kernels.cpu.epilogue import store_kind, tile_store
+from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import micro_kernel
@@ -41,7 +41,7 @@ _TASKS_PER_THREAD = 4
 _PARAMS = record(
     *GATHER_FIELDS,
     *("strips", "strip_rows", "chunks", "chunk_panels", "panels", "panel_bytes", "packed_offset"),
-    *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "contiguous"),
+    *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "contiguous", "finished"),
     *("in_place", "shared", "low_d", "low_h", "low_w", "low_rows", "low_columns", "depth_offsets"),
     *("strip_offset", "strip_bytes", "worker_offset", "worker_bytes", "pixels_bytes"),
 )
@@ -143,36 +143,44 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
     """One strip, one chunk of panels."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
-    i64, acc_of, args_at, params_at = pointer("i64"), pointer(compute), struct(ARGS), struct(_PARAMS)
+    i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
     locate, lower_rows, store = _locate(), _lower_rows(dtype, vl), tile_store(dtype, compute, vl)
-    row_slots, zero = stack(mr * 8), (float32 if compute == "f32" else float64)(0.0)
+    row_slots = stack(mr * 8)
 
-    def kernels(rows):
-        return (micro_kernel(compute, rows, min(v, nv), vl, None, lanes_full * acc_bytes, True) for v in (1, 2, 3, nv))
+    def multiply_of(accumulate):
+        """(slots, pixels, vectors, offsets, panel, k_len, tile, pitch): a tile of mr or mr - 1 pixels."""
 
-    micro1, micro2, micro3, micro_full = kernels(mr)
-    short1, short2, short3, short_full = kernels(mr - 1)
+        def kernels(rows):
+            sizes = (1, 2, 3, nv)
+            step = lanes_full * acc_bytes
+            return (micro_kernel(compute, rows, min(v, nv), vl, None, step, accumulate) for v in sizes)
 
-    @njit(**DEVICE)
-    def multiply(rows, used, vectors, a_offsets, b, k_len, tile, pitch):
-        """Tiles have mr or mr - 1 pixels."""
-        if used == mr:
-            if vectors == nv:
-                micro_full(rows, a_offsets, b, 0, k_len, tile, pitch)
+        micro1, micro2, micro3, micro_full = kernels(mr)
+        short1, short2, short3, short_full = kernels(mr - 1)
+
+        @njit(**DEVICE)
+        def multiply(slots, used, vectors, a_offsets, b, k_len, tile, pitch):
+            if used == mr:
+                if vectors == nv:
+                    micro_full(slots, a_offsets, b, 0, k_len, tile, pitch)
+                elif vectors == 1:
+                    micro1(slots, a_offsets, b, 0, k_len, tile, pitch)
+                elif vectors == 2:
+                    micro2(slots, a_offsets, b, 0, k_len, tile, pitch)
+                else:
+                    micro3(slots, a_offsets, b, 0, k_len, tile, pitch)
+            elif vectors == nv:
+                short_full(slots, a_offsets, b, 0, k_len, tile, pitch)
             elif vectors == 1:
-                micro1(rows, a_offsets, b, 0, k_len, tile, pitch)
+                short1(slots, a_offsets, b, 0, k_len, tile, pitch)
             elif vectors == 2:
-                micro2(rows, a_offsets, b, 0, k_len, tile, pitch)
+                short2(slots, a_offsets, b, 0, k_len, tile, pitch)
             else:
-                micro3(rows, a_offsets, b, 0, k_len, tile, pitch)
-        elif vectors == nv:
-            short_full(rows, a_offsets, b, 0, k_len, tile, pitch)
-        elif vectors == 1:
-            short1(rows, a_offsets, b, 0, k_len, tile, pitch)
-        elif vectors == 2:
-            short2(rows, a_offsets, b, 0, k_len, tile, pitch)
-        else:
-            short3(rows, a_offsets, b, 0, k_len, tile, pitch)
+                short3(slots, a_offsets, b, 0, k_len, tile, pitch)
+
+        return multiply
+
+    multiply_first, multiply_more = multiply_of(False), multiply_of(True)
 
     def strip(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
@@ -197,7 +205,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
         bias = pointers[f.bias_pointer] + g * f.c_out * itemsize if f.bias_pointer >= 0 else 0
         residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
         blocks, slots = (pixels + mr - 1) // mr, row_slots()
-        one_step = f.k_len <= f.k_step
+        one_step, finished = f.k_len <= f.k_step, f.finished and a.alpha == 1.0
         chunk = index % f.chunks
         for panel in range(chunk * f.chunk_panels, min(f.panels, (chunk + 1) * f.chunk_panels)):
             first = panel * lanes_full
@@ -216,11 +224,17 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                     used = max(end - p, mr - 1)
                     for m in range(used):
                         i64(slots)[m] = i64(in_addresses)[min(p + m, end - 1)]
+                    to, to_pitch = tile, pitch * acc_bytes
+                    whole = finished and one_step and lanes == pitch and used == end - p
+                    if whole:
+                        to = pointers[f.out_pointer] + (i64(out_offsets)[p] + first * f.out_c) * itemsize
+                        to_pitch = f.out_step_w * f.out_w * itemsize
+                    offsets = f.a_offsets + 4 * k0
                     if k0 == 0:
-                        for i in range(used * pitch):
-                            acc_of(tile)[i] = zero
-                    multiply(slots, used, vectors, f.a_offsets + 4 * k0, b, k_len, tile, pitch * acc_bytes)
-                    if k0 + k_len >= f.k_len:
+                        multiply_first(slots, used, vectors, offsets, b, k_len, to, to_pitch)
+                    else:
+                        multiply_more(slots, used, vectors, offsets, b, k_len, to, to_pitch)
+                    if k0 + k_len >= f.k_len and not whole:
                         store(
                             tile, pitch, end - p, lanes, pointers[f.out_pointer], out_offsets + 8 * p,
                             f.channel_offsets + 8 * first, f.contiguous, flags, a.alpha, a.beta,
@@ -401,6 +415,9 @@ def _parameters(
     a_offsets, a_h, a_w = _a_offsets(geo, gather, plan, itemsize)
     channels = np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2]
     depth = np.array([offset for _, offset in gather.d.taps], np.int64)
+    kind = store_kind(problem, geo.out_strides[2] == 1)
+    row, pixel = gather.h.out_step * geo.out_strides[4], gather.w.out_step * geo.out_strides[5]
+    rows_follow = row == gather.w.count * pixel or gather.h.count == 1
     ctx = filled(
         _PARAMS,
         **gather_values(problem, geo, gather),
@@ -417,7 +434,8 @@ def _parameters(
         a_h=a_h,
         a_w=a_w,
         channel_offsets=channels.ctypes.data,
-        contiguous=store_kind(problem, geo.out_strides[2] == 1),
+        contiguous=kind,
+        finished=int(is_finished(problem, kind) and rows_follow),
         in_place=int(plan.in_place),
         shared=int(plan.shared),
         low_d=gather.d.low,

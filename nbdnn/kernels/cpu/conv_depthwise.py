@@ -21,7 +21,7 @@ from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_vector import PLANAR_BLOCK, interleaved_pixels, planar_block, planar_rows
-from nbdnn.kernels.cpu.epilogue import store_kind, tile_store
+from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import (
     GATHER_FIELDS,
     Axis,
@@ -356,13 +356,10 @@ def _parameters(
         row_offsets=rows.ctypes.data,
         lane_offsets=lanes.ctypes.data,
         contiguous=kind,
-        # Sums of whole vectors that need no epilogue and stay in cache are stored by the inner loop itself.
         finished=int(
             problem.channels_last
-            and kind == 1
-            and not problem.epilogue
-            and problem.dtype == DEFAULT_COMPUTE[problem.dtype]
-            and geo.groups % device.lanes(problem.dtype) == 0
+            and is_finished(problem, kind)
+            and geo.groups % device.lanes(DEFAULT_COMPUTE[problem.dtype]) == 0
         ),
     )
     return ctx, [depth_table, row_table, columns, rows, lanes], bands

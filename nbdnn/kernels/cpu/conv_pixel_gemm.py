@@ -96,7 +96,7 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
         out = pointers[f.out_pointer] + image_out
         residual = pointers[f.residual_pointer] + image_out if f.residual_pointer >= 0 else 0
         bias = pointers[f.bias_pointer] + g * f.c_out * itemsize if f.bias_pointer >= 0 else 0
-        tile, row_slot = tile_bytes(), row_bytes()
+        tile, row_slot, finished = tile_bytes(), row_bytes(), f.finished and a.alpha == 1.0
         blocks, vectors = (f.c_out + mr - 1) // mr, (pixels + vl - 1) // vl
         tiles = (vectors + nv - 1) // nv
         for block in range(chunk * f.chunk_blocks, min(blocks, (chunk + 1) * f.chunk_blocks)):
@@ -115,18 +115,24 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
                 start, end = i * vectors // tiles, (i + 1) * vectors // tiles
                 used, p = end - start, start * vl
                 b = low + p * acc_bytes
+                to, pitch = tile, used * vl * acc_bytes
+                whole = finished and channels == mr and p + used * vl <= pixels
+                if whole:
+                    pitch = f.out_c * itemsize
+                    to = out + first * pitch + i64(offsets)[p] * itemsize
                 if used == nv:
-                    micro_full(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile, used * vl * acc_bytes)
+                    micro_full(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, to, pitch)
                 elif used == 1:
-                    micro1(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile, used * vl * acc_bytes)
+                    micro1(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, to, pitch)
                 elif used == 2:
-                    micro2(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile, used * vl * acc_bytes)
+                    micro2(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, to, pitch)
                 else:
-                    micro3(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, tile, used * vl * acc_bytes)
-                store(
-                    tile, used * vl, channels, min(used * vl, pixels - p), out, f.channel_offsets + first * 8,
-                    offsets + p * 8, f.contiguous, flags, a.alpha, a.beta,
-                )  # fmt: skip
+                    micro3(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, to, pitch)
+                if not whole:
+                    store(
+                        tile, used * vl, channels, min(used * vl, pixels - p), out, f.channel_offsets + first * 8,
+                        offsets + p * 8, f.contiguous, flags, a.alpha, a.beta,
+                    )  # fmt: skip
 
     return compile_task(multiply, (dtype, mr, nv, vl, packed), fastmath=FASTMATH)
 

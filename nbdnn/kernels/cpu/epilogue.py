@@ -17,7 +17,7 @@ from numba import float32, float64, int32, njit
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import NARROW, WIDEN, f32_from_bits, pointer
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 # Outputs larger than this would push the input out of a last-level cache of 32 MiB: they are written past the caches,
 # which also saves reading each line before it is overwritten.
@@ -29,6 +29,11 @@ def store_kind(problem: ConvProblem, adjacent: bool) -> int:
     out = next(operand for operand in problem.operands if operand.role == "out")
     streams = out.size_bytes > _STREAM_BYTES and "beta" not in problem.epilogue
     return (2 if streams else 1) if adjacent else 0
+
+
+def is_finished(problem: ConvProblem, kind: int) -> bool:
+    """Whether sums are the output as they are, so that whole vectors may be stored by the inner loop itself."""
+    return kind == 1 and not problem.epilogue and problem.dtype == DEFAULT_COMPUTE[problem.dtype]
 
 
 @njit(inline="always")

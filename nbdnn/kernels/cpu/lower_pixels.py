@@ -23,7 +23,7 @@ from numba import njit
 
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.epilogue import store_kind
+from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.rows import convert_row, every_step, transpose, zero_fill
@@ -38,7 +38,7 @@ LOW_FIELDS = (
     *GATHER_FIELDS,
     *("strips", "strip_rows", "chunks", "chunk_blocks", "shared", "parts", "part_channels"),
     *("k_len", "low_offsets", "row_phases", "plane_elems", "table_t", "table_s", "low_h"),
-    *("scratch_bytes", "scratch_offset", "contiguous", "flat"),
+    *("scratch_bytes", "scratch_offset", "contiguous", "finished", "flat"),
 )
 _LOW = record(*LOW_FIELDS)
 
@@ -210,6 +210,7 @@ def low_values(
     table_t = np.array([offset for _, offset in gather.d.taps], np.int64)
     table_s = column_table(gather.w)
     step, row = gather.w.out_step * geo.out_strides[5], gather.h.out_step * geo.out_strides[4]
+    kind = store_kind(problem, step == 1 and (row == gather.w.count or gather.h.count == 1))
     parts = plan.parts if plan.shared else 1
     values = gather_values(problem, geo, gather) | {
         "strips": plan.strips,
@@ -227,7 +228,8 @@ def low_values(
         "table_s": table_s.ctypes.data,
         "low_h": gather.h.low,
         "scratch_bytes": plan.scratch_bytes,
-        "contiguous": store_kind(problem, step == 1 and (row == gather.w.count or gather.h.count == 1)),
+        "contiguous": kind,
+        "finished": int(is_finished(problem, kind)),
         "flat": int(_is_flat(geo, gather)),
     }
     return values, [low_offsets, table_t, table_s]
