@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint bench compare clean
+.PHONY: demo test interop lint bench compare clean
 
 demo: .venv/installed
 	@mkdir -p .demo
@@ -11,6 +11,10 @@ demo: .venv/installed
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest
+
+# The tests of PyTorch and JAX arrays, which `make test` leaves out where those are not installed.
+interop: .venv/installed-interop
+	NBDNN_TEST_LIBRARIES=all $(BIN)/python -m pytest tests/test_conv_api.py tests/test_ops.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -21,7 +25,7 @@ bench: .venv/installed-dev
 	$(BIN)/python -m pytest -c bench/pytest.ini bench
 
 # PyTorch is the yardstick here and a dependency of nothing else.
-compare: .venv/installed-torch
+compare: .venv/installed-interop
 	$(BIN)/python bench/compare_torch.py
 
 clean:
@@ -38,6 +42,6 @@ clean:
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ .venv/installed
 
-.venv/installed-torch: .venv/installed-dev
-	$(BIN)/python -m pip install --quiet torch
+.venv/installed-interop: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[interop]'
 	@touch $@

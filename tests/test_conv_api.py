@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from libraries import library
 
 import nbdnn
 from nbdnn import (
@@ -394,7 +395,7 @@ def test_bfloat16_gradient_as_input_is_float32_inside() -> None:
 
 
 def test_torch() -> None:
-    torch = pytest.importorskip("torch")
+    torch = library("torch")
     x, w = torch.tensor(X), torch.nn.Parameter(torch.tensor(W))
     y = dnn_conv(x, w, 1, conv_mode="cross")
     np.testing.assert_allclose(y, torch.nn.functional.conv2d(x, w, padding=1).detach(), rtol=1e-4, atol=1e-5)
@@ -417,7 +418,7 @@ def test_torch() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_torch_dtypes(dtype: str) -> None:
-    torch = pytest.importorskip("torch")
+    torch = library("torch")
     y = dnn_conv(torch.tensor(X).to(getattr(torch, dtype)), W, 1, out=None)
     assert y.dtype == (torch.float64 if dtype == "float64" else torch.float32)  # the common one with W's float32
     y = dnn_conv(torch.tensor(X).to(getattr(torch, dtype)), torch.tensor(W).to(getattr(torch, dtype)), 1)
@@ -426,7 +427,7 @@ def test_torch_dtypes(dtype: str) -> None:
 
 
 def test_jax() -> None:
-    jax = pytest.importorskip("jax")
+    jax = library("jax")
     x, w = jax.numpy.asarray(X), jax.numpy.asarray(W)
     y = dnn_conv(x, w, 1)
     assert isinstance(y, jax.Array)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from libraries import library
 
 from nbdnn import config, dnn_conv, events, ops
 from nbdnn.errors import InvalidProblem, InvalidType
@@ -56,7 +57,7 @@ def test_output_is_scaled_and_overwritten_only_in_place() -> None:
 
 
 def test_jax_output_is_read_and_a_jax_array_comes_back() -> None:
-    jax = pytest.importorskip("jax")
+    jax = library("jax")
     x, w = (jax.numpy.asarray(draw(*shape), jax.numpy.float32) for shape in ((1, 2, 5, 5), (3, 2, 3, 3)))
     y = ops.GpuDnnConv()(x, w, None, ops.GpuDnnConvDesc())
     twice = ops.GpuDnnConv()(x, w, y, ops.GpuDnnConvDesc(), 1.0, 1.0)

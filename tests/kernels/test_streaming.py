@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -35,8 +36,7 @@ def test_large_outputs_are_right(candidate_id: str, text: str, offset: int) -> N
     problem, device, candidate = parse(text), cpu_device(), registry.candidate(candidate_id)
     assert store_kind(problem, True) == 2
     rng = np.random.default_rng(0)
-    ml_dtypes = pytest.importorskip("ml_dtypes") if problem.dtype == "bf16" else None
-    dtype = np.dtype(ml_dtypes.bfloat16 if ml_dtypes else np.float32)
+    dtype = np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bf16" else np.float32)
     memory = [aligned(operand.size_bytes, offset) for operand in problem.operands]
     arrays = {}
     for operand, buffer in zip(problem.operands, memory, strict=True):
