@@ -462,3 +462,14 @@ def test_every_problem_of_a_call_parses() -> None:
         dnn_conv(X, W, 1, bias=np.ones(6, "f"), activation="tanh")
     problem = parse(log[0].problem)
     assert isinstance(problem, ConvProblem) and problem.epilogue == ("bias", "tanh")
+
+
+@pytest.mark.parametrize("algo", ["guess_on_shape_change", "time_on_shape_change"])
+def test_no_workspace_still_has_an_implementation(algo: str) -> None:
+    x, w = (RNG.standard_normal(shape, np.float32) for shape in ((2, 4, 7, 8), (6, 4, 3, 3)))
+    with nbdnn.config.change(dnn__workspace_limit=0):
+        y = dnn_conv(x, w, 1, algo=algo)
+        dx = dnn_gradinput(w, y, x.shape, 1, algo=algo)
+        dw = dnn_gradweight(x, y, w.shape, 1, algo=algo)
+    np.testing.assert_allclose(np.vdot(y, y), np.vdot(dx, x), rtol=1e-4)
+    np.testing.assert_allclose(np.vdot(y, y), np.vdot(dw, w), rtol=1e-4)

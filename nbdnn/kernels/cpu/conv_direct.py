@@ -39,12 +39,14 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 _CHUNKS_PER_THREAD = 16  # tasks a thread: enough to even out, few enough that drawing one costs nothing
 _NS_PER_MAC = 0.15  # one thread, short float32 rows: a prior for the guess, not a measurement of this machine
 
-_GATHER = record(*GATHER_FIELDS, "rows", "rows_a_task", "table_d", "table_h", "table_w", "lanes", "contiguous")
+_GATHER = record(
+    *GATHER_FIELDS, "rows", "rows_a_task", "table_d", "table_h", "table_w", "lanes", "contiguous", "scratch"
+)
 
 
-def _scratch_bytes(width: int, compute: str) -> int:
-    """Bytes of one worker's accumulator row."""
-    return ceil(width * ITEMSIZE[compute] / 64) * 64
+def _scratch(width: int, compute: str, device: Device) -> np.ndarray:
+    """A row of accumulators for each worker, owned by the runner: this candidate runs where no workspace may be."""
+    return np.empty(device.threads * ceil(width * ITEMSIZE[compute] / 64) * 64, np.uint8)
 
 
 @cache
@@ -62,7 +64,7 @@ def _gather_task(dtype: str, vl: int):
         # Rows of (tap in the filter, offset in the input, first and end of the outputs it reaches).
         table_d, table_h, table_w = i64(f.table_d), i64(f.table_h), i64(f.table_w)
         width = f.count_w
-        tile = a.workspace + worker * ((width * acc_bytes + 63) // 64 * 64)
+        tile = f.scratch + worker * ((width * acc_bytes + 63) // 64 * 64)
         acc = acc_of(tile)
         step = f.in_step_w * f.in_w
         bias = pointers[f.bias_pointer] if f.bias_pointer >= 0 else 0
@@ -125,6 +127,7 @@ def _gather_phase(
     lanes = (gather.w.out_start + np.arange(gather.w.count) * gather.w.out_step) * geo.out_strides[-1]
     rows = geo.n * geo.groups * geo.c_out * gather.d.count * gather.h.count
     rows_a_task = max(1, rows // (device.threads * _CHUNKS_PER_THREAD))
+    scratch = _scratch(gather.w.count, DEFAULT_COMPUTE[problem.dtype], device)
     ctx = filled(
         _GATHER,
         **gather_values(problem, geo, gather),
@@ -133,16 +136,16 @@ def _gather_phase(
         **{f"table_{axis}": table.ctypes.data for axis, table in zip("dhw", tables, strict=True)},
         lanes=lanes.ctypes.data,
         contiguous=int(gather.w.out_step * geo.out_strides[-1] == 1),
+        scratch=scratch.ctypes.data,
     )
-    return Phase(
-        _gather_task(problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype])), ceil(rows / rows_a_task), ctx
-    ), [*tables, lanes]
+    task = _gather_task(problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype]))
+    return Phase(task, ceil(rows / rows_a_task), ctx), [*tables, lanes, scratch]
 
 
 _FILTER = record(
     *("n", "k", "c", "c_group", "k_group", "x_n", "x_c", "x_d", "x_h", "x_w", "y_n", "y_c", "y_d", "y_h", "y_w"),
     *("count_d", "count_h", "step_d", "step_h", "step_w", "taps_d", "taps_h", "taps_w"),
-    *("table_d", "table_h", "table_w", "out_k", "out_c", "lanes", "contiguous", "read_out"),
+    *("table_d", "table_h", "table_w", "out_k", "out_c", "lanes", "contiguous", "read_out", "scratch"),
 )
 
 
@@ -160,7 +163,7 @@ def _filter_task(dtype: str, vl: int):
         x, dy = data(a.p0), data(a.p1)
         table_d, table_h, table_w = i64(f.table_d), i64(f.table_h), i64(f.table_w)
         taps = f.taps_d * f.taps_h * f.taps_w
-        tile = a.workspace + worker * ((taps * acc_bytes + 63) // 64 * 64)
+        tile = f.scratch + worker * ((taps * acc_bytes + 63) // 64 * 64)
         acc = acc_of(tile)
         k, c = index // f.c_group, index % f.c_group
         x_c = (k // f.k_group * f.c_group + c) * f.x_c
@@ -203,6 +206,7 @@ def _filter_phase(problem: ConvProblem, device: Device) -> tuple[Phase, list[np.
     taps = [tuple(tap for tap, _ in axis.taps) for axis in gather]
     w_t, w_r, w_s = spatial3(tuple(w_taps), 0)
     lanes = np.array([t * w_t + r * w_r + s * w_s for t in taps[0] for r in taps[1] for s in taps[2]], np.int64)
+    scratch = _scratch(prod(problem.filter), DEFAULT_COMPUTE[problem.dtype], device)
     values: dict[str, int] = {}
     for prefix, operand, last in (("x", x, problem.channels_last), ("y", dy, problem.y_channels_last)):
         strides = tensor_strides(operand.shape, last)
@@ -224,13 +228,11 @@ def _filter_phase(problem: ConvProblem, device: Device) -> tuple[Phase, list[np.
         lanes=lanes.ctypes.data,
         contiguous=int(bool((np.diff(lanes) == 1).all())),
         read_out=int("beta" in problem.epilogue),
+        scratch=scratch.ctypes.data,
     )
     pairs = problem.k * problem.c // problem.groups
     task = _filter_task(problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype]))
-    return Phase(task, pairs, ctx), [
-        *tables,
-        lanes,
-    ]
+    return Phase(task, pairs, ctx), [*tables, lanes, scratch]
 
 
 class Direct(Candidate[NoConfig]):
@@ -243,13 +245,6 @@ class Direct(Candidate[NoConfig]):
 
     def supports(self, problem: ConvProblem, device: Device) -> Support:
         return YES
-
-    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
-        if self.op == "conv_bwd_filter":
-            width = prod(problem.filter)
-        else:
-            width = max(g.w.count for g in geometry(problem).gathers)
-        return device.threads * _scratch_bytes(width, DEFAULT_COMPUTE[problem.dtype])
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
         return kernel_us(device, 0.0, problem.flops / 2 * _NS_PER_MAC, device.threads)
