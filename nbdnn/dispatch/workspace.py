@@ -11,6 +11,9 @@ import numpy as np
 from nbdnn.device import Device
 
 _ALIGN_BYTES = 64
+# NumPy asks for huge pages for arrays of 4 MiB and more; in small pages a 3x3 layer's scratch made one kernel 1.3 to
+# 1.8 times slower. What is not touched takes no memory.
+_LEAST_BYTES, _HUGE_PAGE_BYTES = 32 << 20, 2 << 20
 
 
 class Memory(NamedTuple):
@@ -67,5 +70,14 @@ def available_bytes(device: Device, limit: int | None) -> int:
 
 
 def _allocate(size_bytes: int) -> Memory:
-    array = np.empty(size_bytes + _ALIGN_BYTES, np.uint8)
-    return Memory(array, -(-array.ctypes.data // _ALIGN_BYTES) * _ALIGN_BYTES, size_bytes)
+    """Huge pages where they can be had, else exactly what is needed."""
+    roomy = -(-max(size_bytes, _LEAST_BYTES) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    try:
+        return _aligned(roomy, _HUGE_PAGE_BYTES)
+    except MemoryError:
+        return _aligned(size_bytes, _ALIGN_BYTES)
+
+
+def _aligned(size_bytes: int, align_bytes: int) -> Memory:
+    array = np.empty(size_bytes + align_bytes, np.uint8)
+    return Memory(array, -(-array.ctypes.data // align_bytes) * align_bytes, size_bytes)

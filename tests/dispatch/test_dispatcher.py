@@ -100,7 +100,8 @@ def test_workspace_grows_is_aligned_and_shared() -> None:
     assert first.address % 64 == 0 and first.array.ctypes.data <= first.address
     assert first.address + 100 <= first.array.ctypes.data + first.array.nbytes
     assert workspace.take(50) is first
-    assert workspace.take(200) is not first
+    assert workspace.take(first.size_bytes) is first
+    assert workspace.take(first.size_bytes + 1) is not first
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(workspace.take, 100).result().address != workspace.take(100).address
     workspace.empty()
