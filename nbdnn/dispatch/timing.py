@@ -26,7 +26,7 @@ from nbdnn.dispatch import workspace
 from nbdnn.problem import DEFAULT_ALIGN, Operand, Problem
 
 BATCH_S, WARM_UP_S = 5e-3, 1e-3
-# The workers of OpenMP and OpenBLAS spin after a region, on a core that the next one needs, for 10 to 300 ms: nbdnn's
+# The workers of OpenMP and OpenBLAS spin after a region, on a core that the next one needs, for 10 to 400 ms: nbdnn's
 # own 240 us became 450 us there. They are seen by the processor time that passes while this thread sleeps, which the
 # system counts for another thread no finer than its tick, 10 ms at most.
 _LOOK_S, _PATIENCE_S = 20e-3, 1.0

@@ -2,7 +2,7 @@
 
 A kernel's time is that of its multiply-adds at the rate of its vector registers, plus that of every element it copies,
 packs, transforms or stores on the side, divided among the threads, times how unevenly its tasks divide. The costs an
-element were fitted to an AVX-512 core (Zen 5, 4 GHz, July and November 2026); their ratios matter, not their size. The
+element were fitted to an AVX-512 core (Zen 5, November 2026); their ratios matter, not their size. The
 bench prints how good the guesses are.
 """
 
@@ -12,7 +12,7 @@ from math import ceil
 
 from nbdnn.device import Device
 
-_VECTOR_FMAS_PER_NS = 8.0  # two a cycle at 4 GHz
+_VECTOR_FMAS_PER_NS = 8.0  # the micro-kernel reaches 262 GFLOP/s a thread
 _CALL_US = 4.0  # a parallel region and its barrier
 
 # Nanoseconds an element, one thread.
