@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import count
 
 import numpy as np
@@ -79,6 +81,41 @@ def bench_rows_of_a_problem(benchmark, full_database) -> None:
 
 def bench_rows_of_an_unknown_problem(benchmark, full_database) -> None:
     assert benchmark(full_database.rows, cpu_device().fingerprint, TYPICAL.replace("n8", "n0")) == []
+
+
+class ChildClock:
+    """Time as new processes measure it: what a process prints is the seconds of the part that counts."""
+
+    seconds = 0.0
+
+    def run(self, script: str, *arguments: str) -> None:
+        self.seconds += float(subprocess.check_output([sys.executable, "-c", script, *arguments]))
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+child = ChildClock()
+
+
+@pytest.mark.benchmark(timer=child)
+def bench_first_rows_of_a_process(benchmark, full_database) -> None:
+    script = """
+import sys, time
+from nbdnn.dispatch.database import Database
+begun = time.perf_counter()
+rows = Database(sys.argv[1], shipped=None).rows(*sys.argv[2:])
+print(time.perf_counter() - begun)
+assert rows
+"""
+    arguments = str(full_database.path), cpu_device().fingerprint, TYPICAL
+    benchmark.pedantic(child.run, (script, *arguments), rounds=20)
+
+
+@pytest.mark.benchmark(timer=child)
+def bench_import_after_numpy(benchmark) -> None:
+    script = "import numpy, time; begun = time.perf_counter(); import nbdnn; print(time.perf_counter() - begun)"
+    benchmark.pedantic(child.run, (script,), rounds=20)
 
 
 def bench_store_one_row(benchmark, full_database) -> None:

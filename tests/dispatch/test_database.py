@@ -866,29 +866,6 @@ def test_a_fork_amid_other_threads_work(path: Path) -> None:
     assert sql(path, "PRAGMA integrity_check") == [("ok",)]
 
 
-LOOK_UP = """
-import sys, time
-from database_records import *
-from nbdnn.dispatch.database import Database
-begun = time.process_time()  # what other programs take does not count
-rows = Database(sys.argv[1], shipped=Path(sys.argv[2])).rows(DEVICE, PROBLEM)
-print((time.process_time() - begun) * 1e3)
-assert len(rows) == 60
-"""
-
-
-def test_a_look_up_in_a_fresh_process_takes_less_than_2_ms(tmp_path: Path, path: Path) -> None:
-    db = opened(path)
-    db.store([measurement(str(n), problem=f"{PROBLEM}:{p}") for p in range(99) for n in range(50)])
-    db.store([measurement(str(n)) for n in range(40)])
-    db.close()
-    write_shipped(tmp_path / "shipped.db", [measurement(str(n)) for n in range(20, 60)])
-    times_ms: list[float] = []
-    while len(times_ms) < 10 and min(times_ms, default=9.0) >= 2.0:
-        times_ms.append(float(finish(start(LOOK_UP, path, tmp_path / "shipped.db", cwd=Path(__file__).parent))))
-    assert min(times_ms) < 2.0, times_ms
-
-
 def test_importing_it_is_light() -> None:
     script = "import sys, nbdnn.dispatch.database; print(*({'numba', 'numpy', 'rich', 'torch'} & {*sys.modules}))"
     assert finish(start(script)) == "\n"
