@@ -204,10 +204,11 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                 i64(in_addresses)[p] = low + (i * f.in_step_h * f.a_h + j * f.in_step_w * f.a_w) * acc_bytes
         bias = pointers[f.bias_pointer] + g * f.c_out * itemsize if f.bias_pointer >= 0 else 0
         residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
-        blocks, slots = (pixels + mr - 1) // mr, row_slots()
+        slots, blocks = row_slots(), (pixels + mr - 1) // mr
+        least, longer = pixels // blocks, pixels % blocks  # blocks of `least` pixels, the first `longer` of one more
         one_step, finished = f.k_len <= f.k_step, f.finished and a.alpha == 1.0
-        chunk = index % f.chunks
-        for panel in range(chunk * f.chunk_panels, min(f.panels, (chunk + 1) * f.chunk_panels)):
+        first_panel = index % f.chunks * f.chunk_panels
+        for panel in range(first_panel, min(f.panels, first_panel + f.chunk_panels)):
             first = panel * lanes_full
             lanes = min(lanes_full, f.c_out - first)
             vectors = (lanes + vl - 1) // vl
@@ -216,27 +217,28 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
             panel_address = a.workspace + f.packed_offset + (g * f.panels + panel) * f.panel_bytes
             for k0 in range(0, max(1, f.k_len), f.k_step):
                 k_len = min(f.k_step, f.k_len - k0)
-                b = panel_address + k0 * lanes_full * acc_bytes
+                offsets, b = f.a_offsets + 4 * k0, panel_address + k0 * lanes_full * acc_bytes
                 for block in range(blocks):
-                    # Pixels are shared out evenly: tiles of mr and mr - 1, save in images smaller than that.
-                    p, end = block * pixels // blocks, (block + 1) * pixels // blocks
+                    p, count = block * least + min(block, longer), least + (block < longer)
+                    # Tiles of mr and mr - 1 pixels; where an image has fewer, its last one stands in for the rest.
+                    used, addresses = max(count, mr - 1), in_addresses + 8 * p
+                    if used > count:
+                        for m in range(used):
+                            i64(slots)[m] = i64(addresses)[min(m, count - 1)]
+                        addresses = slots
                     tile = acc if one_step else acc + block * mr * pitch * acc_bytes
-                    used = max(end - p, mr - 1)
-                    for m in range(used):
-                        i64(slots)[m] = i64(in_addresses)[min(p + m, end - 1)]
                     to, to_pitch = tile, pitch * acc_bytes
-                    whole = finished and one_step and lanes == pitch and used == end - p
+                    whole = finished and one_step and lanes == pitch and used == count
                     if whole:
                         to = pointers[f.out_pointer] + (i64(out_offsets)[p] + first * f.out_c) * itemsize
                         to_pitch = f.out_step_w * f.out_w * itemsize
-                    offsets = f.a_offsets + 4 * k0
                     if k0 == 0:
-                        multiply_first(slots, used, vectors, offsets, b, k_len, to, to_pitch)
+                        multiply_first(addresses, used, vectors, offsets, b, k_len, to, to_pitch)
                     else:
-                        multiply_more(slots, used, vectors, offsets, b, k_len, to, to_pitch)
+                        multiply_more(addresses, used, vectors, offsets, b, k_len, to, to_pitch)
                     if k0 + k_len >= f.k_len and not whole:
                         store(
-                            tile, pitch, end - p, lanes, pointers[f.out_pointer], out_offsets + 8 * p,
+                            tile, pitch, count, lanes, pointers[f.out_pointer], out_offsets + 8 * p,
                             f.channel_offsets + 8 * first, f.contiguous, flags, a.alpha, a.beta,
                         )  # fmt: skip
 
@@ -365,8 +367,13 @@ class ChannelGemm(Candidate[Config]):
         return YES
 
     def configs(self, problem: ConvProblem, device: Device) -> tuple[Config, ...]:
-        # An address register a pixel: six fit beside the rest.
-        return (Config(6, 4),) if device.isa == "avx512" else (Config(6, 2), Config(4, 3))
+        # An address register a pixel: six to eight fit beside the rest. Panels of equal width, because one vector alone
+        # leaves multiply-adds waiting for each other; where there is only one, more pixels hide that.
+        if device.isa != "avx512":
+            return Config(6, 2), Config(4, 3)
+        vectors = ceil(geometry(problem).c_out / device.lanes(DEFAULT_COMPUTE[problem.dtype]))
+        nv = ceil(vectors / max(1, ceil(vectors / 4)))
+        return (Config(6 if nv > 1 else 8, max(1, nv)),)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Device) -> int:
         return _layout(problem, config, device).total_bytes

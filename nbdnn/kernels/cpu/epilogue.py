@@ -21,7 +21,7 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 # Outputs larger than this would push the input out of a last-level cache of 32 MiB: they are written past the caches,
 # which also saves reading each line before it is overwritten.
-_STREAM_BYTES = 6 << 20
+_STREAM_BYTES = 24 << 20
 
 
 def store_kind(problem: ConvProblem, adjacent: bool) -> int:
