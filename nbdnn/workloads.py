@@ -253,6 +253,11 @@ EDGES_2D = (
     Edge("n1c18h15w14:k18r3s3:p2x2:u1x1:d2x2:g18", "depthwise, dilated"),
     Edge("n2c32h9w17:k32r3s3:p1x1:u1x1:d1x1:g32", "depthwise in whole vectors of channels"),
     Edge("n2c40h13w21:k40r3s2:ba0.2x1.0:u2x3:d2x1:g40", "depthwise, stride beyond the filter: inputs no tap reaches"),
+    Edge(
+        "n1c72h11w23:k72r5s5:p2x2:u4x4:d2x2:g72",
+        "depthwise, stride 4: three, two or no taps a row in bwd_data",
+    ),
+    Edge("n1c330h3w15:k330r3s3:p1x1:u1x1:d1x1:g330", "depthwise in so many channels that few pixels fit into a tile"),
     Edge("n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1", "several tiles and a remainder on every axis"),
     Edge("n1c520h5w6:k9r3s3:p1x1:u1x1:d1x1:g1", "a reduction over channels longer than any block"),
     Edge("n1c9h4w5:k520r1s1:p0x0:u1x1:d1x1:g1", "more filters than any block; the long reduction of bwd_data"),

@@ -11,7 +11,7 @@ Traffic: x, w and y once. Accumulates in float32 (float64), one rounding a step.
 from __future__ import annotations
 
 from functools import cache
-from math import ceil, prod
+from math import prod
 
 import numpy as np
 from numba import float32, float64, njit
@@ -20,40 +20,27 @@ from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
-from nbdnn.kernels.cpu.depthwise_vector import PLANAR_BLOCK, interleaved_pixels, planar_block, planar_rows
-from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
-from nbdnn.kernels.cpu.geometry import (
-    GATHER_FIELDS,
-    Axis,
-    Gather,
-    Geometry,
-    column_table,
-    gather_values,
-    geometry,
-    tap_table,
+from nbdnn.kernels.cpu.depthwise_plan import (
+    EDGE_VECTORS,
+    PARAMS,
+    PIXELS,
+    TILE_PIXELS,
+    VECTORS,
+    adjacent,
+    joint_taps,
+    parameters,
+    sizes_of,
 )
+from nbdnn.kernels.cpu.depthwise_vector import interleaved_pixels, planar_block, planar_rows
+from nbdnn.kernels.cpu.epilogue import tile_store
+from nbdnn.kernels.cpu.geometry import geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
+from nbdnn.kernels.cpu.vector import WIDEN, pointer, prefetch, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
-# Rows finished before they are stored, one column of vectors after another: more would read the plane against its
-# order and leave the hardware's prefetcher behind.
-_TILE_ROWS, _PLANE_BYTES = 2 * PLANAR_BLOCK, 2 << 10
-_TILE_PIXELS, _TILE_BYTES = 64, 8 << 10  # interleaved pixels finished before they are stored
-_TASKS_PER_THREAD = 8
-_PIXELS, _VECTORS = 4, 2  # of an interleaved tile: 8 accumulators hide the latency of multiply-add
 _MAX_TAPS = 1024
 _MAX_BLOCK_TAPS = 25  # weights kept in registers, beside the accumulators of a block
 _NS_PER_BYTE = 0.05  # of the operands, one thread
-
-_PARAMS = record(
-    *GATHER_FIELDS,
-    *("bands", "band_rows", "tile_rows", "width_pitch"),
-    # column_table: the table of that name, then each column tap's place in the filter.
-    *("depth_table", "row_table", "column_table"),
-    *("weights_offset", "weights_bytes", "entries_bytes", "worker_offset", "worker_bytes"),
-    *("row_offsets", "lane_offsets", "contiguous", "finished"),
-)
 
 
 @cache
@@ -62,7 +49,7 @@ def _planar_task(dtype: str, vl: int, taps_h: int, taps_w: int, step_h: int, ste
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, widen = ITEMSIZE[dtype], ITEMSIZE[compute], WIDEN[dtype]
     data, acc_of, i64, args_at, params_at = (
-        pointer(dtype), pointer(compute), pointer("i64"), struct(ARGS), struct(_PARAMS),
+        pointer(dtype), pointer(compute), pointer("i64"), struct(ARGS), struct(PARAMS),
     )  # fmt: skip
     rows_of, store = planar_rows(dtype, compute, vl, taps_w, step), tile_store(dtype, compute, vl)
     blocks_of = planar_block(dtype, compute, vl, taps_h, taps_w, step_h, step) if in_blocks else None
@@ -117,20 +104,18 @@ def _planar_task(dtype: str, vl: int, taps_h: int, taps_w: int, step_h: int, ste
 
 @cache
 def _weights_task(dtype: str, vl: int):
-    """Interleaved weights [tap][channel], zero beyond the last channel; index = tap."""
+    """Interleaved weights [t][r][s][channel] of the filter, zero beyond the last channel; index = tap."""
     compute = DEFAULT_COMPUTE[dtype]
     data, acc_of, i64, args_at, params_at = (
-        pointer(dtype), pointer(compute), pointer("i64"), struct(ARGS), struct(_PARAMS),
+        pointer(dtype), pointer(compute), pointer("i64"), struct(ARGS), struct(PARAMS),
     )  # fmt: skip
     widen, zero = WIDEN[dtype], (float32 if compute == "f32" else float64)(0.0)
 
     def pack_tap(args, ctx, index, worker):
         f = params_at(ctx)
-        s, rest = index % f.taps_w, index // f.taps_w
-        r, t = rest % f.taps_h, rest // f.taps_h
+        s, rest = index % f.filter_w, index // f.filter_w
         w = data(i64(args)[f.w_pointer])
-        at = i64(f.depth_table)[2 * t] * f.w_t + i64(f.row_table)[2 * r] * f.w_r
-        at += i64(f.column_table)[3 * f.taps_w + s] * f.w_s
+        at = rest // f.filter_h * f.w_t + rest % f.filter_h * f.w_r + s * f.w_s
         to = acc_of(args_at(args).workspace + f.weights_offset + index * f.weights_bytes)
         for g in range(f.groups):
             to[g] = widen(w[g * f.w_g + at])
@@ -141,14 +126,25 @@ def _weights_task(dtype: str, vl: int):
 
 
 @cache
-def _interleaved_task(dtype: str, vl: int, taps_w: int, step: int):
-    """A band of rows, all channels: index = (n * depth + d) * bands + band. taps_w is 1 where taps are not adjacent."""
+def _interleaved_task(dtype: str, vl: int, widths: tuple[int, int], step: int):
+    """A band of rows of every gather, all channels: index = (n * depth + d) * bands + band.
+
+    ctx has one record a gather, so that the rows which interleave are written together, from the same inputs. widths
+    are the two values of `joint_taps` that occur.
+    """
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
-    i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
-    store, row_slots = tile_store(dtype, compute, vl), stack(8 * _TILE_PIXELS)
-    several, several_one = (interleaved_pixels(dtype, compute, vl, _PIXELS, v, taps_w, step) for v in (_VECTORS, 1))
-    single, single_one = (interleaved_pixels(dtype, compute, vl, 1, v, 1, 1) for v in (_VECTORS, 1))
+    i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(PARAMS)
+    store, row_slots = tile_store(dtype, compute, vl), stack(8 * TILE_PIXELS)
+
+    record_bytes = PARAMS.itemsize
+
+    def kernels(pixels, vectors, width, step):
+        return (interleaved_pixels(dtype, compute, vl, pixels, v, width, step) for v in (vectors, 1))
+
+    wide, wide_one = kernels(PIXELS, VECTORS, widths[0], step)
+    narrow, narrow_one = kernels(PIXELS, VECTORS, widths[1], step)
+    single, single_one = kernels(1, EDGE_VECTORS, 1, 1)
 
     @njit(**DEVICE)
     def tap_entries(ctx, entries, i, depth, j, width):
@@ -156,94 +152,127 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, step: int):
         f, n_entries = params_at(ctx), 0
         table = i64(f.column_table)
         for t in range(f.taps_d):
-            d = depth * f.in_step_d + i64(f.depth_table)[2 * t + 1]
+            tap_d, d = i64(f.depth_table)[2 * t], depth * f.in_step_d + i64(f.depth_table)[2 * t + 1]
             if d < 0 or d >= f.extent_d:
                 continue
             for r in range(f.taps_h):
-                h = i * f.in_step_h + i64(f.row_table)[2 * r + 1]
+                tap_h, h = i64(f.row_table)[2 * r], i * f.in_step_h + i64(f.row_table)[2 * r + 1]
                 if h < 0 or h >= f.extent_h:
                     continue
                 for s in range(0, f.taps_w, width):
                     if table[3 * s + 1] <= j < table[3 * s + 2]:
+                        tap = (tap_d * f.filter_h + tap_h) * f.filter_w + table[3 * f.taps_w + s]
                         at = (d * f.in_d + h * f.in_h + table[3 * s] * f.in_w) * itemsize
                         i64(entries)[2 * n_entries] = at
-                        i64(entries)[2 * n_entries + 1] = ((t * f.taps_h + r) * f.taps_w + s) * f.weights_bytes
+                        i64(entries)[2 * n_entries + 1] = tap * f.weights_bytes
                         n_entries += 1
         return n_entries
 
     @njit(**DEVICE)
-    def pixels(ctx, run, x, entries, n_entries, weights, tile, pitch):
-        """`run` output pixels, all channels, `pitch` bytes apart."""
-        f = params_at(ctx)
-        pixel_bytes, tap_bytes, g = f.in_w * itemsize, f.weights_bytes, 0
-        while g < f.groups:
-            left = f.groups - g
+    def several_pixels(channels, joint, pixel_bytes, tap_bytes, x, entries, n_entries, weights, tile, pitch):
+        """PIXELS output pixels, all channels, `pitch` bytes apart."""
+        g = 0
+        while g < channels:
+            left = channels - g
             at, w, to = x + g * itemsize, weights + g * acc_bytes, tile + g * acc_bytes
-            if left > vl:
-                lanes = min(left - vl, vl)
-                if run == _PIXELS:
-                    several(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch)
+            if left > (VECTORS - 1) * vl:
+                lanes = min(left - (VECTORS - 1) * vl, vl)
+                if joint:
+                    wide(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch)
                 else:
-                    single(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch)
-                g += _VECTORS * vl
+                    narrow(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch)
+                g += VECTORS * vl
             else:
-                if run == _PIXELS:
-                    several_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch)
+                if joint:
+                    wide_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch)
                 else:
-                    single_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch)
+                    narrow_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch)
                 g += vl
 
-    def band(args, ctx, index, worker):
+    @njit(**DEVICE)
+    def one_pixel(channels, x, entries, n_entries, weights, tile):
+        """An output pixel at the edge, all channels."""
+        g = 0
+        while g < channels:
+            left = channels - g
+            at, w, to = x + g * itemsize, weights + g * acc_bytes, tile + g * acc_bytes
+            if left > (EDGE_VECTORS - 1) * vl:
+                single(at, 0, entries, n_entries, w, 0, min(left - (EDGE_VECTORS - 1) * vl, vl), to, 0)
+                g += EDGE_VECTORS * vl
+            else:
+                single_one(at, 0, entries, n_entries, w, 0, min(left, vl), to, 0)
+                g += vl
+
+    @njit(**DEVICE)
+    def one_row(args, ctx, n, depth, i, worker):
+        """Row i of one gather."""
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
-        band_index, rest = index % f.bands, index // f.bands
-        depth, n = rest % f.count_d, rest // f.count_d
         row_entries = a.workspace + f.worker_offset + worker * f.worker_bytes
         edge_entries, tile = row_entries + f.entries_bytes // 2, row_entries + f.entries_bytes
-        weights, pitch, row_slot = a.workspace + f.weights_offset, f.width_pitch, row_slots()
+        weights, row_slot, channels, count_w = a.workspace + f.weights_offset, row_slots(), f.groups, f.count_w
         residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
         bias = pointers[f.bias_pointer] if f.bias_pointer >= 0 else 0
         flags = (f.activation, bias, 0, 1, residual, f.read_out)
         table, finished = i64(f.column_table), f.finished and a.alpha == 1.0
+        joint, tap_bytes, pixel_bytes = f.joint_taps == widths[0], f.tap_bytes, f.in_w * itemsize
         # Pixels [inner, end) reach every column tap.
-        inner, end = 0, f.count_w
+        inner, end = 0, count_w
         for s in range(f.taps_w):
             inner, end = max(inner, table[3 * s + 1]), min(end, table[3 * s + 2])
-        for i in range(band_index * f.band_rows, min(f.count_h, (band_index + 1) * f.band_rows)):
-            out_row = n * f.out_n + (f.start_d + depth * f.out_step_d) * f.out_d
-            out_row += (f.start_h + i * f.out_step_h) * f.out_h + f.start_w * f.out_w
-            n_row = tap_entries(ctx, row_entries, i, depth, inner, taps_w)
-            j = ready = 0
-            while j < f.count_w:
-                x = pointers[f.in_pointer] + (n * f.in_n + j * f.in_step_w * f.in_w) * itemsize
-                to, to_pitch = tile + ready * pitch * acc_bytes, pitch * acc_bytes
-                if finished:
-                    to_pitch = f.out_step_w * f.out_w * itemsize
-                    to = pointers[f.out_pointer] + out_row * itemsize + j * to_pitch
-                run = _PIXELS if inner <= j and j + _PIXELS <= end else 1
-                if run == _PIXELS:
-                    pixels(ctx, run, x, row_entries, n_row, weights, to, to_pitch)
-                else:
-                    n_edge = tap_entries(ctx, edge_entries, i, depth, j, 1)
-                    pixels(ctx, run, x, edge_entries, n_edge, weights, to, to_pitch)
-                j += run
-                if finished:
-                    continue
+        x_row, x_step = pointers[f.in_pointer] + n * f.in_n * itemsize, f.in_step_w * pixel_bytes
+        out_row = n * f.out_n + (f.start_d + depth * f.out_step_d) * f.out_d
+        out_row += (f.start_h + i * f.out_step_h) * f.out_h + f.start_w * f.out_w
+        out_step, tile_pitch = f.out_step_w * f.out_w, f.width_pitch * acc_bytes
+        to_row, to_pitch = (pointers[f.out_pointer] + out_row * itemsize, out_step * itemsize)
+        n_row = tap_entries(ctx, row_entries, i, depth, inner, f.joint_taps)
+        # The rows that are new to the next row of outputs.
+        ahead = (depth * f.in_step_d * f.in_d + (i * f.in_step_h + f.next_row) * f.in_h) * itemsize
+        rows_ahead, ahead_pitch = f.rows_ahead, f.in_h * itemsize
+        j = ready = 0
+        while j < count_w:
+            # The last pixels inside are taken together with some that are done, as long as their tile is still there.
+            first = j if j + PIXELS <= end else max(inner, end - PIXELS)
+            together = inner <= j < end and first + PIXELS <= end and (finished or j - first <= ready)
+            first = first if together else j
+            x = x_row + first * x_step
+            if finished:
+                to, pitch = to_row + first * to_pitch, to_pitch
+            else:
+                to, pitch = tile + (ready - (j - first)) * tile_pitch, tile_pitch
+            if together:
+                for r in range(rows_ahead):
+                    at = x + ahead + r * ahead_pitch
+                    for line in range(at, at + PIXELS * x_step, 64):
+                        prefetch(line)
+                several_pixels(channels, joint, pixel_bytes, tap_bytes, x, row_entries, n_row, weights, to, pitch)
+                run = first + PIXELS - j
+            else:
+                n_edge = tap_entries(ctx, edge_entries, i, depth, j, 1)
+                one_pixel(channels, x, edge_entries, n_edge, weights, to)
+                run = 1
+            if not finished:
                 for p in range(run):
-                    i64(row_slot)[ready + p] = out_row + (j - run + p) * f.out_step_w * f.out_w
+                    i64(row_slot)[ready + p] = out_row + (j + p) * out_step
                 ready += run
-                if j == f.count_w or ready + _PIXELS > f.tile_rows:
+                if j + run == count_w or ready + PIXELS > f.tile_rows:
                     store(
-                        tile, pitch, ready, f.groups, pointers[f.out_pointer], row_slot, f.lane_offsets, f.contiguous,
-                        flags, a.alpha, a.beta,
+                        tile, f.width_pitch, ready, channels, pointers[f.out_pointer], row_slot, f.lane_offsets,
+                        f.contiguous, flags, a.alpha, a.beta,
                     )  # fmt: skip
                     ready = 0
+            j += run
 
-    return compile_task(band, (dtype, vl, taps_w, step), fastmath=FASTMATH)
+    def band(args, ctx, index, worker):
+        f = params_at(ctx)
+        band_index, rest = index % f.bands, index // f.bands
+        depth, n = rest % f.most_d, rest // f.most_d
+        for i in range(band_index * f.band_rows, min(f.most_h, (band_index + 1) * f.band_rows)):
+            for gather in range(f.gathers):
+                here = ctx + gather * record_bytes
+                if depth < params_at(here).count_d and i < params_at(here).count_h:
+                    one_row(args, here, n, depth, i, worker)
 
-
-def _adjacent(axis: Axis) -> bool:
-    """Whether the taps, in their order, read neighbouring inputs."""
-    return [offset for _, offset in axis.taps] == list(range(axis.low, axis.low + len(axis.taps)))
+    return compile_task(band, (dtype, vl, widths, step), fastmath=FASTMATH)
 
 
 class Depthwise(Candidate[NoConfig]):
@@ -265,104 +294,31 @@ class Depthwise(Candidate[NoConfig]):
         return YES
 
     def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
-        return _sizes(problem, device)["total"]
+        return sizes_of(problem, device)["total"]
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
         vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
         return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=0.3)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
-        geo = geometry(problem)
-        vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        phases: list[Phase] = []
-        keep: list[np.ndarray] = []
-        for gather in (gather.in_image_order() for gather in geo.gathers):
-            ctx, arrays, bands = _parameters(problem, geo, gather, device)
-            keep += arrays
-            outer = geo.n * gather.d.count * bands
-            if problem.channels_last:
-                taps = len(gather.d.taps) * len(gather.h.taps) * len(gather.w.taps)
-                phases.append(Phase(_weights_task(problem.dtype, vl), taps, ctx))
-                taps_w = max(1, len(gather.w.taps)) if _adjacent(gather.w) else 1
-                task = _interleaved_task(problem.dtype, vl, taps_w, gather.w.in_step)
-                phases.append(Phase(task, outer, ctx))
-            else:
-                h, w = gather.h, gather.w
-                flat = gather.d.taps == ((0, 0),) and gather.d.in_step == 1
-                in_blocks = flat and _adjacent(h) and 0 < len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
-                task = _planar_task(problem.dtype, vl, len(h.taps), len(w.taps), h.in_step, w.in_step, in_blocks)
-                phases.append(Phase(task, outer * geo.groups, ctx))
+        geo, vl = geometry(problem), device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        gathers = [gather.in_image_order() for gather in geo.gathers]
+        made = [parameters(problem, geo, gather, device) for gather in gathers]
+        records, keep = [ctx for ctx, _ in made], [array for _, arrays in made for array in arrays]
+        if problem.channels_last:
+            ctx, joint = np.concatenate(records), joint_taps(geo).values()
+            task = _interleaved_task(problem.dtype, vl, (max(joint), min(joint)), gathers[0].w.in_step)
+            weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx)
+            first = ctx[0]
+            return Program([weights, Phase(task, geo.n * first["most_d"] * first["bands"], ctx)], keep)
+        phases = []
+        for gather, ctx in zip(gathers, records, strict=True):
+            h, w = gather.h, gather.w
+            flat = gather.d.taps == ((0, 0),) and gather.d.in_step == 1
+            in_blocks = flat and adjacent(h) and 0 < len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
+            task = _planar_task(problem.dtype, vl, len(h.taps), len(w.taps), h.in_step, w.in_step, in_blocks)
+            phases.append(Phase(task, geo.n * geo.groups * gather.d.count * ctx[0]["bands"], ctx))
         return Program(phases, keep)
-
-
-def _sizes(problem: ConvProblem, device: Device) -> dict[str, int]:
-    """Bytes of the workspace's parts: one filter, then each worker's taps, weights and tile."""
-    acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
-    taps, vl = prod(problem.filter), device.vector_bytes // acc_bytes
-    width = problem.spatial[-1] if problem.op == "conv_bwd_data" else problem.out_spatial[-1]
-    entries = 2 * ceil(taps * 16 / 64) * 64  # of a row, and of a pixel at its edge
-    if problem.channels_last:
-        pitch = ceil(problem.groups / vl) * vl
-        tile_rows = min(_TILE_PIXELS, max(_PIXELS, _TILE_BYTES // (pitch * acc_bytes)))
-        weights, shared, tile = 0, ceil(taps * pitch * acc_bytes / 64) * 64, tile_rows * pitch * acc_bytes
-    else:
-        pitch = ceil(width / vl) * vl
-        tile_rows = max(_TILE_ROWS, _PLANE_BYTES // (pitch * acc_bytes) // PLANAR_BLOCK * PLANAR_BLOCK)
-        weights, shared, tile = ceil(taps * acc_bytes / 64) * 64, 0, tile_rows * pitch * acc_bytes
-    worker = ceil((entries + weights + tile) / 64) * 64
-    return {
-        "entries": entries,
-        "weights": weights,
-        "pitch": pitch,
-        "tile_rows": tile_rows,
-        "worker": worker,
-        "shared": shared,
-        "total": shared + device.threads * worker,
-    }
-
-
-def _parameters(
-    problem: ConvProblem, geo: Geometry, gather: Gather, device: Device
-) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """(ctx, the arrays that it needs alive, bands of rows)."""
-    sizes, acc_bytes = _sizes(problem, device), ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
-    outer = geo.n * gather.d.count * (1 if problem.channels_last else geo.groups)
-    wanted = ceil(device.threads * _TASKS_PER_THREAD / outer)
-    band_rows = ceil(gather.h.count / min(gather.h.count, wanted))
-    bands = ceil(gather.h.count / band_rows)
-    depth_table, row_table = tap_table(gather.d), tap_table(gather.h)
-    columns = np.concatenate([column_table(gather.w).reshape(-1), tap_table(gather.w)[:, 0]])
-    rows = np.arange(sizes["tile_rows"], dtype=np.int64) * gather.h.out_step * geo.out_strides[4]
-    if problem.channels_last:
-        lanes = np.arange(geo.groups, dtype=np.int64) * geo.out_strides[1]
-    else:
-        lanes = (gather.w.out_start + np.arange(gather.w.count) * gather.w.out_step) * geo.out_strides[5]
-    kind = store_kind(problem, bool((np.diff(lanes) == 1).all()))
-    ctx = filled(
-        _PARAMS,
-        **gather_values(problem, geo, gather),
-        bands=bands,
-        band_rows=band_rows,
-        tile_rows=sizes["tile_rows"],
-        width_pitch=sizes["pitch"],
-        depth_table=depth_table.ctypes.data,
-        row_table=row_table.ctypes.data,
-        column_table=columns.ctypes.data,
-        weights_offset=0,
-        weights_bytes=sizes["pitch"] * acc_bytes if problem.channels_last else sizes["weights"],
-        entries_bytes=sizes["entries"],
-        worker_offset=sizes["shared"],
-        worker_bytes=sizes["worker"],
-        row_offsets=rows.ctypes.data,
-        lane_offsets=lanes.ctypes.data,
-        contiguous=kind,
-        finished=int(
-            problem.channels_last
-            and is_finished(problem, kind)
-            and geo.groups % device.lanes(DEFAULT_COMPUTE[problem.dtype]) == 0
-        ),
-    )
-    return ctx, [depth_table, row_table, columns, rows, lanes], bands
 
 
 FWD, BWD_DATA = Depthwise("conv_fwd"), Depthwise("conv_bwd_data")

@@ -19,15 +19,14 @@ from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import NARROW, WIDEN, f32_from_bits, pointer
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
-# Outputs larger than this would push the input out of a last-level cache of 32 MiB: they are written past the caches,
-# which also saves reading each line before it is overwritten.
-_STREAM_BYTES = 24 << 20
+# Where the operands together are larger than this, they do not stay in a last-level cache of 32 MiB: the output is
+# written past the caches, which saves reading each line before it is overwritten.
+_STREAM_BYTES = 20 << 20
 
 
 def store_kind(problem: ConvProblem, adjacent: bool) -> int:
     """How a tile's lanes are stored: 0 one by one, 1 as vectors of adjacent elements, 2 past the caches."""
-    out = next(operand for operand in problem.operands if operand.role == "out")
-    streams = out.size_bytes > _STREAM_BYTES and "beta" not in problem.epilogue
+    streams = problem.min_bytes > _STREAM_BYTES and "beta" not in problem.epilogue
     return (2 if streams else 1) if adjacent else 0
 
 

@@ -1,0 +1,139 @@
+"""How a depthwise convolution is cut into bands and tiles, and the parameters its kernels read."""
+
+from __future__ import annotations
+
+from math import ceil, prod
+
+import numpy as np
+
+from nbdnn.device import Device
+from nbdnn.kernels.cpu.depthwise_vector import PLANAR_BLOCK
+from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
+from nbdnn.kernels.cpu.geometry import (
+    GATHER_FIELDS,
+    Axis,
+    Gather,
+    Geometry,
+    column_table,
+    gather_values,
+    tap_table,
+)
+from nbdnn.kernels.cpu.vector import filled, record
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+
+# Rows finished before they are stored, one column of vectors after another: more would read the plane against its
+# order and leave the hardware's prefetcher behind.
+_TILE_ROWS, _PLANE_BYTES = 2 * PLANAR_BLOCK, 2 << 10
+TILE_PIXELS, _TILE_BYTES = 64, 8 << 10  # interleaved pixels finished before they are stored
+PIXELS, VECTORS = 4, 2  # of an interleaved tile: 8 accumulators hide the latency of multiply-add
+EDGE_VECTORS = 4  # of a single pixel, for the same reason
+# Larger inputs come from memory, not from a last-level cache of 32 MiB: rows are asked for ahead of their use.
+_CACHED_BYTES = 24 << 20
+_TASKS_PER_THREAD = 8
+
+PARAMS = record(
+    *GATHER_FIELDS,
+    *("bands", "band_rows", "tile_rows", "width_pitch"),
+    # column_table: the table of that name, then each column tap's place in the filter.
+    *("depth_table", "row_table", "column_table", "filter_h", "filter_w"),
+    # interleaved: how many gathers there are, their largest counts, taps of a row that are read together, their weights
+    *("gathers", "most_d", "most_h", "joint_taps", "tap_bytes", "rows_ahead", "next_row"),
+    *("weights_offset", "weights_bytes", "entries_bytes", "worker_offset", "worker_bytes"),
+    *("row_offsets", "lane_offsets", "contiguous", "finished"),
+)
+
+
+def sizes_of(problem: ConvProblem, device: Device) -> dict[str, int]:
+    """Bytes of the workspace's parts: one filter, then each worker's taps, weights and tile."""
+    acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+    taps, vl = prod(problem.filter), device.vector_bytes // acc_bytes
+    width = problem.spatial[-1] if problem.op == "conv_bwd_data" else problem.out_spatial[-1]
+    entries = 2 * ceil(taps * 16 / 64) * 64  # of a row, and of a pixel at its edge
+    if problem.channels_last:
+        pitch = ceil(problem.groups / vl) * vl
+        tile_rows = min(TILE_PIXELS, max(PIXELS, _TILE_BYTES // (pitch * acc_bytes)))
+        weights, shared, tile = 0, ceil(taps * pitch * acc_bytes / 64) * 64, tile_rows * pitch * acc_bytes
+    else:
+        pitch = ceil(width / vl) * vl
+        tile_rows = max(_TILE_ROWS, _PLANE_BYTES // (pitch * acc_bytes) // PLANAR_BLOCK * PLANAR_BLOCK)
+        weights, shared, tile = ceil(taps * acc_bytes / 64) * 64, 0, tile_rows * pitch * acc_bytes
+    worker = ceil((entries + weights + tile) / 64) * 64
+    return {
+        "entries": entries,
+        "weights": weights,
+        "pitch": pitch,
+        "tile_rows": tile_rows,
+        "worker": worker,
+        "shared": shared,
+        "total": shared + device.threads * worker,
+    }
+
+
+def parameters(
+    problem: ConvProblem, geo: Geometry, gather: Gather, device: Device
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(ctx of one gather, the arrays that it needs alive)."""
+    sizes, acc_bytes = sizes_of(problem, device), ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+    most_d, most_h = (max(axis.count for axis in axes) for axes in list(zip(*geo.gathers, strict=True))[:2])
+    depth, height = (most_d, most_h) if problem.channels_last else (gather.d.count, gather.h.count)
+    wanted = ceil(device.threads * _TASKS_PER_THREAD / (geo.n * depth * (1 if problem.channels_last else geo.groups)))
+    band_rows = ceil(height / min(height, wanted))
+    weights_bytes = sizes["pitch"] * acc_bytes if problem.channels_last else sizes["weights"]
+    depth_table, row_table = tap_table(gather.d), tap_table(gather.h)
+    columns = np.concatenate([column_table(gather.w).reshape(-1), tap_table(gather.w)[:, 0]])
+    rows = np.arange(sizes["tile_rows"], dtype=np.int64) * gather.h.out_step * geo.out_strides[4]
+    if problem.channels_last:
+        lanes = np.arange(geo.groups, dtype=np.int64) * geo.out_strides[1]
+    else:
+        lanes = (gather.w.out_start + np.arange(gather.w.count) * gather.w.out_step) * geo.out_strides[5]
+    kind = store_kind(problem, bool((np.diff(lanes) == 1).all()))
+    ctx = filled(
+        PARAMS,
+        **gather_values(problem, geo, gather),
+        bands=ceil(height / band_rows),
+        band_rows=band_rows,
+        tile_rows=sizes["tile_rows"],
+        width_pitch=sizes["pitch"],
+        depth_table=depth_table.ctypes.data,
+        row_table=row_table.ctypes.data,
+        column_table=columns.ctypes.data,
+        weights_offset=0,
+        filter_h=problem.filter[-2],
+        filter_w=problem.filter[-1],
+        gathers=len(geo.gathers),
+        most_d=most_d,
+        most_h=most_h,
+        joint_taps=joint_taps(geo)[gather.w],
+        tap_bytes=(gather.w.taps[1][0] - gather.w.taps[0][0]) * weights_bytes if len(gather.w.taps) > 1 else 0,
+        weights_bytes=weights_bytes,
+        next_row=gather.h.low + gather.h.span + 1,
+        rows_ahead=gather.h.in_step if problem.operands[geo.in_pointer].size_bytes > _CACHED_BYTES else 0,
+        entries_bytes=sizes["entries"],
+        worker_offset=sizes["shared"],
+        worker_bytes=sizes["worker"],
+        row_offsets=rows.ctypes.data,
+        lane_offsets=lanes.ctypes.data,
+        contiguous=kind,
+        finished=int(
+            problem.channels_last
+            and is_finished(problem, kind)
+            and geo.groups % device.lanes(DEFAULT_COMPUTE[problem.dtype]) == 0
+        ),
+    )
+    return ctx, [depth_table, row_table, columns, rows, lanes]
+
+
+def adjacent(axis: Axis) -> bool:
+    """Whether the taps, in their order, read neighbouring inputs."""
+    return [offset for _, offset in axis.taps] == list(range(axis.low, axis.low + len(axis.taps)))
+
+
+def joint_taps(geo: Geometry) -> dict[Axis, int]:
+    """Taps of a row that share the inputs they read, for the columns of each gather; two numbers at most.
+
+    Such taps are equally spaced in the filter. There are three numbers only where some gathers have no tap at all.
+    """
+    columns = [gather.in_image_order().w for gather in geo.gathers]
+    counts = {axis: max(1, len(axis.taps)) if adjacent(axis) else 1 for axis in columns}
+    kept = {max(counts.values()), min(counts.values())}
+    return {axis: count if count in kept else 1 for axis, count in counts.items()}
