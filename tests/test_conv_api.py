@@ -416,6 +416,14 @@ def test_torch() -> None:
         dnn_conv(y, torch.ones(6, 6, 1, 1), out=y)
 
 
+def test_a_torch_output_that_is_mapped_anew() -> None:
+    """Above 32 MiB it is in huge pages where the system has them."""
+    torch = library("torch")
+    x = torch.rand(1, 1, 2, 4_500_000)
+    y = dnn_conv(x, torch.full((1, 1, 1, 1), 2.0))
+    assert torch.equal(y, 2 * x)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_torch_dtypes(dtype: str) -> None:
     torch = library("torch")
