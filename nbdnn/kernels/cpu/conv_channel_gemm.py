@@ -19,19 +19,19 @@ from functools import cache, lru_cache
 from math import ceil
 
 import numpy as np
-from numba import float32, float64, njit
+from numba import njit
 
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Device
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
-from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values, geometry
+from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.micro_kernel import micro_kernel
+from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS, lower_rows, lower_task, strip_address
+from nbdnn.kernels.cpu.micro_kernel import tile_product
 from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes
-from nbdnn.kernels.cpu.rows import convert_row, transpose
-from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
+from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip
@@ -39,11 +39,10 @@ _PANEL_SHARE = 0.35  # and for the part of a panel that one step of the reductio
 _TASKS_PER_THREAD = 4
 
 _PARAMS = record(
-    *GATHER_FIELDS,
-    *("strips", "strip_rows", "chunks", "chunk_panels", "panels", "panel_bytes", "packed_offset"),
+    *LOW_FIELDS,
+    *("chunks", "chunk_panels", "panels", "panel_bytes", "packed_offset", "in_place", "low_d"),
     *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "contiguous", "finished"),
-    *("in_place", "shared", "low_d", "low_h", "low_w", "low_rows", "low_columns", "depth_offsets"),
-    *("strip_offset", "strip_bytes", "worker_offset", "worker_bytes", "pixels_bytes"),
+    *("worker_offset", "worker_bytes", "pixels_bytes"),
 )
 
 
@@ -59,128 +58,31 @@ class Config:
 
 
 @cache
-def _lower_rows(dtype: str, vl: int):
-    """Compiled-in function: low[t, row, column, c] of a strip, widened, zero beyond the borders."""
-    compute = DEFAULT_COMPUTE[dtype]
-    data, scratch, i64, params_at = pointer(dtype), pointer(compute), pointer("i64"), struct(_PARAMS)
-    widen, widen_row, turn = WIDEN[dtype], convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
-    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
-    zero = float32(0.0) if compute == "f32" else float64(0.0)
-
-    @njit(**DEVICE)
-    def zero_fill(low, start, end):
-        for i in range(start, end):
-            low[i] = zero
-
-    @njit(**DEVICE)
-    def lower_rows(image, low_address, ctx, depth, first_row, rows):
-        f, x, low = params_at(ctx), data(image), scratch(low_address)
-        channels, columns = f.c_in, f.low_columns
-        start, end = min(max(0, -f.low_w), columns), min(columns, max(0, f.extent_w - f.low_w))
-        used_rows = min(f.low_rows, f.low_rows - (f.strip_rows - rows) * f.in_step_h)
-        for t in range(f.taps_d):
-            d = depth * f.in_step_d + i64(f.depth_offsets)[t]
-            for row in range(used_rows):
-                h = first_row * f.in_step_h + f.low_h + row
-                line = (t * f.low_rows + row) * columns * channels
-                if d < 0 or d >= f.extent_d or h < 0 or h >= f.extent_h:
-                    zero_fill(low, line, line + columns * channels)
-                    continue
-                source = d * f.in_d + h * f.in_h + (f.low_w + start) * f.in_w
-                zero_fill(low, line, line + start * channels)
-                zero_fill(low, line + end * channels, line + columns * channels)
-                line += start * channels
-                if f.in_c == 1 and f.in_w == channels:
-                    widen_row(low_address + line * acc_bytes, image + source * itemsize, (end - start) * channels)
-                elif f.in_w == 1:
-                    to = low_address + line * acc_bytes
-                    turn(to, channels * acc_bytes, image + source * itemsize, f.in_c * itemsize, channels, end - start)
-                elif f.in_c == 1:
-                    for w in range(end - start):
-                        to, at = line + w * channels, source + w * f.in_w
-                        widen_row(low_address + to * acc_bytes, image + at * itemsize, channels)
-                else:
-                    for w in range(end - start):
-                        for c in range(channels):
-                            low[line + w * channels + c] = widen(x[source + w * f.in_w + c * f.in_c])
-
-    return lower_rows
-
-
-@cache
-def _locate():
-    """Compiled-in function: (image, group, depth, first row, rows, address of the lowered strip) of a strip."""
-    params_at = struct(_PARAMS)
-
-    @njit(**DEVICE)
-    def locate(ctx, index, workspace, worker):
-        f = params_at(ctx)
-        first_row = index % f.strips * f.strip_rows
-        rest = index // f.strips
-        depth, rest = rest % f.count_d, rest // f.count_d
-        low = workspace + f.strip_offset + (index if f.shared else worker) * f.strip_bytes
-        return rest // f.groups, rest % f.groups, depth, first_row, min(f.strip_rows, f.count_h - first_row), low
-
-    return locate
-
-
-@cache
-def _lower_task(dtype: str, vl: int):
-    """One strip, where strips are shared between workers."""
-    i64, args_at, params_at, itemsize = pointer("i64"), struct(ARGS), struct(_PARAMS), ITEMSIZE[dtype]
-    locate, lower_rows = _locate(), _lower_rows(dtype, vl)
-
-    def lower_strip(args, ctx, index, worker):
-        f = params_at(ctx)
-        n, g, depth, first_row, rows, low = locate(ctx, index, args_at(args).workspace, worker)
-        lower_rows(i64(args)[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize, low, ctx, depth, first_row, rows)
-
-    return compile_task(lower_strip, (dtype, vl), fastmath=FASTMATH)
-
-
-@cache
 def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
     """One strip, one chunk of panels."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
-    locate, lower_rows, store = _locate(), _lower_rows(dtype, vl), tile_store(dtype, compute, vl)
+    locate, lower, store = strip_address(), lower_rows(dtype, vl), tile_store(dtype, compute, vl)
     row_slots = stack(mr * 8)
 
-    def multiply_of(accumulate):
-        """(slots, pixels, vectors, offsets, panel, k_len, tile, pitch): a tile of mr or mr - 1 pixels."""
+    def tiles_of(rows, accumulate):
+        return tile_product(compute, rows, nv, vl, None, lanes_full * acc_bytes, accumulate)
 
-        def kernels(rows):
-            sizes = (1, 2, 3, nv)
-            step = lanes_full * acc_bytes
-            return (micro_kernel(compute, rows, min(v, nv), vl, None, step, accumulate) for v in sizes)
+    first, first_short, more, more_short = (tiles_of(rows, acc) for acc in (False, True) for rows in (mr, mr - 1))
 
-        micro1, micro2, micro3, micro_full = kernels(mr)
-        short1, short2, short3, short_full = kernels(mr - 1)
-
-        @njit(**DEVICE)
-        def multiply(slots, used, vectors, a_offsets, b, k_len, tile, pitch):
+    @njit(**DEVICE)
+    def multiply(accumulate, used, vectors, addresses, offsets, b, k_len, to, pitch):
+        """A tile of mr or mr - 1 pixels."""
+        if accumulate:
             if used == mr:
-                if vectors == nv:
-                    micro_full(slots, a_offsets, b, 0, k_len, tile, pitch)
-                elif vectors == 1:
-                    micro1(slots, a_offsets, b, 0, k_len, tile, pitch)
-                elif vectors == 2:
-                    micro2(slots, a_offsets, b, 0, k_len, tile, pitch)
-                else:
-                    micro3(slots, a_offsets, b, 0, k_len, tile, pitch)
-            elif vectors == nv:
-                short_full(slots, a_offsets, b, 0, k_len, tile, pitch)
-            elif vectors == 1:
-                short1(slots, a_offsets, b, 0, k_len, tile, pitch)
-            elif vectors == 2:
-                short2(slots, a_offsets, b, 0, k_len, tile, pitch)
+                more(vectors, addresses, offsets, b, 0, k_len, to, pitch)
             else:
-                short3(slots, a_offsets, b, 0, k_len, tile, pitch)
-
-        return multiply
-
-    multiply_first, multiply_more = multiply_of(False), multiply_of(True)
+                more_short(vectors, addresses, offsets, b, 0, k_len, to, pitch)
+        elif used == mr:
+            first(vectors, addresses, offsets, b, 0, k_len, to, pitch)
+        else:
+            first_short(vectors, addresses, offsets, b, 0, k_len, to, pitch)
 
     def strip(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
@@ -190,7 +92,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
             row = (first_row * f.in_step_h + f.low_h) * f.in_h
             low = image + ((depth * f.in_step_d + f.low_d) * f.in_d + row + f.low_w * f.in_w) * itemsize
         elif not f.shared:
-            lower_rows(image, low, ctx, depth, first_row, rows)
+            lower(image, low, ctx, depth, first_row, rows)
         pixels = rows * f.count_w
         out_offsets = a.workspace + f.worker_offset + worker * f.worker_bytes
         in_addresses = out_offsets + f.pixels_bytes
@@ -232,10 +134,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                     if whole:
                         to = pointers[f.out_pointer] + (i64(out_offsets)[p] + first * f.out_c) * itemsize
                         to_pitch = f.out_step_w * f.out_w * itemsize
-                    if k0 == 0:
-                        multiply_first(addresses, used, vectors, offsets, b, k_len, to, to_pitch)
-                    else:
-                        multiply_more(addresses, used, vectors, offsets, b, k_len, to, to_pitch)
+                    multiply(k0 > 0, used, vectors, addresses, offsets, b, k_len, to, to_pitch)
                     if k0 + k_len >= f.k_len and not whole:
                         store(
                             tile, pitch, count, lanes, pointers[f.out_pointer], out_offsets + 8 * p,
@@ -408,7 +307,7 @@ class ChannelGemm(Candidate[Config]):
             ctx, arrays = _parameters(problem, layout, gather, plan, packed_offset, lanes)
             keep += arrays
             if plan.shared:
-                phases.append(Phase(_lower_task(problem.dtype, vl), plan.total_strips, ctx))
+                phases.append(Phase(lower_task(problem.dtype, vl), plan.total_strips, ctx))
             task = _multiply_task(problem.dtype, config.mr, config.nv, vl)
             phases.append(Phase(task, plan.total_strips * plan.chunks, ctx))
             packed_offset += plan.packed_bytes

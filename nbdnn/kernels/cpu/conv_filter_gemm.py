@@ -29,7 +29,7 @@ from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Axis, Gather, geometry, spatial3, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.micro_kernel import micro_kernel
+from nbdnn.kernels.cpu.micro_kernel import tile_product
 from nbdnn.kernels.cpu.rows import convert_row, convert_rows, transpose
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
@@ -143,9 +143,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
     i64, acc_of = pointer("i64"), pointer(compute)
     args_at, params_at, row_slots = struct(ARGS), struct(_PARAMS), stack(mr * 8)
     zero = float32(0.0) if compute == "f32" else float64(0.0)
-    micro1, micro2, micro3, micro_full = (
-        micro_kernel(compute, mr, min(v, nv), vl, None, lanes * acc_bytes, True) for v in (1, 2, 3, nv)
-    )
+    product = tile_product(compute, mr, nv, vl, None, lanes * acc_bytes, True)
 
     def multiply(args, ctx, index, worker):
         a, f, slots = args_at(args), params_at(ctx), row_slots()
@@ -172,15 +170,8 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                 for i in range(mr):
                     m = min(first + tile * mr + i, f.m_rows - 1)
                     i64(slots)[i] = image + i64(f.m_table)[m] * acc_bytes
-                to, offsets = sums + tile * mr * lanes * acc_bytes, f.pixel_table + 4 * p
-                if vectors == nv:
-                    micro_full(slots, offsets, b, 0, count, to, lanes * acc_bytes)
-                elif vectors == 1:
-                    micro1(slots, offsets, b, 0, count, to, lanes * acc_bytes)
-                elif vectors == 2:
-                    micro2(slots, offsets, b, 0, count, to, lanes * acc_bytes)
-                else:
-                    micro3(slots, offsets, b, 0, count, to, lanes * acc_bytes)
+                to = sums + tile * mr * lanes * acc_bytes
+                product(vectors, slots, f.pixel_table + 4 * p, b, 0, count, to, lanes * acc_bytes)
 
     return compile_task(multiply, (dtype, mr, nv, vl), fastmath=FASTMATH)
 

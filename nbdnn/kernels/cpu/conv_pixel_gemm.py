@@ -43,7 +43,7 @@ from nbdnn.kernels.cpu.lower_pixels import (
     strip_address,
     strip_plan,
 )
-from nbdnn.kernels.cpu.micro_kernel import micro_kernel
+from nbdnn.kernels.cpu.micro_kernel import tile_product
 from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes, reads_in_order
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
@@ -73,10 +73,7 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
     tile_bytes, row_bytes = stack(mr * nv * vl * acc_bytes), stack(mr * 8)
     locate, lower, store = strip_address(), lower_strip(dtype, vl), tile_store(dtype, compute, vl)
-    a_step = mr * acc_bytes if packed else None
-    micro1, micro2, micro3, micro_full = (
-        micro_kernel(compute, mr, min(v, nv), vl, a_step, None, False) for v in (1, 2, 3, nv)
-    )
+    product = tile_product(compute, mr, nv, vl, mr * acc_bytes if packed else None, None, False)
 
     def multiply(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
@@ -120,14 +117,7 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
                 if whole:
                     pitch = f.out_c * itemsize
                     to = out + first * pitch + i64(offsets)[p] * itemsize
-                if used == nv:
-                    micro_full(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, to, pitch)
-                elif used == 1:
-                    micro1(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, to, pitch)
-                elif used == 2:
-                    micro2(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, to, pitch)
-                else:
-                    micro3(row_slot, f.w_offsets, b, f.low_offsets, f.k_len, to, pitch)
+                product(used, row_slot, f.w_offsets, b, f.low_offsets, f.k_len, to, pitch)
                 if not whole:
                     store(
                         tile, used * vl, channels, min(used * vl, pixels - p), out, f.channel_offsets + first * 8,

@@ -32,7 +32,7 @@ from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_pixels import LOW_FIELDS, StripPlan, low_values, lower_strip
-from nbdnn.kernels.cpu.micro_kernel import micro_kernel, sandwich
+from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
@@ -159,9 +159,7 @@ def _multiply_task(dtype: str, vl: int, m: int, mr: int, nv: int):
     i64, args_at, params_at, row_slots = pointer("i64"), struct(ARGS), struct(_PARAMS), stack(mr * 8)
     transform_input, locate, store = _input_transform(dtype, vl, m), _locate(), tile_store(dtype, compute, vl)
     transform_output = sandwich(compute, vl, filtering(m, 3).output, True)
-    micro1, micro2, micro3, micro_full = (
-        micro_kernel(compute, mr, min(v, nv), vl, None, None, False) for v in (1, 2, 3, nv)
-    )
+    product = tile_product(compute, mr, nv, vl, None, None, False)
 
     @njit(**DEVICE)
     def multiply(ctx, u, v, products, first, channels, vectors):
@@ -173,17 +171,9 @@ def _multiply_task(dtype: str, vl: int, m: int, mr: int, nv: int):
                 i64(rows)[o] = u + xi * f.u_xi_bytes + (first + min(o, channels - 1)) * f.u_pitch
             for i in range(tiles):
                 start, end = i * vectors // tiles, (i + 1) * vectors // tiles
-                used = end - start
                 b = v + xi * f.v_xi_bytes + start * vl * acc_bytes
                 to = products + xi * f.m_xi_bytes + start * vl * acc_bytes
-                if used == nv:
-                    micro_full(rows, f.u_offsets, b, f.v_offsets, f.k_len, to, f.v_pitch)
-                elif used == 1:
-                    micro1(rows, f.u_offsets, b, f.v_offsets, f.k_len, to, f.v_pitch)
-                elif used == 2:
-                    micro2(rows, f.u_offsets, b, f.v_offsets, f.k_len, to, f.v_pitch)
-                else:
-                    micro3(rows, f.u_offsets, b, f.v_offsets, f.k_len, to, f.v_pitch)
+                product(end - start, rows, f.u_offsets, b, f.v_offsets, f.k_len, to, f.v_pitch)
 
     def strip(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)

@@ -27,7 +27,7 @@ from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, geometry, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.micro_kernel import micro_kernel, sandwich
+from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
 from nbdnn.kernels.cpu.rows import every_step, transpose, zero_fill
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
@@ -149,9 +149,7 @@ def _multiply_task(dtype: str, vl: int):
     compute = DEFAULT_COMPUTE[dtype]
     acc_bytes, lanes, i64 = ITEMSIZE[compute], _NV * vl, pointer("i64")
     args_at, params_at, row_slots, fill = struct(ARGS), struct(_PARAMS), stack(_MR * 8), zero_fill(compute)
-    micro1, micro2, micro3, micro4 = (
-        micro_kernel(compute, _MR, v, vl, acc_bytes, lanes * acc_bytes, True) for v in (1, 2, 3, 4)
-    )
+    product = tile_product(compute, _MR, _NV, vl, acc_bytes, lanes * acc_bytes, True)
 
     def multiply(args, ctx, index, worker):
         a, f, rows, pitch = args_at(args), params_at(ctx), row_slots(), lanes * acc_bytes
@@ -169,15 +167,7 @@ def _multiply_task(dtype: str, vl: int):
             for c in range(first, end, _MR):
                 for i in range(_MR):
                     i64(rows)[i] = v + min(c + i, end - 1) * f.v_pitch + tile * acc_bytes
-                to = sums + c * pitch
-                if vectors == 4:
-                    micro4(rows, 0, b, 0, count, to, pitch)
-                elif vectors == 3:
-                    micro3(rows, 0, b, 0, count, to, pitch)
-                elif vectors == 2:
-                    micro2(rows, 0, b, 0, count, to, pitch)
-                else:
-                    micro1(rows, 0, b, 0, count, to, pitch)
+                product(vectors, rows, 0, b, 0, count, sums + c * pitch, pitch)
 
     return compile_task(multiply, (dtype, vl), fastmath=FASTMATH)
 

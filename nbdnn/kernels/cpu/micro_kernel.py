@@ -10,11 +10,12 @@ from __future__ import annotations
 from functools import cache
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
+from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.vector import FLOAT, I32, I64, constant, splat
 
 
@@ -93,6 +94,25 @@ def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
         return signature(types.none, *[types.int64] * 7), codegen
 
     return micro
+
+
+@cache
+def tile_product(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_step: int | None, accumulate: bool):
+    """Compiled-in function (vectors, ...): the `micro_kernel` of mr rows by 1, 2, 3 or nv <= 4 vectors."""
+    one, two, three, full = (micro_kernel(dtype, mr, min(v, nv), vl, a_step, b_step, accumulate) for v in (1, 2, 3, nv))
+
+    @njit(**DEVICE)
+    def product(vectors, a_rows, a_offsets, b, b_offsets, k_len, tile, pitch):
+        if vectors == nv:
+            full(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
+        elif vectors == 1:
+            one(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
+        elif vectors == 2:
+            two(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
+        else:
+            three(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
+
+    return product
 
 
 @cache
