@@ -1,0 +1,258 @@
+"""How a Winograd convolution with channels in the lanes is cut up, and the parameters its kernels read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from nbdnn.device import Device
+from nbdnn.kernels.cpu.cook_toom import Filtering, filtering, filtering_of_stride_2
+from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
+from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, gather_values, geometry
+from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS
+from nbdnn.kernels.cpu.vector import filled, record
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+
+_TASKS_PER_THREAD = 4
+_STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip
+_PRODUCT_SHARE = 0.45  # for the products of a group of tiles, over one panel
+_TILE_SHARE = 0.25  # for the tiles of a group at one xi
+_V_BYTES = 12 << 20  # images whose transformed tiles stay in the last-level cache
+
+FILTER = record(
+    *("w_pointer", "c_in", "c_out", "taps_d", "w_g", "w_o", "w_i", "table_t", "table_rs"),
+    *("rows", "columns", "in_place", "place_rows", "place_columns"),
+    *("u_offset", "u_group_bytes", "u_plane_bytes", "panels", "panel_bytes", "worker_offset", "worker_bytes"),
+)
+PARAMS = record(
+    *LOW_FIELDS,
+    *(
+        "first_image",
+        "images",
+        "tile_columns",
+        "tile_rows",
+        "image_rows",
+        "image_columns",
+        "group_tiles",
+        "tile_groups",
+    ),
+    *("load_rows", "load_columns", "product_rows", "product_columns", "lane_offsets", "contiguous", "finished"),
+    *("u_offset", "u_group_bytes", "u_planes", "panels", "panel_bytes", "k_len"),
+    *("v_offset", "v_xi_bytes", "v_pitch", "m_xi_bytes", "line_offset"),
+)
+
+
+class Tile(NamedTuple):
+    """A method: outputs of a tile along an axis, stride, and its matrices."""
+
+    m: int
+    stride: int
+    matrices: Filtering
+
+    @property
+    def inputs(self) -> int:
+        return len(self.matrices.input[0])
+
+    @property
+    def products(self) -> int:
+        return len(self.matrices.input)
+
+    @property
+    def planes(self) -> list[int]:
+        """For every product (i, j) the row of the transformed filter it is with, counted over (i, j)."""
+        kept = len(self.matrices.filter)
+        row = [min(i, kept - 1) for i in range(self.products)]
+        return [i * kept + j for i in row for j in row]
+
+
+def tile_of(m: int, stride: int) -> Tile:
+    return Tile(m, stride, filtering(m, 3) if stride == 1 else filtering_of_stride_2(m))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Strips that are lowered, tiles that are multiplied together, images at a time; byte sizes and offsets."""
+
+    geo: Geometry
+    tile: Tile
+    lowering: Gather
+    nv: int
+    panels: int
+    tile_rows: int
+    tile_columns: int
+    strip_rows: int
+    low_rows: int
+    low_columns: int
+    images: int
+    group_tiles: int
+    k_len: int
+    u_plane_bytes: int
+    v_offset: int
+    v_pitch: int
+    v_xi_bytes: int
+    m_xi_bytes: int
+    worker_offset: int
+    worker_bytes: int
+    total_bytes: int
+
+    @property
+    def strips(self) -> int:
+        return ceil(self.tile_rows / self.strip_rows)
+
+    def tiles(self, images: int) -> int:
+        """Of one group of channels."""
+        return images * self.lowering.d.count * self.tile_rows * self.tile_columns
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return ceil(value / multiple) * multiple
+
+
+@lru_cache(maxsize=256)
+def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Device) -> Plan:
+    geo, tile = geometry(problem), tile_of(m, problem.stride[-1])
+    (gather,) = geo.gathers
+    acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+    vl, xis = device.vector_bytes // acc_bytes, tile.products**2
+    vectors = max(1, ceil(geo.c_out / vl))
+    panels = ceil(vectors / most_vectors)
+    nv = ceil(vectors / panels)
+    tile_rows, tile_columns = ceil(gather.h.count / m), ceil(gather.w.count / m)
+    step, k_len = m * tile.stride, geo.c_in * len(gather.d.taps)
+    low_columns = (tile_columns - 1) * step + tile.inputs
+    row_bytes = max(1, len(gather.d.taps) * low_columns * geo.c_in * acc_bytes)
+    fits = max(1, (int(device.l2_bytes * _STRIP_SHARE) // row_bytes - tile.inputs) // step + 1)
+    wanted = device.threads * _TASKS_PER_THREAD
+    strips = min(tile_rows, max(ceil(tile_rows / fits), ceil(wanted / (geo.n * geo.groups * gather.d.count))))
+    strip_rows = ceil(tile_rows / strips)
+    low_rows = (strip_rows - 1) * step + tile.inputs
+
+    v_pitch = _round_up(k_len + vl - 1, vl) * acc_bytes
+    image_tiles = gather.d.count * tile_rows * tile_columns
+    fit = max(1, _V_BYTES // max(1, geo.groups * image_tiles * xis * v_pitch))
+    images = ceil(geo.n / ceil(geo.n / min(geo.n, fit)))
+    lanes_bytes = nv * vl * acc_bytes
+    most = min(
+        int(device.l2_bytes * _PRODUCT_SHARE) // (xis * lanes_bytes),
+        max(4 * mr, int(device.l2_bytes * _TILE_SHARE) // v_pitch),
+    )
+    tiles = images * image_tiles
+    groups = max(ceil(tiles / max(mr, most)), min(ceil(wanted / (geo.groups * panels)), tiles // (4 * mr)))
+    group_tiles = ceil(tiles / max(1, groups))
+
+    # A cache line more than the data a plane, or all planes would fall into the same cache sets.
+    v_xi_bytes = geo.groups * tiles * v_pitch + 64
+    m_xi_bytes = max(mr, group_tiles) * lanes_bytes + 64
+    u_plane_bytes = panels * k_len * lanes_bytes + 64
+    kept = len(tile.matrices.filter) ** 2
+    products = xis * m_xi_bytes + m * m * lanes_bytes
+    low = _round_up(row_bytes * low_rows + 2 * device.vector_bytes, 64)
+    worker = max(products, low, kept * (vl * vl * acc_bytes + 64))
+    v_offset = _round_up(geo.groups * kept * u_plane_bytes, 64)
+    worker_offset = v_offset + xis * v_xi_bytes
+    lowering = Gather(
+        gather.d, replace(gather.h, in_step=step, count=tile_rows), replace(gather.w, in_step=step, count=tile_columns)
+    )
+    return Plan(
+        geo, tile, lowering, nv, panels, tile_rows, tile_columns, strip_rows, low_rows, low_columns, images, group_tiles,
+        k_len, u_plane_bytes, v_offset, v_pitch, v_xi_bytes, m_xi_bytes,
+        worker_offset, worker, worker_offset + device.threads * worker,
+    )  # fmt: skip
+
+
+def filter_parameters(problem: ConvProblem, plan: Plan, vl: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(ctx of the filter's transform, the arrays that it needs alive)."""
+    geo, compute = plan.geo, DEFAULT_COMPUTE[problem.dtype]
+    (gather,), acc_bytes = geo.gathers, ITEMSIZE[compute]
+    w_g, w_o, w_i, w_t, w_r, w_s = geo.w_strides
+    rows, columns = (np.array(_by_offset(axis), np.int64) for axis in gather[1:])
+    tables = {
+        "table_t": np.array([tap * w_t for tap, _ in gather.d.taps], np.int64),
+        "table_rs": (rows[:, None] * w_r + columns * w_s).reshape(-1),
+        "rows": np.arange(3) * 3 * vl * acc_bytes,
+        "columns": np.arange(3) * vl * acc_bytes,
+        "place_rows": rows * w_r * acc_bytes,
+        "place_columns": columns * w_s * acc_bytes,
+    }
+    ctx = filled(
+        FILTER,
+        **{name: table.ctypes.data for name, table in tables.items()},
+        w_pointer=geo.w_pointer,
+        c_in=geo.c_in,
+        c_out=geo.c_out,
+        taps_d=len(gather.d.taps),
+        w_g=w_g,
+        w_o=w_o,
+        w_i=w_i,
+        in_place=int(w_i == 1 and problem.dtype == compute),
+        u_offset=0,
+        u_group_bytes=len(plan.tile.matrices.filter) ** 2 * plan.u_plane_bytes,
+        u_plane_bytes=plan.u_plane_bytes,
+        panels=plan.panels,
+        panel_bytes=plan.k_len * plan.nv * vl * acc_bytes,
+        worker_offset=plan.worker_offset,
+        worker_bytes=plan.worker_bytes,
+    )
+    return ctx, list(tables.values())
+
+
+def tile_parameters(problem: ConvProblem, plan: Plan, vl: int, first_image: int) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(ctx of the images from `first_image`, the arrays that it needs alive)."""
+    geo, tile, acc_bytes = plan.geo, plan.tile, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+    (gather,) = geo.gathers
+    images = min(plan.images, geo.n - first_image)
+    pixel_bytes, products = geo.c_in * acc_bytes, np.arange(tile.products)
+    kind = store_kind(problem, geo.out_strides[2] == 1)
+    tables = {
+        "depth_offsets": np.array([offset for _, offset in gather.d.taps], np.int64),
+        "load_rows": np.arange(tile.inputs) * plan.low_columns * pixel_bytes,
+        "load_columns": np.arange(tile.inputs) * pixel_bytes,
+        "product_rows": products * tile.products * plan.m_xi_bytes,
+        "product_columns": products * plan.m_xi_bytes,
+        "lane_offsets": np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2],
+        "u_planes": np.array(tile.planes, np.int64) * plan.u_plane_bytes,
+    }
+    ctx = filled(
+        PARAMS,
+        **gather_values(problem, geo, plan.lowering),
+        **{name: table.ctypes.data for name, table in tables.items()},
+        strips=plan.strips,
+        strip_rows=plan.strip_rows,
+        shared=0,
+        low_h=gather.h.low,
+        low_w=gather.w.low,
+        low_rows=plan.low_rows,
+        low_columns=plan.low_columns,
+        strip_offset=plan.worker_offset,
+        strip_bytes=plan.worker_bytes,
+        first_image=first_image,
+        images=images,
+        tile_columns=plan.tile_columns,
+        tile_rows=plan.tile_rows,
+        image_rows=gather.h.count,
+        image_columns=gather.w.count,
+        group_tiles=plan.group_tiles,
+        tile_groups=ceil(plan.tiles(images) / plan.group_tiles),
+        contiguous=kind,
+        finished=int(is_finished(problem, kind)),
+        u_offset=0,
+        u_group_bytes=len(tile.matrices.filter) ** 2 * plan.u_plane_bytes,
+        panels=plan.panels,
+        panel_bytes=plan.k_len * plan.nv * vl * acc_bytes,
+        k_len=plan.k_len,
+        v_offset=plan.v_offset,
+        v_xi_bytes=plan.v_xi_bytes,
+        v_pitch=plan.v_pitch,
+        m_xi_bytes=plan.m_xi_bytes,
+        line_offset=tile.products**2 * plan.m_xi_bytes,
+    )
+    return ctx, list(tables.values())
+
+
+def _by_offset(axis: Axis) -> list[int]:
+    """Taps in the order of the input they read."""
+    return [tap for tap, _ in sorted(axis.taps, key=lambda pair: pair[1])]

@@ -1,0 +1,248 @@
+"""Winograd convolution with channels in the vector lanes: 3x3 filters of stride 1 or 2, in tiles of m x m outputs.
+
+    Y = A^T [ sum over c of (G w G^T) * (B^T x B) ] A        for every tile, products elementwise
+
+    x tile --B^T x B--> V[xi, tile, c] \\
+                                         M[xi, tile, o] = V[xi] U[xi], one matrix product for each xi --A^T M A--> y
+    w 3x3  --G w G^T--> U[xi, c, o]    /
+
+The tiles of several images are the rows of one product, so that small images fill the registers, too. One phase
+transforms the filters; then, for as many images as keep V in the last-level cache, one phase lowers strips and
+transforms them into V, and one multiplies a group of tiles with a panel of U and transforms the products while they are
+in second-level cache. Multiplications an output: (m+2)^2 / m^2 of stride 1 (2.25 for m = 4), (2m+1)^2 / m^2 of stride 2
+(5.06), instead of 9. Depth taps (3-D) are further input channels. Error: of the order of eps * sqrt(C) times the
+largest root sum of squares in the image. Source: Lavin and Gray, arXiv:1509.09308; stride 2 as in cook_toom.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ceil
+
+from numba import njit
+
+from nbdnn.candidate import YES, Candidate, NoConfig, Support
+from nbdnn.device import Device
+from nbdnn.kernels.cpu.channel_winograd_plan import (
+    FILTER,
+    PARAMS,
+    filter_parameters,
+    plan,
+    tile_of,
+    tile_parameters,
+)
+from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.epilogue import tile_store
+from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.lower_channels import lower_rows, strip_address
+from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
+from nbdnn.kernels.cpu.rows import transpose
+from nbdnn.kernels.cpu.vector import NUMBA_FLOAT, WIDEN, pointer, stack, struct
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+
+_MR = 6  # tiles in registers: one address register each
+# Nanoseconds an element of U, V and M.
+_FILTER_NS, _INPUT_NS, _OUTPUT_NS = 0.3, 0.15, 0.15
+
+
+@cache
+def _filter_task(dtype: str, vl: int, m: int, stride: int, nv: int):
+    """U of vl output channels and one depth tap: index = (group * ceil(c_out / vl) + block) * depth taps + t."""
+    compute = DEFAULT_COMPUTE[dtype]
+    data, scratch, i64 = pointer(dtype), pointer(compute), pointer("i64")
+    args_at, params_at, nine = struct(ARGS), struct(FILTER), stack(9 * vl * ITEMSIZE[compute])
+    widen, itemsize, acc_bytes, zero = WIDEN[dtype], ITEMSIZE[dtype], ITEMSIZE[compute], NUMBA_FLOAT[compute](0)
+    matrix = tile_of(m, stride).matrices.filter
+    transform, turn = sandwich(compute, vl, matrix, False), transpose(compute, compute, vl)
+    kept, lanes_bytes, plane = len(matrix), nv * vl * acc_bytes, vl * vl * acc_bytes + 64
+
+    def transform_filters(args, ctx, index, worker):
+        a, f = args_at(args), params_at(ctx)
+        t, rest = index % f.taps_d, index // f.taps_d
+        blocks = (f.c_out + vl - 1) // vl
+        g, first = rest // blocks, rest % blocks * vl
+        outputs = min(vl, f.c_out - first)
+        w = i64(args)[f.w_pointer] + (g * f.w_g + first * f.w_o + i64(f.table_t)[t]) * itemsize
+        planes, taps, buffer = a.workspace + f.worker_offset + worker * f.worker_bytes, i64(f.table_rs), nine()
+        u = a.workspace + f.u_offset + g * f.u_group_bytes + first // (nv * vl) * f.panel_bytes
+        u += t * f.c_in * lanes_bytes + first % (nv * vl) * acc_bytes
+        for c in range(0, f.c_in, vl):
+            inputs = min(vl, f.c_in - c)
+            for o in range(outputs):
+                at, to = w + (o * f.w_o + c * f.w_i) * itemsize, planes + o * vl * acc_bytes
+                if f.in_place and inputs == vl:
+                    transform(at, f.place_rows, f.place_columns, to, kept * plane, plane)
+                    continue
+                for tap in range(9):
+                    for j in range(inputs):
+                        scratch(buffer)[tap * vl + j] = widen(data(at)[j * f.w_i + taps[tap]])
+                    for j in range(inputs, vl):
+                        scratch(buffer)[tap * vl + j] = zero
+                transform(buffer, f.rows, f.columns, to, kept * plane, plane)
+            for xi in range(kept * kept):
+                to = u + xi * f.u_plane_bytes + c * lanes_bytes
+                turn(to, lanes_bytes, planes + xi * plane, vl * acc_bytes, outputs, inputs)
+
+    return compile_task(transform_filters, (dtype, vl, m, stride, nv), fastmath=FASTMATH)
+
+
+@cache
+def _input_task(dtype: str, vl: int, m: int, stride: int):
+    """V of one strip: index counts (image, group, depth, strip) from the first image."""
+    compute = DEFAULT_COMPUTE[dtype]
+    itemsize, acc_bytes, tile = ITEMSIZE[dtype], ITEMSIZE[compute], tile_of(m, stride)
+    i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(PARAMS)
+    locate, lower, transform = strip_address(), lower_rows(dtype, vl), sandwich(compute, vl, tile.matrices.input, False)
+    products, step = tile.products, m * stride
+
+    def transform_input(args, ctx, index, worker):
+        a, f = args_at(args), params_at(ctx)
+        n, g, depth, first, rows, low = locate(ctx, index, a.workspace, worker)
+        image = i64(args)[f.in_pointer] + ((f.first_image + n) * f.in_n + g * f.in_g) * itemsize
+        lower(image, low, ctx, depth, first, rows)
+        number = (((g * f.images + n) * f.count_d + depth) * f.tile_rows + first) * f.tile_columns
+        v = a.workspace + f.v_offset + number * f.v_pitch
+        for i in range(rows):
+            for j in range(f.tile_columns):
+                for t in range(f.taps_d):
+                    pixel = ((t * f.low_rows + i * step) * f.low_columns + j * step) * f.c_in
+                    # The lanes beyond the last channel are overwritten by the next depth tap, or never read.
+                    for c in range(0, f.c_in, vl):
+                        transform(
+                            low + (pixel + c) * acc_bytes, f.load_rows, f.load_columns,
+                            v + (t * f.c_in + c) * acc_bytes, products * f.v_xi_bytes, f.v_xi_bytes,
+                        )  # fmt: skip
+                v += f.v_pitch
+
+    return compile_task(transform_input, (dtype, vl, m, stride), fastmath=FASTMATH)
+
+
+@cache
+def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int):
+    """A group of tiles and a panel of channels: index = (group of channels * tile groups + tile group) * panels."""
+    compute = DEFAULT_COMPUTE[dtype]
+    itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
+    i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(PARAMS)
+    row_slots, offset_slots, store = stack(_MR * 8), stack(m * 8), tile_store(dtype, compute, vl)
+    tile = tile_of(m, stride)
+    transform, xis, pitch = sandwich(compute, vl, tile.matrices.output, False), tile.products**2, lanes_full * acc_bytes
+    full, short = (tile_product(compute, rows, nv, vl, acc_bytes, pitch, False) for rows in (_MR, _MR - 1))
+
+    @njit(**DEVICE)
+    def multiply(ctx, u, v, products, tiles, vectors):
+        """M[xi, tile, lane], the tiles shared out evenly among blocks of _MR and _MR - 1."""
+        f, slots, blocks = params_at(ctx), row_slots(), (tiles + _MR - 1) // _MR
+        least, longer = tiles // blocks, tiles % blocks
+        for xi in range(xis):
+            first, b, to = v + xi * f.v_xi_bytes, u + i64(f.u_planes)[xi], products + xi * f.m_xi_bytes
+            for block in range(blocks):
+                p, count = block * least + min(block, longer), least + (block < longer)
+                for i in range(_MR):
+                    i64(slots)[i] = first + (p + min(i, count - 1)) * f.v_pitch
+                if count == _MR:
+                    full(vectors, slots, 0, b, 0, f.k_len, to + p * pitch, pitch)
+                else:
+                    short(vectors, slots, 0, b, 0, f.k_len, to + p * pitch, pitch)
+
+    def group(args, ctx, index, worker):
+        a, pointers, f = args_at(args), i64(args), params_at(ctx)
+        panel, rest = index % f.panels, index // f.panels
+        g, number = rest // f.tile_groups, rest % f.tile_groups * f.group_tiles
+        all_tiles = f.images * f.count_d * f.tile_rows * f.tile_columns
+        tiles, first = min(f.group_tiles, all_tiles - number), panel * lanes_full
+        lanes = min(lanes_full, f.c_out - first)
+        vectors = (lanes + vl - 1) // vl
+        u = a.workspace + f.u_offset + g * f.u_group_bytes + panel * f.panel_bytes
+        v = a.workspace + f.v_offset + (g * all_tiles + number) * f.v_pitch
+        products = a.workspace + f.strip_offset + worker * f.strip_bytes
+        line, offsets, finished = products + f.line_offset, offset_slots(), f.finished and a.alpha == 1.0
+        multiply(ctx, u, v, products, tiles, vectors)
+        bias = pointers[f.bias_pointer] + (g * f.c_out + first) * itemsize if f.bias_pointer >= 0 else 0
+        residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
+        flags = (f.activation, bias, 0, 1, residual, f.read_out)
+        for i in range(tiles):
+            column, above = (number + i) % f.tile_columns * m, (number + i) // f.tile_columns
+            row, above = above % f.tile_rows * m, above // f.tile_rows
+            depth, n = above % f.count_d, f.first_image + above // f.count_d
+            rows, columns = min(m, f.image_rows - row), min(m, f.image_columns - column)
+            out = n * f.out_n + g * f.out_g + depth * f.out_d + row * f.out_h + column * f.out_w
+            whole = finished and rows == m and columns == m and lanes == vectors * vl
+            if whole:
+                to = pointers[f.out_pointer] + (out + first * f.out_c) * itemsize
+                row_bytes, column_bytes = f.out_h * itemsize, f.out_w * itemsize
+            else:
+                to, row_bytes, column_bytes = line, m * pitch, pitch
+            for vector in range(vectors):
+                at = vector * vl * acc_bytes
+                source = products + i * pitch + at
+                transform(source, f.product_rows, f.product_columns, to + at, row_bytes, column_bytes)
+            if whole:
+                continue
+            for r in range(rows):
+                for s in range(columns):
+                    i64(offsets)[s] = out + r * f.out_h + s * f.out_w
+                store(
+                    line + r * m * pitch, lanes_full, columns, lanes, pointers[f.out_pointer], offsets,
+                    f.lane_offsets + 8 * first, f.contiguous, flags, a.alpha, a.beta,
+                )  # fmt: skip
+
+    return compile_task(group, (dtype, vl, m, stride, nv), fastmath=FASTMATH)
+
+
+class ChannelWinograd(Candidate[NoConfig]):
+    """Winograd convolution with output tiles of m x m and channels in the vector lanes."""
+
+    provider = "cpu"
+
+    def __init__(self, op: str, m: int) -> None:
+        self.op, self._m = op, m
+        self.algorithm = f"channel_winograd_{m}x{m}"
+        self.algo = {2: "winograd", 4: "winograd_non_fused"}[m]
+
+    def supports(self, problem: ConvProblem, device: Device) -> Support:
+        if problem.filter[-2:] != (3, 3):
+            return Support(False, f"the filter is {'x'.join(map(str, problem.filter))}, not 3x3")
+        if self.op == "conv_fwd" and problem.stride[-2:] not in ((1, 1), (2, 2)):
+            return Support(False, f"stride {problem.stride[-2:]} is neither (1, 1) nor (2, 2)")
+        if self.op == "conv_bwd_data" and any(u != 1 for u in problem.stride):
+            return Support(False, f"stride {problem.stride} is not 1")
+        if any(d != 1 for d in problem.dilation[-2:]):
+            return Support(False, f"dilation {problem.dilation} is not 1")
+        return YES
+
+    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
+        return self._plan(problem, device).total_bytes
+
+    def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
+        made = self._plan(problem, device)
+        geo, vl = made.geo, device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        tiles, xis = geo.groups * made.tiles(geo.n), made.tile.products**2
+        fmas = tiles * xis * made.k_len * ceil(geo.c_out / vl)
+        side_ns = geo.groups * geo.c_out * made.k_len * len(made.tile.matrices.filter) ** 2 * _FILTER_NS
+        side_ns += tiles * xis * (made.k_len * _INPUT_NS + geo.c_out * _OUTPUT_NS)
+        tasks = geo.groups * made.panels * ceil(made.tiles(geo.n) / made.group_tiles)
+        return kernel_us(device, fmas, side_ns, tasks, 1 + 2 * ceil(geo.n / made.images))
+
+    def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
+        made, vl = self._plan(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        geo, method = made.geo, (problem.dtype, vl, self._m, made.tile.stride)
+        filters, keep = filter_parameters(problem, made, vl)
+        filter_tasks = geo.groups * ceil(geo.c_out / vl) * len(made.lowering.d.taps)
+        phases = [Phase(_filter_task(*method, made.nv), filter_tasks, filters)]
+        for first in range(0, geo.n, made.images):
+            images = min(made.images, geo.n - first)
+            ctx, arrays = tile_parameters(problem, made, vl, first)
+            strips = images * geo.groups * made.lowering.d.count * made.strips
+            groups = geo.groups * ceil(made.tiles(images) / made.group_tiles)
+            phases.append(Phase(_input_task(*method), strips, ctx))
+            phases.append(Phase(_multiply_task(*method, made.nv), groups * made.panels, ctx))
+            keep += arrays
+        return Program(phases, keep)
+
+    def _plan(self, problem: ConvProblem, device: Device):
+        return plan(problem, self._m, _MR, 4 if device.isa == "avx512" else 2, device)
+
+
+FWD_2X2, BWD_DATA_2X2 = ChannelWinograd("conv_fwd", 2), ChannelWinograd("conv_bwd_data", 2)
+FWD_4X4, BWD_DATA_4X4 = ChannelWinograd("conv_fwd", 4), ChannelWinograd("conv_bwd_data", 4)
