@@ -25,8 +25,7 @@ _V_BYTES = 12 << 20  # images whose transformed tiles stay in the last-level cac
 
 FILTER = record(
     *("w_pointer", "c_in", "c_out", "taps_d", "w_g", "w_o", "w_i", "table_t", "table_rs"),
-    *("rows", "columns", "in_place", "place_rows", "place_columns"),
-    *("u_offset", "u_group_bytes", "u_plane_bytes", "panels", "panel_bytes", "worker_offset", "worker_bytes"),
+    *("rows", "columns", "channel_step", "taps_adjacent", "u_offset", "u_group_bytes", "u_plane_bytes", "panel_bytes"),
 )
 PARAMS = record(
     *LOW_FIELDS,
@@ -40,7 +39,7 @@ PARAMS = record(
         "group_tiles",
         "tile_groups",
     ),
-    *("load_rows", "load_columns", "product_rows", "product_columns", "lane_offsets", "contiguous", "finished"),
+    *("load_rows", "load_columns", "product_rows", "product_columns", "channel_offsets", "contiguous", "finished"),
     *("u_offset", "u_group_bytes", "u_planes", "panels", "panel_bytes", "k_len"),
     *("v_offset", "v_xi_bytes", "v_pitch", "m_xi_bytes", "line_offset"),
 )
@@ -149,34 +148,37 @@ def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Devic
     m_xi_bytes = max(mr, group_tiles) * lanes_bytes + 64
     u_plane_bytes = panels * k_len * lanes_bytes + 64
     kept = len(tile.matrices.filter) ** 2
-    products = xis * m_xi_bytes + m * m * lanes_bytes
+    # Behind the products: m rows of a run of pixels, and one of them turned.
+    run_pixels = max(m, vl)
+    products = xis * m_xi_bytes + (m * run_pixels + vl) * lanes_bytes
     low = _round_up(row_bytes * low_rows + 2 * device.vector_bytes, 64)
-    worker = max(products, low, kept * (vl * vl * acc_bytes + 64))
+    worker = max(products, low)
     v_offset = _round_up(geo.groups * kept * u_plane_bytes, 64)
     worker_offset = v_offset + xis * v_xi_bytes
     lowering = Gather(
         gather.d, replace(gather.h, in_step=step, count=tile_rows), replace(gather.w, in_step=step, count=tile_columns)
     )
     return Plan(
-        geo, tile, lowering, nv, panels, tile_rows, tile_columns, strip_rows, low_rows, low_columns, images, group_tiles,
-        k_len, u_plane_bytes, v_offset, v_pitch, v_xi_bytes, m_xi_bytes,
+        geo, tile, lowering, nv, panels,
+        tile_rows, tile_columns, strip_rows, low_rows, low_columns, images, group_tiles, k_len,
+        u_plane_bytes, v_offset, v_pitch, v_xi_bytes, m_xi_bytes,
         worker_offset, worker, worker_offset + device.threads * worker,
     )  # fmt: skip
 
 
 def filter_parameters(problem: ConvProblem, plan: Plan, vl: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """(ctx of the filter's transform, the arrays that it needs alive)."""
-    geo, compute = plan.geo, DEFAULT_COMPUTE[problem.dtype]
-    (gather,), acc_bytes = geo.gathers, ITEMSIZE[compute]
+    geo = plan.geo
+    (gather,), acc_bytes = geo.gathers, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     w_g, w_o, w_i, w_t, w_r, w_s = geo.w_strides
     rows, columns = (np.array(_by_offset(axis), np.int64) for axis in gather[1:])
+    adjacent = w_i != 1 and w_o != 1  # then the taps lie side by side
+    vector_bytes = vl * acc_bytes
     tables = {
         "table_t": np.array([tap * w_t for tap, _ in gather.d.taps], np.int64),
         "table_rs": (rows[:, None] * w_r + columns * w_s).reshape(-1),
-        "rows": np.arange(3) * 3 * vl * acc_bytes,
-        "columns": np.arange(3) * vl * acc_bytes,
-        "place_rows": rows * w_r * acc_bytes,
-        "place_columns": columns * w_s * acc_bytes,
+        "rows": (rows * 3 if adjacent else np.arange(3) * 3 * vl) * vector_bytes,
+        "columns": (columns if adjacent else np.arange(3) * vl) * vector_bytes,
     }
     ctx = filled(
         FILTER,
@@ -188,14 +190,12 @@ def filter_parameters(problem: ConvProblem, plan: Plan, vl: int) -> tuple[np.nda
         w_g=w_g,
         w_o=w_o,
         w_i=w_i,
-        in_place=int(w_i == 1 and problem.dtype == compute),
+        channel_step=(9 if adjacent else 1) * vector_bytes,
+        taps_adjacent=int(adjacent),
         u_offset=0,
         u_group_bytes=len(plan.tile.matrices.filter) ** 2 * plan.u_plane_bytes,
         u_plane_bytes=plan.u_plane_bytes,
-        panels=plan.panels,
         panel_bytes=plan.k_len * plan.nv * vl * acc_bytes,
-        worker_offset=plan.worker_offset,
-        worker_bytes=plan.worker_bytes,
     )
     return ctx, list(tables.values())
 
@@ -206,14 +206,14 @@ def tile_parameters(problem: ConvProblem, plan: Plan, vl: int, first_image: int)
     (gather,) = geo.gathers
     images = min(plan.images, geo.n - first_image)
     pixel_bytes, products = geo.c_in * acc_bytes, np.arange(tile.products)
-    kind = store_kind(problem, geo.out_strides[2] == 1)
+    kind = store_kind(problem, 1 in geo.out_strides[2::3])
     tables = {
         "depth_offsets": np.array([offset for _, offset in gather.d.taps], np.int64),
         "load_rows": np.arange(tile.inputs) * plan.low_columns * pixel_bytes,
         "load_columns": np.arange(tile.inputs) * pixel_bytes,
         "product_rows": products * tile.products * plan.m_xi_bytes,
         "product_columns": products * plan.m_xi_bytes,
-        "lane_offsets": np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2],
+        "channel_offsets": np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2],
         "u_planes": np.array(tile.planes, np.int64) * plan.u_plane_bytes,
     }
     ctx = filled(

@@ -37,8 +37,8 @@ from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import lower_rows, strip_address
 from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
-from nbdnn.kernels.cpu.rows import transpose
-from nbdnn.kernels.cpu.vector import NUMBA_FLOAT, WIDEN, pointer, stack, struct
+from nbdnn.kernels.cpu.rows import convert_row, transpose
+from nbdnn.kernels.cpu.vector import pointer, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _MR = 6  # tiles in registers: one address register each
@@ -50,39 +50,52 @@ _FILTER_NS, _INPUT_NS, _OUTPUT_NS = 0.3, 0.15, 0.15
 def _filter_task(dtype: str, vl: int, m: int, stride: int, nv: int):
     """U of vl output channels and one depth tap: index = (group * ceil(c_out / vl) + block) * depth taps + t."""
     compute = DEFAULT_COMPUTE[dtype]
-    data, scratch, i64 = pointer(dtype), pointer(compute), pointer("i64")
-    args_at, params_at, nine = struct(ARGS), struct(FILTER), stack(9 * vl * ITEMSIZE[compute])
-    widen, itemsize, acc_bytes, zero = WIDEN[dtype], ITEMSIZE[dtype], ITEMSIZE[compute], NUMBA_FLOAT[compute](0)
-    matrix = tile_of(m, stride).matrices.filter
-    transform, turn = sandwich(compute, vl, matrix, False), transpose(compute, compute, vl)
-    kept, lanes_bytes, plane = len(matrix), nv * vl * acc_bytes, vl * vl * acc_bytes + 64
+    itemsize, acc_bytes, matrix = ITEMSIZE[dtype], ITEMSIZE[compute], tile_of(m, stride).matrices.filter
+    i64, args_at, params_at, taps_of_block = (
+        pointer("i64"),
+        struct(ARGS),
+        struct(FILTER),
+        stack(9 * vl * vl * acc_bytes),
+    )
+    transform, turn = sandwich(compute, vl, matrix, False), transpose(dtype, compute, vl)
+    widen_row, lanes_bytes, vector_bytes, kept = (
+        convert_row(dtype, compute, vl),
+        nv * vl * acc_bytes,
+        vl * acc_bytes,
+        len(matrix),
+    )
+
+    @njit(**DEVICE)
+    def spread(f, taps, w, outputs, inputs):
+        """taps[r, s, c, lane] or, where the taps of a channel lie side by side, taps[c, r, s, lane]."""
+        table = i64(f.table_rs)
+        if f.taps_adjacent:
+            for c in range(inputs):
+                turn(taps + c * 9 * vector_bytes, vector_bytes, w + c * f.w_i * itemsize, f.w_o * itemsize, outputs, 9)
+        elif f.w_i == 1:
+            for tap in range(9):
+                to = taps + tap * vl * vector_bytes
+                turn(to, vector_bytes, w + table[tap] * itemsize, f.w_o * itemsize, outputs, inputs)
+        else:
+            for tap in range(9):
+                for c in range(inputs):
+                    to = taps + (tap * vl + c) * vector_bytes
+                    widen_row(to, w + (table[tap] + c * f.w_i) * itemsize, outputs)
 
     def transform_filters(args, ctx, index, worker):
-        a, f = args_at(args), params_at(ctx)
+        a, f, taps = args_at(args), params_at(ctx), taps_of_block()
         t, rest = index % f.taps_d, index // f.taps_d
         blocks = (f.c_out + vl - 1) // vl
         g, first = rest // blocks, rest % blocks * vl
-        outputs = min(vl, f.c_out - first)
         w = i64(args)[f.w_pointer] + (g * f.w_g + first * f.w_o + i64(f.table_t)[t]) * itemsize
-        planes, taps, buffer = a.workspace + f.worker_offset + worker * f.worker_bytes, i64(f.table_rs), nine()
         u = a.workspace + f.u_offset + g * f.u_group_bytes + first // (nv * vl) * f.panel_bytes
         u += t * f.c_in * lanes_bytes + first % (nv * vl) * acc_bytes
-        for c in range(0, f.c_in, vl):
-            inputs = min(vl, f.c_in - c)
-            for o in range(outputs):
-                at, to = w + (o * f.w_o + c * f.w_i) * itemsize, planes + o * vl * acc_bytes
-                if f.in_place and inputs == vl:
-                    transform(at, f.place_rows, f.place_columns, to, kept * plane, plane)
-                    continue
-                for tap in range(9):
-                    for j in range(inputs):
-                        scratch(buffer)[tap * vl + j] = widen(data(at)[j * f.w_i + taps[tap]])
-                    for j in range(inputs, vl):
-                        scratch(buffer)[tap * vl + j] = zero
-                transform(buffer, f.rows, f.columns, to, kept * plane, plane)
-            for xi in range(kept * kept):
-                to = u + xi * f.u_plane_bytes + c * lanes_bytes
-                turn(to, lanes_bytes, planes + xi * plane, vl * acc_bytes, outputs, inputs)
+        for c0 in range(0, f.c_in, vl):
+            inputs = min(vl, f.c_in - c0)
+            spread(f, taps, w + c0 * f.w_i * itemsize, min(vl, f.c_out - first), inputs)
+            for c in range(inputs):
+                to = u + (c0 + c) * lanes_bytes
+                transform(taps + c * f.channel_step, f.rows, f.columns, to, kept * f.u_plane_bytes, f.u_plane_bytes)
 
     return compile_task(transform_filters, (dtype, vl, m, stride, nv), fastmath=FASTMATH)
 
@@ -124,8 +137,9 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int):
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(PARAMS)
-    row_slots, offset_slots, store = stack(_MR * 8), stack(m * 8), tile_store(dtype, compute, vl)
-    tile = tile_of(m, stride)
+    run_pixels = max(m, vl)
+    row_slots, offset_slots, store = stack(_MR * 8), stack(run_pixels * 8), tile_store(dtype, compute, vl)
+    tile, turn = tile_of(m, stride), transpose(compute, compute, vl)
     transform, xis, pitch = sandwich(compute, vl, tile.matrices.output, False), tile.products**2, lanes_full * acc_bytes
     full, short = (tile_product(compute, rows, nv, vl, acc_bytes, pitch, False) for rows in (_MR, _MR - 1))
 
@@ -145,6 +159,59 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int):
                 else:
                     short(vectors, slots, 0, b, 0, f.k_len, to + p * pitch, pitch)
 
+    @njit(**DEVICE)
+    def tile_place(f, number):
+        """(image, depth, first row, first column) of a tile's outputs."""
+        column, above = number % f.tile_columns * m, number // f.tile_columns
+        row, above = above % f.tile_rows * m, above // f.tile_rows
+        return f.first_image + above // f.count_d, above % f.count_d, row, column
+
+    @njit(**DEVICE)
+    def finish_pixels(f, products, line, number, tiles, vectors, first, lanes, out, flags, alpha, beta):
+        """Outputs of one pixel lie side by side: a tile at a time, whole ones into the output as they are."""
+        offsets = offset_slots()
+        for i in range(tiles):
+            n, depth, row, column = tile_place(f, number + i)
+            rows, columns = min(m, f.image_rows - row), min(m, f.image_columns - column)
+            at = n * f.out_n + depth * f.out_d + row * f.out_h + column * f.out_w
+            whole = f.finished and alpha == 1.0 and rows == m and columns == m and lanes == vectors * vl
+            if whole:
+                to = out + (at + first * f.out_c) * itemsize
+                row_bytes, column_bytes = f.out_h * itemsize, f.out_w * itemsize
+            else:
+                to, row_bytes, column_bytes = line, m * pitch, pitch
+            for lane in range(0, vectors * vl * acc_bytes, vl * acc_bytes):
+                source = products + i * pitch + lane
+                transform(source, f.product_rows, f.product_columns, to + lane, row_bytes, column_bytes)
+            if whole:
+                continue
+            for r in range(rows):
+                for s in range(columns):
+                    i64(offsets)[s] = at + r * f.out_h + s * f.out_w
+                source, channels = line + r * m * pitch, f.channel_offsets + 8 * first
+                store(source, lanes_full, columns, lanes, out, offsets, channels, f.contiguous, flags, alpha, beta)
+
+    @njit(**DEVICE)
+    def finish_rows(f, products, line, number, tiles, vectors, first, lanes, out, flags, alpha, beta):
+        """Outputs of one row lie side by side: a few tiles of a row at a time, turned."""
+        offsets, turned, i = offset_slots(), line + m * run_pixels * pitch, 0
+        while i < tiles:
+            n, depth, row, column = tile_place(f, number + i)
+            run = min(min(run_pixels // m, tiles - i), f.tile_columns - column // m)
+            for j in range(run):
+                for lane in range(0, vectors * vl * acc_bytes, vl * acc_bytes):
+                    source, to = products + (i + j) * pitch + lane, line + j * m * pitch + lane
+                    transform(source, f.product_rows, f.product_columns, to, run_pixels * pitch, pitch)
+            columns = min(run * m, f.image_columns - column)
+            for r in range(min(m, f.image_rows - row)):
+                turn(turned, run_pixels * acc_bytes, line + r * run_pixels * pitch, pitch, columns, lanes)
+                at = n * f.out_n + depth * f.out_d + (row + r) * f.out_h
+                for s in range(columns):
+                    i64(offsets)[s] = at + (column + s) * f.out_w
+                channels = f.channel_offsets + 8 * first
+                store(turned, run_pixels, lanes, columns, out, channels, offsets, f.contiguous, flags, alpha, beta)
+            i += run
+
     def group(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
         panel, rest = index % f.panels, index // f.panels
@@ -156,36 +223,17 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int):
         u = a.workspace + f.u_offset + g * f.u_group_bytes + panel * f.panel_bytes
         v = a.workspace + f.v_offset + (g * all_tiles + number) * f.v_pitch
         products = a.workspace + f.strip_offset + worker * f.strip_bytes
-        line, offsets, finished = products + f.line_offset, offset_slots(), f.finished and a.alpha == 1.0
+        line, group_bytes = products + f.line_offset, g * f.out_g * itemsize
         multiply(ctx, u, v, products, tiles, vectors)
         bias = pointers[f.bias_pointer] + (g * f.c_out + first) * itemsize if f.bias_pointer >= 0 else 0
-        residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
-        flags = (f.activation, bias, 0, 1, residual, f.read_out)
-        for i in range(tiles):
-            column, above = (number + i) % f.tile_columns * m, (number + i) // f.tile_columns
-            row, above = above % f.tile_rows * m, above // f.tile_rows
-            depth, n = above % f.count_d, f.first_image + above // f.count_d
-            rows, columns = min(m, f.image_rows - row), min(m, f.image_columns - column)
-            out = n * f.out_n + g * f.out_g + depth * f.out_d + row * f.out_h + column * f.out_w
-            whole = finished and rows == m and columns == m and lanes == vectors * vl
-            if whole:
-                to = pointers[f.out_pointer] + (out + first * f.out_c) * itemsize
-                row_bytes, column_bytes = f.out_h * itemsize, f.out_w * itemsize
-            else:
-                to, row_bytes, column_bytes = line, m * pitch, pitch
-            for vector in range(vectors):
-                at = vector * vl * acc_bytes
-                source = products + i * pitch + at
-                transform(source, f.product_rows, f.product_columns, to + at, row_bytes, column_bytes)
-            if whole:
-                continue
-            for r in range(rows):
-                for s in range(columns):
-                    i64(offsets)[s] = out + r * f.out_h + s * f.out_w
-                store(
-                    line + r * m * pitch, lanes_full, columns, lanes, pointers[f.out_pointer], offsets,
-                    f.lane_offsets + 8 * first, f.contiguous, flags, a.alpha, a.beta,
-                )  # fmt: skip
+        residual = pointers[f.residual_pointer] + group_bytes if f.residual_pointer >= 0 else 0
+        out = pointers[f.out_pointer] + group_bytes
+        if f.out_c == 1:
+            flags = (f.activation, bias, 0, 1, residual, f.read_out)
+            finish_pixels(f, products, line, number, tiles, vectors, first, lanes, out, flags, a.alpha, a.beta)
+        else:
+            flags = (f.activation, bias, 1, 0, residual, f.read_out)
+            finish_rows(f, products, line, number, tiles, vectors, first, lanes, out, flags, a.alpha, a.beta)
 
     return compile_task(group, (dtype, vl, m, stride, nv), fastmath=FASTMATH)
 
