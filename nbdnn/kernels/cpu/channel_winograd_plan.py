@@ -21,7 +21,7 @@ _TASKS_PER_THREAD = 4
 _STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip
 _PRODUCT_SHARE = 0.45  # for the products of a group of tiles, over one panel
 _TILE_SHARE = 0.25  # for the tiles of a group at one xi
-_V_BYTES = 12 << 20  # images whose transformed tiles stay in the last-level cache
+_V_BYTES = 12 << 20  # of transformed tiles, which stay in the last-level cache until they are multiplied
 
 FILTER = record(
     *("w_pointer", "c_in", "c_out", "taps_d", "w_g", "w_o", "w_i", "table_t", "table_rs"),
@@ -29,20 +29,21 @@ FILTER = record(
 )
 PARAMS = record(
     *LOW_FIELDS,
-    *(
-        "first_image",
-        "images",
-        "tile_columns",
-        "tile_rows",
-        "image_rows",
-        "image_columns",
-        "group_tiles",
-        "tile_groups",
-    ),
+    *("first_strip", "chunk_strips", "first_tile", "chunk_tiles", "group_tiles", "tile_groups"),
+    *("tile_rows", "tile_columns", "image_rows", "image_columns"),
     *("load_rows", "load_columns", "product_rows", "product_columns", "channel_offsets", "contiguous", "finished"),
     *("u_offset", "u_group_bytes", "u_planes", "panels", "panel_bytes", "k_len"),
     *("v_offset", "v_xi_bytes", "v_pitch", "m_xi_bytes", "line_offset"),
 )
+
+
+class Chunk(NamedTuple):
+    """Strips that are transformed in one phase and multiplied in the next, counted over (image, depth, strip)."""
+
+    first_strip: int
+    strips: int
+    first_tile: int
+    tiles: int
 
 
 class Tile(NamedTuple):
@@ -74,7 +75,7 @@ def tile_of(m: int, stride: int) -> Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """Strips that are lowered, tiles that are multiplied together, images at a time; byte sizes and offsets."""
+    """Strips that are lowered, chunks of them, tiles that are multiplied together; byte sizes and offsets."""
 
     geo: Geometry
     tile: Tile
@@ -86,7 +87,7 @@ class Plan:
     strip_rows: int
     low_rows: int
     low_columns: int
-    images: int
+    chunk_strips: int
     group_tiles: int
     k_len: int
     u_plane_bytes: int
@@ -102,9 +103,19 @@ class Plan:
     def strips(self) -> int:
         return ceil(self.tile_rows / self.strip_rows)
 
-    def tiles(self, images: int) -> int:
-        """Of one group of channels."""
-        return images * self.lowering.d.count * self.tile_rows * self.tile_columns
+    @property
+    def chunks(self) -> list[Chunk]:
+        total = self.geo.n * self.lowering.d.count * self.strips
+        firsts = range(0, total, self.chunk_strips)
+        tiles = [self._first_tile(first) for first in (*firsts, total)]
+        return [
+            Chunk(first, min(self.chunk_strips, total - first), tile, after - tile)
+            for first, tile, after in zip(firsts, tiles, tiles[1:], strict=False)
+        ]
+
+    def _first_tile(self, strip: int) -> int:
+        image, within = divmod(strip, self.strips)
+        return (image * self.tile_rows + within * self.strip_rows) * self.tile_columns
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -131,15 +142,15 @@ def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Devic
     low_rows = (strip_rows - 1) * step + tile.inputs
 
     v_pitch = _round_up(k_len + vl - 1, vl) * acc_bytes
-    image_tiles = gather.d.count * tile_rows * tile_columns
-    fit = max(1, _V_BYTES // max(1, geo.groups * image_tiles * xis * v_pitch))
-    images = ceil(geo.n / ceil(geo.n / min(geo.n, fit)))
+    total_strips = geo.n * gather.d.count * ceil(tile_rows / strip_rows)
+    fit = max(1, _V_BYTES // max(1, geo.groups * strip_rows * tile_columns * xis * v_pitch))
+    chunk_strips = ceil(total_strips / ceil(total_strips / min(total_strips, fit)))
+    tiles = chunk_strips * strip_rows * tile_columns
     lanes_bytes = nv * vl * acc_bytes
     most = min(
         int(device.l2_bytes * _PRODUCT_SHARE) // (xis * lanes_bytes),
         max(4 * mr, int(device.l2_bytes * _TILE_SHARE) // v_pitch),
     )
-    tiles = images * image_tiles
     groups = max(ceil(tiles / max(mr, most)), min(ceil(wanted / (geo.groups * panels)), tiles // (4 * mr)))
     group_tiles = ceil(tiles / max(1, groups))
 
@@ -160,7 +171,7 @@ def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Devic
     )
     return Plan(
         geo, tile, lowering, nv, panels,
-        tile_rows, tile_columns, strip_rows, low_rows, low_columns, images, group_tiles, k_len,
+        tile_rows, tile_columns, strip_rows, low_rows, low_columns, chunk_strips, group_tiles, k_len,
         u_plane_bytes, v_offset, v_pitch, v_xi_bytes, m_xi_bytes,
         worker_offset, worker, worker_offset + device.threads * worker,
     )  # fmt: skip
@@ -200,11 +211,10 @@ def filter_parameters(problem: ConvProblem, plan: Plan, vl: int) -> tuple[np.nda
     return ctx, list(tables.values())
 
 
-def tile_parameters(problem: ConvProblem, plan: Plan, vl: int, first_image: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """(ctx of the images from `first_image`, the arrays that it needs alive)."""
+def tile_parameters(problem: ConvProblem, plan: Plan, vl: int, chunk: Chunk) -> tuple[np.ndarray, list[np.ndarray]]:
+    """(ctx of one chunk, the arrays that it needs alive)."""
     geo, tile, acc_bytes = plan.geo, plan.tile, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     (gather,) = geo.gathers
-    images = min(plan.images, geo.n - first_image)
     pixel_bytes, products = geo.c_in * acc_bytes, np.arange(tile.products)
     kind = store_kind(problem, 1 in geo.out_strides[2::3])
     tables = {
@@ -229,14 +239,16 @@ def tile_parameters(problem: ConvProblem, plan: Plan, vl: int, first_image: int)
         low_columns=plan.low_columns,
         strip_offset=plan.worker_offset,
         strip_bytes=plan.worker_bytes,
-        first_image=first_image,
-        images=images,
+        first_strip=chunk.first_strip,
+        chunk_strips=chunk.strips,
+        first_tile=chunk.first_tile,
+        chunk_tiles=chunk.tiles,
         tile_columns=plan.tile_columns,
         tile_rows=plan.tile_rows,
         image_rows=gather.h.count,
         image_columns=gather.w.count,
         group_tiles=plan.group_tiles,
-        tile_groups=ceil(plan.tiles(images) / plan.group_tiles),
+        tile_groups=ceil(chunk.tiles / plan.group_tiles),
         contiguous=kind,
         finished=int(is_finished(problem, kind)),
         u_offset=0,

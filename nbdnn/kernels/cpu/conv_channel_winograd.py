@@ -7,7 +7,7 @@
     w 3x3  --G w G^T--> U[xi, c, o]    /
 
 The tiles of several images are the rows of one product, so that small images fill the registers, too. One phase
-transforms the filters; then, for as many images as keep V in the last-level cache, one phase lowers strips and
+transforms the filters; then, for as many strips of tiles as keep V in the last-level cache, one phase lowers and
 transforms them into V, and one multiplies a group of tiles with a panel of U and transforms the products while they are
 in second-level cache. Multiplications an output: (m+2)^2 / m^2 of stride 1 (2.25 for m = 4), (2m+1)^2 / m^2 of stride 2
 (5.06), instead of 9. Depth taps (3-D) are further input channels. Error: of the order of eps * sqrt(C) times the
@@ -35,7 +35,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.lower_channels import lower_rows, strip_address
+from nbdnn.kernels.cpu.lower_channels import lower_rows
 from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
 from nbdnn.kernels.cpu.rows import convert_row, transpose
 from nbdnn.kernels.cpu.vector import pointer, stack, struct
@@ -102,20 +102,22 @@ def _filter_task(dtype: str, vl: int, m: int, stride: int, nv: int):
 
 @cache
 def _input_task(dtype: str, vl: int, m: int, stride: int):
-    """V of one strip: index counts (image, group, depth, strip) from the first image."""
+    """V of one strip of a chunk: index = group * strips of the chunk + strip."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, tile = ITEMSIZE[dtype], ITEMSIZE[compute], tile_of(m, stride)
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(PARAMS)
-    locate, lower, transform = strip_address(), lower_rows(dtype, vl), sandwich(compute, vl, tile.matrices.input, False)
+    lower, transform = lower_rows(dtype, vl), sandwich(compute, vl, tile.matrices.input, False)
     products, step = tile.products, m * stride
 
     def transform_input(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
-        n, g, depth, first, rows, low = locate(ctx, index, a.workspace, worker)
-        image = i64(args)[f.in_pointer] + ((f.first_image + n) * f.in_n + g * f.in_g) * itemsize
-        lower(image, low, ctx, depth, first, rows)
-        number = (((g * f.images + n) * f.count_d + depth) * f.tile_rows + first) * f.tile_columns
-        v = a.workspace + f.v_offset + number * f.v_pitch
+        g, strip = index // f.chunk_strips, f.first_strip + index % f.chunk_strips
+        above, first = strip // f.strips, strip % f.strips * f.strip_rows
+        n, depth, rows = above // f.count_d, above % f.count_d, min(f.strip_rows, f.tile_rows - first)
+        low = a.workspace + f.strip_offset + worker * f.strip_bytes
+        lower(i64(args)[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize, low, ctx, depth, first, rows)
+        number = (above * f.tile_rows + first) * f.tile_columns - f.first_tile
+        v = a.workspace + f.v_offset + (g * f.chunk_tiles + number) * f.v_pitch
         for i in range(rows):
             for j in range(f.tile_columns):
                 for t in range(f.taps_d):
@@ -164,7 +166,7 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int):
         """(image, depth, first row, first column) of a tile's outputs."""
         column, above = number % f.tile_columns * m, number // f.tile_columns
         row, above = above % f.tile_rows * m, above // f.tile_rows
-        return f.first_image + above // f.count_d, above % f.count_d, row, column
+        return above // f.count_d, above % f.count_d, row, column
 
     @njit(**DEVICE)
     def finish_pixels(f, products, line, number, tiles, vectors, first, lanes, out, flags, alpha, beta):
@@ -215,13 +217,13 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int):
     def group(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
         panel, rest = index % f.panels, index // f.panels
-        g, number = rest // f.tile_groups, rest % f.tile_groups * f.group_tiles
-        all_tiles = f.images * f.count_d * f.tile_rows * f.tile_columns
-        tiles, first = min(f.group_tiles, all_tiles - number), panel * lanes_full
+        g, in_chunk = rest // f.tile_groups, rest % f.tile_groups * f.group_tiles
+        tiles, number = min(f.group_tiles, f.chunk_tiles - in_chunk), f.first_tile + in_chunk
+        first = panel * lanes_full
         lanes = min(lanes_full, f.c_out - first)
         vectors = (lanes + vl - 1) // vl
         u = a.workspace + f.u_offset + g * f.u_group_bytes + panel * f.panel_bytes
-        v = a.workspace + f.v_offset + (g * all_tiles + number) * f.v_pitch
+        v = a.workspace + f.v_offset + (g * f.chunk_tiles + in_chunk) * f.v_pitch
         products = a.workspace + f.strip_offset + worker * f.strip_bytes
         line, group_bytes = products + f.line_offset, g * f.out_g * itemsize
         multiply(ctx, u, v, products, tiles, vectors)
@@ -265,12 +267,13 @@ class ChannelWinograd(Candidate[NoConfig]):
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
         made = self._plan(problem, device)
         geo, vl = made.geo, device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        tiles, xis = geo.groups * made.tiles(geo.n), made.tile.products**2
+        chunks, xis = made.chunks, made.tile.products**2
+        tiles = geo.groups * sum(chunk.tiles for chunk in chunks)
         fmas = tiles * xis * made.k_len * ceil(geo.c_out / vl)
         side_ns = geo.groups * geo.c_out * made.k_len * len(made.tile.matrices.filter) ** 2 * _FILTER_NS
         side_ns += tiles * xis * (made.k_len * _INPUT_NS + geo.c_out * _OUTPUT_NS)
-        tasks = geo.groups * made.panels * ceil(made.tiles(geo.n) / made.group_tiles)
-        return kernel_us(device, fmas, side_ns, tasks, 1 + 2 * ceil(geo.n / made.images))
+        tasks = geo.groups * made.panels * ceil(chunks[0].tiles / made.group_tiles) if chunks else 1
+        return kernel_us(device, fmas, side_ns, tasks, 1 + 2 * len(chunks))
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
         made, vl = self._plan(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
@@ -278,12 +281,10 @@ class ChannelWinograd(Candidate[NoConfig]):
         filters, keep = filter_parameters(problem, made, vl)
         filter_tasks = geo.groups * ceil(geo.c_out / vl) * len(made.lowering.d.taps)
         phases = [Phase(_filter_task(*method, made.nv), filter_tasks, filters)]
-        for first in range(0, geo.n, made.images):
-            images = min(made.images, geo.n - first)
-            ctx, arrays = tile_parameters(problem, made, vl, first)
-            strips = images * geo.groups * made.lowering.d.count * made.strips
-            groups = geo.groups * ceil(made.tiles(images) / made.group_tiles)
-            phases.append(Phase(_input_task(*method), strips, ctx))
+        for chunk in made.chunks:
+            ctx, arrays = tile_parameters(problem, made, vl, chunk)
+            groups = geo.groups * ceil(chunk.tiles / made.group_tiles)
+            phases.append(Phase(_input_task(*method), geo.groups * chunk.strips, ctx))
             phases.append(Phase(_multiply_task(*method, made.nv), groups * made.panels, ctx))
             keep += arrays
         return Program(phases, keep)
