@@ -52,17 +52,14 @@ _FORWARD_ENDS = "e:bias e:bias+relu e:swish e:sigmoid e:tanh e:bias+relu+res+bet
 _FORWARD = Covers(_EVERY_DTYPE, _EVERY_LAYOUT, ", ".join(_SHAPES_2D), _FORWARD_ENDS)
 _GRADIENT = _FORWARD._replace(ends="e:beta a4")
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
-_OF_CHANNEL_WINOGRAD = f"{_OF_WINOGRAD}, stride"
 _OF_FFT = f"{_OF_WINOGRAD}, 1x1, 5x5, depthwise"
 
 COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
     "conv_fwd/cpu/channel_gemm": _FORWARD,
-    "conv_fwd/cpu/winograd_2x2": _FORWARD._replace(shapes=_OF_WINOGRAD),
-    "conv_fwd/cpu/winograd_4x4": _FORWARD._replace(shapes=_OF_WINOGRAD),
-    "conv_fwd/cpu/channel_winograd_2x2": _FORWARD._replace(shapes=_OF_CHANNEL_WINOGRAD),
-    "conv_fwd/cpu/channel_winograd_4x4": _FORWARD._replace(shapes=_OF_CHANNEL_WINOGRAD),
+    "conv_fwd/cpu/winograd_2x2": _FORWARD._replace(shapes=f"{_OF_WINOGRAD}, stride"),
+    "conv_fwd/cpu/winograd_4x4": _FORWARD._replace(shapes=f"{_OF_WINOGRAD}, stride"),
     "conv_fwd/cpu/fft_tiling": _FORWARD._replace(shapes=_OF_FFT),
     "conv_fwd/cpu/fft": _FORWARD._replace(shapes=_OF_FFT),
     "conv_fwd/cpu/im2col": _FORWARD,
@@ -72,8 +69,6 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/winograd_2x2": _GRADIENT._replace(shapes=_OF_WINOGRAD),
     "conv_bwd_data/cpu/winograd_4x4": _GRADIENT._replace(shapes=_OF_WINOGRAD),
-    "conv_bwd_data/cpu/channel_winograd_2x2": _GRADIENT._replace(shapes=_OF_WINOGRAD),
-    "conv_bwd_data/cpu/channel_winograd_4x4": _GRADIENT._replace(shapes=_OF_WINOGRAD),
     "conv_bwd_data/cpu/fft_tiling": _GRADIENT._replace(shapes=_OF_FFT),
     "conv_bwd_data/cpu/fft": _GRADIENT._replace(shapes=_OF_FFT),
     "conv_bwd_data/cpu/im2col": _GRADIENT,

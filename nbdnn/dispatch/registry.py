@@ -9,7 +9,6 @@ from nbdnn.candidate import Candidate
 from nbdnn.errors import InvalidProblem
 from nbdnn.kernels.cpu import (
     conv_channel_gemm,
-    conv_channel_winograd,
     conv_depthwise,
     conv_depthwise_filter,
     conv_direct,
@@ -27,8 +26,6 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_depthwise.FWD,
         conv_winograd.FWD_4X4,
         conv_winograd.FWD_2X2,
-        conv_channel_winograd.FWD_4X4,
-        conv_channel_winograd.FWD_2X2,
         conv_pixel_gemm.FWD,
         conv_channel_gemm.FWD,
         conv_fft.FWD_TILING,
@@ -40,8 +37,6 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_depthwise.BWD_DATA,
         conv_winograd.BWD_DATA_4X4,
         conv_winograd.BWD_DATA_2X2,
-        conv_channel_winograd.BWD_DATA_4X4,
-        conv_channel_winograd.BWD_DATA_2X2,
         conv_pixel_gemm.BWD_DATA,
         conv_channel_gemm.BWD_DATA,
         conv_fft.BWD_DATA_TILING,

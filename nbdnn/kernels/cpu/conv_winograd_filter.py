@@ -84,7 +84,7 @@ def _input_task(dtype: str, vl: int):
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     args_at, params_at, lower_lines = struct(ARGS), struct(_PARAMS), _lower_lines(dtype, vl)
-    transform = sandwich(compute, vl, filtering(3, _M).input, False)
+    transform = sandwich(compute, vl, filtering(3, _M).input)
 
     def transform_x(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
@@ -111,7 +111,7 @@ def _gradient_task(dtype: str, vl: int):
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes = ITEMSIZE[dtype], ITEMSIZE[compute], _NV * vl
     args_at, params_at, lower_lines = struct(ARGS), struct(_PARAMS), _lower_lines(dtype, vl)
-    transform, turn = sandwich(compute, vl, filtering(3, _M).filter, False), transpose(compute, compute, vl)
+    transform, turn = sandwich(compute, vl, filtering(3, _M).filter), transpose(compute, compute, vl)
     plane = vl * vl * acc_bytes
 
     def transform_dy(args, ctx, index, worker):
@@ -178,7 +178,7 @@ def _store_task(dtype: str, vl: int):
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes = ITEMSIZE[dtype], ITEMSIZE[compute], _NV * vl
     i64, args_at, params_at, row_slots = pointer("i64"), struct(ARGS), struct(_PARAMS), stack(lanes * 8)
-    transform, turn = sandwich(compute, vl, filtering(3, _M).output, False), transpose(compute, compute, vl)
+    transform, turn = sandwich(compute, vl, filtering(3, _M).output), transpose(compute, compute, vl)
     store, pitch = tile_store(dtype, compute, vl), 9 * _STORE_CHANNELS
 
     def store_block(args, ctx, index, worker):

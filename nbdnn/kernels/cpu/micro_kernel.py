@@ -116,13 +116,12 @@ def tile_product(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
 
 
 @cache
-def sandwich(dtype: str, vl: int, matrix: tuple[tuple[float, ...], ...], interleave: bool):
+def sandwich(dtype: str, vl: int, matrix: tuple[tuple[float, ...], ...]):
     """Intrinsic: L X L^T on vl small matrices at once, one in each vector lane.
 
     matrix is L (p x q, its zeros and ones cost nothing). Arguments, all int64: source, and the addresses of two int64
     tables of q byte offsets: X[i, j] is the vector at source + rows[i] + columns[j]; target, row_bytes, column_bytes:
-    Y[i, j] goes to target + i*row_bytes + j*column_bytes. With `interleave` the p vectors of a row are stored as one
-    run in which the p values of a lane are neighbours.
+    Y[i, j] goes to target + i*row_bytes + j*column_bytes.
     """
     vector, item_bytes = ir.VectorType(FLOAT[dtype], vl), 4 if dtype == "f32" else 8
     p, q = len(matrix), len(matrix[0])
@@ -139,17 +138,6 @@ def sandwich(dtype: str, vl: int, matrix: tuple[tuple[float, ...], ...], interle
             else:
                 total = builder.call(fma, [constant(vector, weight), value, total])
         return total
-
-    def interleaved(builder, values):
-        if len(values) == 1:
-            return values
-        evens, odds = interleaved(builder, values[::2]), interleaved(builder, values[1::2])
-        merged = []
-        for even, odd in zip(evens, odds, strict=True):
-            for half in (0, vl // 2):
-                lanes = [half + i // 2 + (i % 2) * vl for i in range(vl)]
-                merged.append(builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(I32, vl), lanes)))
-        return merged
 
     def codegen(context, builder, sig, args):
         source, rows, columns, target, row_bytes, column_bytes = args
@@ -172,10 +160,9 @@ def sandwich(dtype: str, vl: int, matrix: tuple[tuple[float, ...], ...], interle
                 half[i][j] = combine(builder, fma, matrix[i], column)
         for i in range(p):
             at = builder.add(target, builder.mul(row_bytes, I64(i)))
-            values = [combine(builder, fma, weights, half[i]) for weights in matrix]
-            for j, value in enumerate(interleaved(builder, values) if interleave else values):
-                step = I64(j * vl * item_bytes) if interleave else builder.mul(column_bytes, I64(j))
-                builder.store(value, slot(builder.add(at, step)), align=item_bytes)
+            for j, weights in enumerate(matrix):
+                to = slot(builder.add(at, builder.mul(column_bytes, I64(j))))
+                builder.store(combine(builder, fma, weights, half[i]), to, align=item_bytes)
         return context.get_dummy_value()
 
     @intrinsic
