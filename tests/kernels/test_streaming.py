@@ -12,8 +12,8 @@ from nbdnn.dispatch import registry
 from nbdnn.kernels.cpu.epilogue import store_kind
 from nbdnn.problem import parse
 
-# 24 to 64 MiB of operands each; 24 channels are no whole number of vectors, so those rows take the ordinary way, and the
-# inputs of 32 MiB are asked for ahead of their use.
+# 24 to 64 MiB of operands each; 24 channels are no whole number of vectors, so those rows take the ordinary way; inputs
+# of 32 MiB are asked for ahead of their use.
 CASES = [
     ("conv_fwd/cpu/pixel_gemm", "conv_fwd:f32:n3c3h128w128:k128r1s1:p0x0:u1x1:d1x1:g1:cross:nchw"),
     ("conv_fwd/cpu/channel_gemm", "conv_fwd:f32:n3c3h128w128:k128r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc"),

@@ -37,12 +37,13 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 _STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip
 _PANEL_SHARE = 0.35  # and for the part of a panel that one step of the reduction reads
 _TASKS_PER_THREAD = 4
+_PADDING = 8  # of a table of pixels: the largest tile reads beyond its end
 
 _PARAMS = record(
     *LOW_FIELDS,
     *("chunks", "chunk_panels", "panels", "panel_bytes", "packed_offset", "in_place", "low_d"),
     *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "contiguous", "finished"),
-    *("worker_offset", "worker_bytes", "pixels_bytes"),
+    *("in_offsets", "out_offsets", "worker_offset", "worker_bytes"),
 )
 
 
@@ -94,18 +95,16 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
         elif not f.shared:
             lower(image, low, ctx, depth, first_row, rows)
         pixels = rows * f.count_w
-        out_offsets = a.workspace + f.worker_offset + worker * f.worker_bytes
-        in_addresses = out_offsets + f.pixels_bytes
-        acc = in_addresses + f.pixels_bytes
-        base = n * f.out_n + g * f.out_g + (f.start_d + depth * f.out_step_d) * f.out_d + f.start_w * f.out_w
-        for i in range(rows):
-            line = base + (f.start_h + (first_row + i) * f.out_step_h) * f.out_h
-            for j in range(f.count_w):
-                p = i * f.count_w + j
-                i64(out_offsets)[p] = line + j * f.out_step_w * f.out_w
-                i64(in_addresses)[p] = low + (i * f.in_step_h * f.a_h + j * f.in_step_w * f.a_w) * acc_bytes
+        start = n * f.out_n + g * f.out_g + (f.start_d + depth * f.out_step_d) * f.out_d
+        start += (f.start_h + first_row * f.out_step_h) * f.out_h + f.start_w * f.out_w
+        out = pointers[f.out_pointer] + start * itemsize
         bias = pointers[f.bias_pointer] + g * f.c_out * itemsize if f.bias_pointer >= 0 else 0
-        residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
+        residual = pointers[f.residual_pointer] + start * itemsize if f.residual_pointer >= 0 else 0
+        acc, in_offsets, out_offsets = (
+            a.workspace + f.worker_offset + worker * f.worker_bytes,
+            f.in_offsets,
+            f.out_offsets,
+        )
         slots, blocks = row_slots(), (pixels + mr - 1) // mr
         least, longer = pixels // blocks, pixels % blocks  # blocks of `least` pixels, the first `longer` of one more
         one_step, finished = f.k_len <= f.k_step, f.finished and a.alpha == 1.0
@@ -123,21 +122,21 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                 for block in range(blocks):
                     p, count = block * least + min(block, longer), least + (block < longer)
                     # Tiles of mr and mr - 1 pixels; where an image has fewer, its last one stands in for the rest.
-                    used, addresses = max(count, mr - 1), in_addresses + 8 * p
-                    if used > count:
-                        for m in range(used):
-                            i64(slots)[m] = i64(addresses)[min(m, count - 1)]
-                        addresses = slots
+                    used = max(count, mr - 1)
+                    for m in range(mr):
+                        i64(slots)[m] = low + i64(in_offsets)[p + m]
+                    for m in range(count, used):
+                        i64(slots)[m] = i64(slots)[count - 1]
                     tile = acc if one_step else acc + block * mr * pitch * acc_bytes
                     to, to_pitch = tile, pitch * acc_bytes
                     whole = finished and one_step and lanes == pitch and used == count
                     if whole:
-                        to = pointers[f.out_pointer] + (i64(out_offsets)[p] + first * f.out_c) * itemsize
+                        to = out + (i64(out_offsets)[p] + first * f.out_c) * itemsize
                         to_pitch = f.out_step_w * f.out_w * itemsize
-                    multiply(k0 > 0, used, vectors, addresses, offsets, b, k_len, to, to_pitch)
+                    multiply(k0 > 0, used, vectors, slots, offsets, b, k_len, to, to_pitch)
                     if k0 + k_len >= f.k_len and not whole:
                         store(
-                            tile, pitch, count, lanes, pointers[f.out_pointer], out_offsets + 8 * p,
+                            tile, pitch, count, lanes, out, out_offsets + 8 * p,
                             f.channel_offsets + 8 * first, f.contiguous, flags, a.alpha, a.beta,
                         )  # fmt: skip
 
@@ -212,14 +211,13 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
 
 @dataclass(frozen=True)
 class _Layout:
-    """The workspace: packed filters of all gathers, lowered strips, then each worker's tables and accumulators."""
+    """The workspace: packed filters of all gathers, lowered strips, then each worker's accumulators."""
 
     geo: Geometry
     plans: tuple[_Plan, ...]
     strip_offset: int
     worker_offset: int
     worker_bytes: int
-    pixels_bytes: int
     total_bytes: int
 
 
@@ -229,12 +227,10 @@ def _layout(problem: ConvProblem, config: Config, device: Device) -> _Layout:
     plans = tuple(_plan(problem, geo, gather, config, device) for gather in geo.gathers)
     strip_offset = sum(plan.packed_bytes for plan in plans)
     strips = max(plan.strip_bytes * (plan.total_strips if plan.shared else device.threads) for plan in plans)
-    pixels = max(plan.strip_rows * gather.w.count for plan, gather in zip(plans, geo.gathers, strict=True))
-    pixels_bytes = ceil(pixels / 8) * 64
-    worker_bytes = 2 * pixels_bytes + max(plan.acc_bytes for plan in plans)
+    worker_bytes = max(plan.acc_bytes for plan in plans)
     worker_offset = strip_offset + strips
     total = worker_offset + device.threads * worker_bytes
-    return _Layout(geo, plans, strip_offset, worker_offset, worker_bytes, pixels_bytes, total)
+    return _Layout(geo, plans, strip_offset, worker_offset, worker_bytes, total)
 
 
 def _a_offsets(geo: Geometry, gather: Gather, plan: _Plan, itemsize: int) -> tuple[np.ndarray, int, int]:
@@ -323,6 +319,10 @@ def _parameters(
     depth = np.array([offset for _, offset in gather.d.taps], np.int64)
     kind = store_kind(problem, geo.out_strides[2] == 1)
     row, pixel = gather.h.out_step * geo.out_strides[4], gather.w.out_step * geo.out_strides[5]
+    i, j = np.arange(plan.strip_rows)[:, None], np.arange(gather.w.count)
+    out_offsets = (i * row + j * pixel).reshape(-1)
+    in_offsets = (i * gather.h.in_step * a_h + j * gather.w.in_step * a_w).reshape(-1) * itemsize
+    in_offsets = np.pad(in_offsets, (0, _PADDING))
     rows_follow = row == gather.w.count * pixel or gather.h.count == 1
     ctx = filled(
         _PARAMS,
@@ -354,9 +354,10 @@ def _parameters(
         strip_bytes=plan.strip_bytes,
         worker_offset=layout.worker_offset,
         worker_bytes=layout.worker_bytes,
-        pixels_bytes=layout.pixels_bytes,
+        in_offsets=in_offsets.ctypes.data,
+        out_offsets=out_offsets.ctypes.data,
     )
-    return ctx, [a_offsets, channels, depth]
+    return ctx, [a_offsets, channels, depth, in_offsets, out_offsets]
 
 
 FWD, BWD_DATA = ChannelGemm("conv_fwd"), ChannelGemm("conv_bwd_data")
