@@ -9,9 +9,12 @@
 The tiles of several images are the rows of one product, so that small images fill the registers, too. One phase
 transforms the filters; then, for as many strips of tiles as keep V in the last-level cache, one phase lowers and
 transforms them into V, and one multiplies a group of tiles with a panel of U and transforms the products while they are
-in second-level cache. Multiplications an output: (m+2)^2 / m^2 of stride 1 (2.25 for m = 4), (2m+1)^2 / m^2 of stride 2
-(5.06), instead of 9. Depth taps (3-D) are further input channels. Error: of the order of eps * sqrt(C) times the
-largest root sum of squares in the image. Source: Lavin and Gray, arXiv:1509.09308; stride 2 as in cook_toom.py.
+in second-level cache. Where U is large and used by one group of tiles only, as in the last layers of a network, the
+task that multiplies transforms it, too, a few channels at a time, so that it never leaves that cache.
+
+Multiplications an output: (m+2)^2 / m^2 of stride 1 (2.25 for m = 4), (2m+1)^2 / m^2 of stride 2 (5.06), instead of 9.
+Depth taps (3-D) are further input channels. Error: of the order of eps * sqrt(C) times the largest root sum of squares
+in the image. Source: Lavin and Gray, arXiv:1509.09308; stride 2 as in cook_toom.py.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import lower_rows
 from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
-from nbdnn.kernels.cpu.rows import convert_row, transpose
+from nbdnn.kernels.cpu.rows import convert_row, transpose, zero_fill
 from nbdnn.kernels.cpu.vector import pointer, stack, struct
 from nbdnn.kernels.cpu.winograd_plan import (
     FILTER,
@@ -47,23 +50,13 @@ _FILTER_NS, _INPUT_NS, _OUTPUT_NS = 0.3, 0.15, 0.15
 
 
 @cache
-def _filter_task(dtype: str, vl: int, m: int, stride: int, nv: int):
-    """U of vl output channels and one depth tap: index = (group * ceil(c_out / vl) + block) * depth taps + t."""
+def _filter_transform(dtype: str, vl: int, m: int, stride: int, nv: int):
+    """Compiled-in function: U[xi, c, lane] of one depth tap for vl output channels and a range of input channels."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, matrix = ITEMSIZE[dtype], ITEMSIZE[compute], tile_of(m, stride).matrices.filter
-    i64, args_at, params_at, taps_of_block = (
-        pointer("i64"),
-        struct(ARGS),
-        struct(FILTER),
-        stack(9 * vl * vl * acc_bytes),
-    )
+    vector_bytes, lanes_bytes, kept = vl * acc_bytes, nv * vl * acc_bytes, len(matrix)
+    i64, taps_of_block, widen_row = pointer("i64"), stack(9 * vl * vector_bytes), convert_row(dtype, compute, vl)
     transform, turn = sandwich(compute, vl, matrix), transpose(dtype, compute, vl)
-    widen_row, lanes_bytes, vector_bytes, kept = (
-        convert_row(dtype, compute, vl),
-        nv * vl * acc_bytes,
-        vl * acc_bytes,
-        len(matrix),
-    )
 
     @njit(**DEVICE)
     def spread(f, taps, w, outputs, inputs):
@@ -82,22 +75,38 @@ def _filter_task(dtype: str, vl: int, m: int, stride: int, nv: int):
                     to = taps + (tap * vl + c) * vector_bytes
                     widen_row(to, w + (table[tap] + c * f.w_i) * itemsize, outputs)
 
-    def transform_filters(args, ctx, index, worker):
-        a, f, taps = args_at(args), params_at(ctx), taps_of_block()
-        t, rest = index % f.taps_d, index // f.taps_d
-        blocks = (f.c_out + vl - 1) // vl
-        g, first = rest // blocks, rest % blocks * vl
-        w = i64(args)[f.w_pointer] + (g * f.w_g + first * f.w_o + i64(f.table_t)[t]) * itemsize
-        u = a.workspace + f.u_offset + g * f.u_group_bytes + first // (nv * vl) * f.panel_bytes
-        u += t * f.c_in * lanes_bytes + first % (nv * vl) * acc_bytes
-        for c0 in range(0, f.c_in, vl):
-            inputs = min(vl, f.c_in - c0)
-            spread(f, taps, w + c0 * f.w_i * itemsize, min(vl, f.c_out - first), inputs)
+    @njit(**DEVICE)
+    def transform_filters(f, w, g, t, first, first_channel, channels, u, plane_bytes):
+        """From output channel `first`, a multiple of vl; u is the row of `first_channel`."""
+        taps, outputs = taps_of_block(), min(vl, f.c_out - first)
+        w += (g * f.w_g + first * f.w_o + i64(f.table_t)[t] + first_channel * f.w_i) * itemsize
+        for c0 in range(0, channels, vl):
+            inputs = min(vl, channels - c0)
+            spread(f, taps, w + c0 * f.w_i * itemsize, outputs, inputs)
             for c in range(inputs):
                 to = u + (c0 + c) * lanes_bytes
-                transform(taps + c * f.channel_step, f.rows, f.columns, to, kept * f.u_plane_bytes, f.u_plane_bytes)
+                transform(taps + c * f.channel_step, f.rows, f.columns, to, kept * plane_bytes, plane_bytes)
 
-    return compile_task(transform_filters, (dtype, vl, m, stride, nv), fastmath=FASTMATH)
+    return transform_filters
+
+
+@cache
+def _filter_task(dtype: str, vl: int, m: int, stride: int, nv: int):
+    """U of vl output channels and one depth tap: index = (group * ceil(c_out / vl) + block) * depth taps + t."""
+    acc_bytes, lanes = ITEMSIZE[DEFAULT_COMPUTE[dtype]], nv * vl
+    i64, args_at, params_at, transform = (
+        pointer("i64"), struct(ARGS), struct(FILTER), _filter_transform(dtype, vl, m, stride, nv),
+    )  # fmt: skip
+
+    def filters(args, ctx, index, worker):
+        f, blocks = params_at(ctx), (params_at(ctx).c_out + vl - 1) // vl
+        t, rest = index % f.taps_d, index // f.taps_d
+        g, first = rest // blocks, rest % blocks * vl
+        u = args_at(args).workspace + f.u_offset + g * f.u_group_bytes + first // lanes * f.panel_bytes
+        u += (t * f.c_in * lanes + first % lanes) * acc_bytes
+        transform(f, i64(args)[f.w_pointer], g, t, first, 0, f.c_in, u, f.u_plane_bytes)
+
+    return compile_task(filters, (dtype, vl, m, stride, nv), fastmath=FASTMATH)
 
 
 @cache
@@ -134,8 +143,11 @@ def _input_task(dtype: str, vl: int, m: int, stride: int):
 
 
 @cache
-def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int):
-    """A group of tiles and a panel of channels: index = (group of channels * tile groups + tile group) * panels."""
+def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: bool):
+    """A group of tiles and a panel of channels: index = (group of channels * tile groups + tile group) * panels.
+
+    fused: transforms its part of the filters itself, a few channels at a time.
+    """
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(PARAMS)
@@ -143,23 +155,39 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int):
     row_slots, offset_slots, store = stack(_MR * 8), stack(run_pixels * 8), tile_store(dtype, compute, vl)
     tile, turn = tile_of(m, stride), transpose(compute, compute, vl)
     transform, xis, pitch = sandwich(compute, vl, tile.matrices.output), tile.products**2, lanes_full * acc_bytes
-    full, short = (tile_product(compute, rows, nv, vl, acc_bytes, pitch, False) for rows in (_MR, _MR - 1))
+    full, short = (tile_product(compute, rows, nv, vl, acc_bytes, pitch, fused) for rows in (_MR, _MR - 1))
+    filter_at, transform_filters, fill = struct(FILTER), _filter_transform(dtype, vl, m, stride, nv), zero_fill(compute)
 
     @njit(**DEVICE)
-    def multiply(ctx, u, v, products, tiles, vectors):
-        """M[xi, tile, lane], the tiles shared out evenly among blocks of _MR and _MR - 1."""
-        f, slots, blocks = params_at(ctx), row_slots(), (tiles + _MR - 1) // _MR
-        least, longer = tiles // blocks, tiles % blocks
+    def multiply(f, u, v, k_len, products, tiles, vectors):
+        """M[xi, tile, lane] in blocks of _MR tiles; in the last one the last tile stands in for those beyond."""
+        slots = row_slots()
         for xi in range(xis):
-            first, b, to = v + xi * f.v_xi_bytes, u + i64(f.u_planes)[xi], products + xi * f.m_xi_bytes
-            for block in range(blocks):
-                p, count = block * least + min(block, longer), least + (block < longer)
+            first, b, to = (
+                v + xi * f.v_xi_bytes,
+                u + i64(f.u_planes)[xi] * f.u_plane_bytes,
+                products + xi * f.m_xi_bytes,
+            )
+            for p in range(0, tiles, _MR):
+                count = min(_MR, tiles - p)
                 for i in range(_MR):
                     i64(slots)[i] = first + (p + min(i, count - 1)) * f.v_pitch
                 if count == _MR:
-                    full(vectors, slots, 0, b, 0, f.k_len, to + p * pitch, pitch)
+                    full(vectors, slots, 0, b, 0, k_len, to + p * pitch, pitch)
                 else:
-                    short(vectors, slots, 0, b, 0, f.k_len, to + p * pitch, pitch)
+                    short(vectors, slots, 0, b, 0, k_len, to + p * pitch, pitch)
+
+    @njit(**DEVICE)
+    def transform_and_multiply(f, w, g, first, u, v, products, tiles, vectors):
+        fill(products, xis * f.m_xi_bytes // acc_bytes)
+        filters = filter_at(f.filters)
+        for t in range(f.taps_d):
+            for c in range(0, f.c_in, f.k_step):
+                channels = min(f.k_step, f.c_in - c)
+                for lane in range(0, vectors * vl, vl):
+                    to = u + lane * acc_bytes
+                    transform_filters(filters, w, g, t, first + lane, c, channels, to, f.u_plane_bytes)
+                multiply(f, u, v + (t * f.c_in + c) * acc_bytes, channels, products, tiles, vectors)
 
     @njit(**DEVICE)
     def tile_place(f, number):
@@ -222,11 +250,15 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int):
         first = panel * lanes_full
         lanes = min(lanes_full, f.c_out - first)
         vectors = (lanes + vl - 1) // vl
-        u = a.workspace + f.u_offset + g * f.u_group_bytes + panel * f.panel_bytes
         v = a.workspace + f.v_offset + (g * f.chunk_tiles + in_chunk) * f.v_pitch
         products = a.workspace + f.strip_offset + worker * f.strip_bytes
         line, group_bytes = products + f.line_offset, g * f.out_g * itemsize
-        multiply(ctx, u, v, products, tiles, vectors)
+        if fused:
+            u = products + f.u_offset
+            transform_and_multiply(f, pointers[f.w_pointer], g, first, u, v, products, tiles, vectors)
+        else:
+            u = a.workspace + f.u_offset + g * f.u_group_bytes + panel * f.panel_bytes
+            multiply(f, u, v, f.k_len, products, tiles, vectors)
         bias = pointers[f.bias_pointer] + (g * f.c_out + first) * itemsize if f.bias_pointer >= 0 else 0
         residual = pointers[f.residual_pointer] + group_bytes if f.residual_pointer >= 0 else 0
         out = pointers[f.out_pointer] + group_bytes
@@ -237,7 +269,7 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int):
             flags = (f.activation, bias, 1, 0, residual, f.read_out)
             finish_rows(f, products, line, number, tiles, vectors, first, lanes, out, flags, a.alpha, a.beta)
 
-    return compile_task(group, (dtype, vl, m, stride, nv), fastmath=FASTMATH)
+    return compile_task(group, (dtype, vl, m, stride, nv, fused), fastmath=FASTMATH)
 
 
 class Winograd(Candidate[NoConfig]):
@@ -279,15 +311,17 @@ class Winograd(Candidate[NoConfig]):
         made, vl = self._plan(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
         geo, method = made.geo, (problem.dtype, vl, self._m, made.tile.stride)
         filters, keep = filter_parameters(problem, made, vl)
-        filter_tasks = geo.groups * ceil(geo.c_out / vl) * len(made.lowering.d.taps)
-        phases = [Phase(_filter_task(*method, made.nv), filter_tasks, filters)]
+        phases = []
+        if not made.fused:
+            filter_tasks = geo.groups * ceil(geo.c_out / vl) * len(made.lowering.d.taps)
+            phases.append(Phase(_filter_task(*method, made.nv), filter_tasks, filters))
         for chunk in made.chunks:
-            ctx, arrays = tile_parameters(problem, made, vl, chunk)
+            ctx, arrays = tile_parameters(problem, made, vl, chunk, filters)
             groups = geo.groups * ceil(chunk.tiles / made.group_tiles)
             phases.append(Phase(_input_task(*method), geo.groups * chunk.strips, ctx))
-            phases.append(Phase(_multiply_task(*method, made.nv), groups * made.panels, ctx))
+            phases.append(Phase(_multiply_task(*method, made.nv, made.fused), groups * made.panels, ctx))
             keep += arrays
-        return Program(phases, keep)
+        return Program(phases, [*keep, filters])
 
     def _plan(self, problem: ConvProblem, device: Device):
         return plan(problem, self._m, _MR, 4 if device.isa == "avx512" else 2, device)

@@ -19,8 +19,10 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _TASKS_PER_THREAD = 4
 _STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip
-_PRODUCT_SHARE = 0.45  # for the products of a group of tiles, over one panel
-_TILE_SHARE = 0.25  # for the tiles of a group at one xi
+_PRODUCT_SHARE, _ONE_GROUP_SHARE = 0.5, 0.67  # for the products of a group of tiles, over one panel; of the only group
+_TILE_SHARE = 0.3  # for the tiles of a group at one xi
+_FUSED_SHARE, _U_SHARE = 0.85, 0.3  # for all of a fused step, and for the filters that it transforms and multiplies
+_FUSED_BYTES = 4 << 20  # of transformed filters, from which it pays to keep them in second-level cache
 _V_BYTES = 12 << 20  # of transformed tiles, which stay in the last-level cache until they are multiplied
 
 FILTER = record(
@@ -32,7 +34,7 @@ PARAMS = record(
     *("first_strip", "chunk_strips", "first_tile", "chunk_tiles", "group_tiles", "tile_groups"),
     *("tile_rows", "tile_columns", "image_rows", "image_columns"),
     *("load_rows", "load_columns", "product_rows", "product_columns", "channel_offsets", "contiguous", "finished"),
-    *("u_offset", "u_group_bytes", "u_planes", "panels", "panel_bytes", "k_len"),
+    *("u_offset", "u_group_bytes", "u_plane_bytes", "u_planes", "panels", "panel_bytes", "k_len", "k_step", "filters"),
     *("v_offset", "v_xi_bytes", "v_pitch", "m_xi_bytes", "line_offset"),
 )
 
@@ -90,6 +92,9 @@ class Plan:
     chunk_strips: int
     group_tiles: int
     k_len: int
+    k_step: int
+    fused: bool
+    u_offset: int
     u_plane_bytes: int
     v_offset: int
     v_pitch: int
@@ -151,28 +156,39 @@ def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Devic
         int(device.l2_bytes * _PRODUCT_SHARE) // (xis * lanes_bytes),
         max(4 * mr, int(device.l2_bytes * _TILE_SHARE) // v_pitch),
     )
+    if tiles * xis * lanes_bytes <= device.l2_bytes * _ONE_GROUP_SHARE:
+        most = tiles
     groups = max(ceil(tiles / max(mr, most)), min(ceil(wanted / (geo.groups * panels)), tiles // (4 * mr)))
     group_tiles = ceil(tiles / max(1, groups))
 
     # A cache line more than the data a plane, or all planes would fall into the same cache sets.
     v_xi_bytes = geo.groups * tiles * v_pitch + 64
-    m_xi_bytes = max(mr, group_tiles) * lanes_bytes + 64
+    m_xi_bytes = _round_up(group_tiles, mr) * lanes_bytes + 64
     u_plane_bytes = panels * k_len * lanes_bytes + 64
     kept = len(tile.matrices.filter) ** 2
+    fused = tiles <= group_tiles and total_strips <= chunk_strips and geo.groups * kept * u_plane_bytes > _FUSED_BYTES
+    k_step = geo.c_in
+    if fused:
+        room = min(int(device.l2_bytes * _U_SHARE), int(device.l2_bytes * _FUSED_SHARE) - xis * m_xi_bytes)
+        k_step = max(vl, room // (kept * lanes_bytes) // vl * vl)
+        u_plane_bytes = k_step * lanes_bytes + 64
     # Behind the products: m rows of a run of pixels, and one of them turned.
     run_pixels = max(m, vl)
     products = xis * m_xi_bytes + (m * run_pixels + vl) * lanes_bytes
+    u_offset = _round_up(products, 64) if fused else 0
+    if fused:
+        products = u_offset + kept * u_plane_bytes
     low = _round_up(row_bytes * low_rows + 2 * device.vector_bytes, 64)
-    worker = max(products, low)
-    v_offset = _round_up(geo.groups * kept * u_plane_bytes, 64)
+    worker = _round_up(max(products, low), 64)
+    v_offset = 0 if fused else _round_up(geo.groups * kept * u_plane_bytes, 64)
     worker_offset = v_offset + xis * v_xi_bytes
     lowering = Gather(
         gather.d, replace(gather.h, in_step=step, count=tile_rows), replace(gather.w, in_step=step, count=tile_columns)
     )
     return Plan(
         geo, tile, lowering, nv, panels,
-        tile_rows, tile_columns, strip_rows, low_rows, low_columns, chunk_strips, group_tiles, k_len,
-        u_plane_bytes, v_offset, v_pitch, v_xi_bytes, m_xi_bytes,
+        tile_rows, tile_columns, strip_rows, low_rows, low_columns, chunk_strips, group_tiles, k_len, k_step,
+        fused, u_offset, u_plane_bytes, v_offset, v_pitch, v_xi_bytes, m_xi_bytes,
         worker_offset, worker, worker_offset + device.threads * worker,
     )  # fmt: skip
 
@@ -211,7 +227,9 @@ def filter_parameters(problem: ConvProblem, plan: Plan, vl: int) -> tuple[np.nda
     return ctx, list(tables.values())
 
 
-def tile_parameters(problem: ConvProblem, plan: Plan, vl: int, chunk: Chunk) -> tuple[np.ndarray, list[np.ndarray]]:
+def tile_parameters(
+    problem: ConvProblem, plan: Plan, vl: int, chunk: Chunk, filters: np.ndarray
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """(ctx of one chunk, the arrays that it needs alive)."""
     geo, tile, acc_bytes = plan.geo, plan.tile, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     (gather,) = geo.gathers
@@ -224,7 +242,7 @@ def tile_parameters(problem: ConvProblem, plan: Plan, vl: int, chunk: Chunk) -> 
         "product_rows": products * tile.products * plan.m_xi_bytes,
         "product_columns": products * plan.m_xi_bytes,
         "channel_offsets": np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2],
-        "u_planes": np.array(tile.planes, np.int64) * plan.u_plane_bytes,
+        "u_planes": np.array(tile.planes, np.int64),
     }
     ctx = filled(
         PARAMS,
@@ -251,7 +269,10 @@ def tile_parameters(problem: ConvProblem, plan: Plan, vl: int, chunk: Chunk) -> 
         tile_groups=ceil(chunk.tiles / plan.group_tiles),
         contiguous=kind,
         finished=int(is_finished(problem, kind)),
-        u_offset=0,
+        filters=filters.ctypes.data,
+        u_offset=plan.u_offset,
+        u_plane_bytes=plan.u_plane_bytes,
+        k_step=plan.k_step,
         u_group_bytes=len(tile.matrices.filter) ** 2 * plan.u_plane_bytes,
         panels=plan.panels,
         panel_bytes=plan.k_len * plan.nv * vl * acc_bytes,
