@@ -4,8 +4,9 @@
 
 Planar (NCHW): a task is a channel; the lanes are pixels of a row, a row of taps shares each vector of dy, and borders
 are masks. Interleaved (NHWC): a task is a run of output rows with sums of its own for all channels, which are the
-lanes; the runs' sums are added in order, so the result does not depend on which worker did what. Traffic: x once from
-memory and once a row of taps from cache, dy the same. Accumulates in float32 (float64). Source: own.
+lanes; a few pixels, channels and rows of taps are taken at a time, with their sums in registers. The runs' sums are
+added in order, so the result does not depend on which worker did what. Traffic: x and dy once from memory, x once a row
+of taps from cache. Accumulates in float32 (float64). Source: own.
 """
 
 from __future__ import annotations
@@ -15,29 +16,35 @@ from functools import cache
 from math import ceil, prod
 
 import numpy as np
-from numba import float32, float64
+from numba import float32, float64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Device
-from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_vector import interleaved_filter, planar_filter
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, column_table, geometry, spatial3, tap_table, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _RUNS_PER_THREAD = 4
-_ACCUMULATORS = 12  # vectors of sums that an interleaved row keeps in registers
+_ACCUMULATORS, _PIXELS = 18, 4  # vectors of sums that interleaved rows keep in registers; outputs taken at once
+# Of outputs whose channels are taken in turn: their part of x and dy stays in second-level cache meanwhile.
+_BLOCK_ROWS, _BLOCK_COLUMNS, _BLOCK_BYTES = 16, 16, 128 << 10
+# Larger operands come from memory, not from a last-level cache of 32 MiB: they are read row by row.
+_CACHED_BYTES = 20 << 20
 _NS_PER_BYTE = 0.05  # of the operands, one thread
 _MAX_COLUMNS = 32  # taps of a row, each with its accumulators
 
 _PARAMS = record(
     *("n", "channels", "x_n", "x_c", "x_d", "x_h", "x_w", "y_n", "y_c", "y_d", "y_h", "y_w"),
     *("count_d", "count_h", "count_w", "step_d", "step_h", "step_w", "extent_d", "extent_h", "taps_d", "taps_h"),
-    *("depth_table", "row_table", "column_table", "tap_offsets", "shifts", "channel_offsets", "taps_adjacent"),
-    *("rows", "run_rows", "runs", "sums_bytes", "pitch", "channels_adjacent", "w_c", "read_out"),
+    *("depth_table", "row_table", "column_table", "tap_offsets", "channel_offsets", "taps_adjacent"),
+    *("rows", "run_rows", "runs", "block_rows", "block_columns", "sums_bytes", "entries_bytes", "pitch"),
+    *("channels_adjacent", "w_c", "read_out"),
 )
 
 
@@ -81,67 +88,127 @@ def _planar_task(dtype: str, vl: int, taps_w: int, step: int):
 
 
 @cache
-def _interleaved_task(dtype: str, vl: int, taps_w: int, vectors: int):
-    """Sums of a run of output rows, counted over n x depth x height: index = run."""
+def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, rows: int, vectors: int):
+    """Sums of a run of output rows, counted over n x depth x height: index = run.
+
+    joint: taps of a row that are taken together, all of them where they are adjacent, else 1. rows: rows of taps that
+    are taken together.
+    """
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
-    i64, acc_of, args_at, params_at = pointer("i64"), pointer(compute), struct(ARGS), struct(_PARAMS)
-    zero = float32(0.0) if compute == "f32" else float64(0.0)
-    row_wide, row_one = (interleaved_filter(dtype, compute, vl, taps_w, v) for v in (vectors, 1))
-    tap_wide, tap_one = (interleaved_filter(dtype, compute, vl, 1, v) for v in (vectors, 1))
+    i64, args_at, params_at, fill = pointer("i64"), struct(ARGS), struct(_PARAMS), zero_fill(compute)
+
+    def kernels(rows, taps, pixels):
+        return (interleaved_filter(dtype, compute, vl, rows, taps, step, v, pixels) for v in (vectors, 1))
+
+    several, several_one = kernels(rows, joint, _PIXELS)
+    one_row, one_row_one = kernels(1, joint, _PIXELS)
+    edges, edges_one = kernels(rows, 1, 1)
+    one_edge, one_edge_one = kernels(1, 1, 1)
+
+    @njit(**DEVICE)
+    def tap_rows(f, entries, i, d):
+        """(x, sums) byte offsets of the rows of taps that output row i reaches; how many."""
+        count = 0
+        for t in range(f.taps_d):
+            x_d = d * f.step_d + i64(f.depth_table)[2 * t + 1]
+            if x_d < 0 or x_d >= f.extent_d:
+                continue
+            for r in range(f.taps_h):
+                if i64(f.row_table)[3 * r + 1] <= i < i64(f.row_table)[3 * r + 2]:
+                    h = i * f.step_h + i64(f.row_table)[3 * r]
+                    i64(entries)[2 * count] = (x_d * f.x_d + h * f.x_h) * itemsize
+                    i64(entries)[2 * count + 1] = (t * f.taps_h + r) * taps_w * f.pitch * acc_bytes
+                    count += 1
+        return count
+
+    @njit(**DEVICE)
+    def add(f, edge, whole, wide, x, dy, height, count, entries, lanes, sums):
+        """A block of pixels to the sums of one tap, or of all that are taken together, of one or more rows of taps."""
+        x_h, x_w, y_h, y_w = f.step_h * f.x_h * itemsize, f.x_w * itemsize, f.y_h * itemsize, f.y_w * itemsize
+        pitch = f.pitch * acc_bytes
+        if edge:
+            if whole and wide:
+                edges(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+            elif whole:
+                edges_one(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+            elif wide:
+                one_edge(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+            else:
+                one_edge_one(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+        elif whole and wide:
+            several(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+        elif whole:
+            several_one(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+        elif wide:
+            one_row(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+        else:
+            one_row_one(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+
+    @njit(**DEVICE)
+    def add_columns(f, whole, wide, x, dy, height, entries, lanes, sums, first, end):
+        """Pixels [first, end) of some output rows, which reach every tap of a row."""
+        x_w, table = f.x_w * itemsize, i64(f.column_table)
+        for s in range(0, taps_w, joint):
+            at, to = x + (first * step + table[3 * s]) * x_w, sums + s * f.pitch * acc_bytes
+            add(f, False, whole, wide, at, dy + first * f.y_w * itemsize, height, end - first, entries, lanes, to)
+
+    @njit(**DEVICE)
+    def add_others(f, whole, wide, x, dy, height, entries, lanes, sums, inner, end):
+        """The pixels before `inner` and from `end`, tap by tap."""
+        table = i64(f.column_table)
+        for s in range(taps_w):
+            for side in range(2):
+                start = table[3 * s + 1] if side == 0 else max(end, table[3 * s + 1])
+                count = (min(inner, table[3 * s + 2]) if side == 0 else table[3 * s + 2]) - start
+                if count > 0:
+                    at, to = x + (start * step + table[3 * s]) * f.x_w * itemsize, sums + s * f.pitch * acc_bytes
+                    add(f, True, whole, wide, at, dy + start * f.y_w * itemsize, height, count, entries, lanes, to)
+
+    @njit(**DEVICE)
+    def add_block(f, x, dy, height, entries, reached, sums, inner, end, first, last):
+        """Pixels [first, last) of some output rows, all channels; with the first ones those of [inner, end) not."""
+        c = 0
+        while c < f.channels:
+            left = f.channels - c
+            wide = left > (vectors - 1) * vl
+            lanes = min(left - (vectors - 1) * vl, vl) if wide else min(left, vl)
+            at, gradient, to, e = x + c * itemsize, dy + c * itemsize, sums + c * acc_bytes, 0
+            while e < reached:
+                whole, taps = e + rows <= reached, entries + 16 * e
+                if first < last:
+                    add_columns(f, whole, wide, at, gradient, height, taps, lanes, to, first, last)
+                if first == inner:
+                    add_others(f, whole, wide, at, gradient, height, taps, lanes, to, inner, end)
+                e += rows if whole else 1
+            c += vectors * vl if wide else vl
 
     def run(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
-        sums, pitch = a.workspace + index * f.sums_bytes, f.pitch * acc_bytes
-        table, shifts = i64(f.column_table), f.shifts
-        for i in range(f.taps_d * f.taps_h * taps_w * f.pitch):
-            acc_of(sums)[i] = zero
+        sums, table = a.workspace + index * f.sums_bytes, i64(f.column_table)
+        entries = a.workspace + f.runs * f.sums_bytes + worker * f.entries_bytes
+        fill(sums, f.taps_d * f.taps_h * taps_w * f.pitch)
         inner, end = 0, f.count_w
         for s in range(taps_w):
             inner, end = max(inner, table[3 * s + 1]), min(end, table[3 * s + 2])
         end = max(inner, end)
-        x_step, y_step = f.step_w * f.x_w * itemsize, f.y_w * itemsize
-        for row in range(index * f.run_rows, min(f.rows, (index + 1) * f.run_rows)):
+        upper, lower = 0, f.count_h  # rows [upper, lower) reach every row of taps
+        for r in range(f.taps_h):
+            upper, lower = max(upper, i64(f.row_table)[3 * r + 1]), min(lower, i64(f.row_table)[3 * r + 2])
+        row, last = index * f.run_rows, min(f.rows, (index + 1) * f.run_rows)
+        while row < last:
             i, rest = row % f.count_h, row // f.count_h
             d, n = rest % f.count_d, rest // f.count_d
-            dy = a.p1 + (n * f.y_n + d * f.y_d + i * f.y_h) * itemsize
-            for t in range(f.taps_d):
-                x_d = d * f.step_d + i64(f.depth_table)[2 * t + 1]
-                if x_d < 0 or x_d >= f.extent_d:
-                    continue
-                for r in range(f.taps_h):
-                    if i < i64(f.row_table)[3 * r + 1] or i >= i64(f.row_table)[3 * r + 2]:
-                        continue
-                    h = i * f.step_h + i64(f.row_table)[3 * r]
-                    x = a.p0 + (n * f.x_n + x_d * f.x_d + h * f.x_h) * itemsize
-                    to = sums + (t * f.taps_h + r) * taps_w * pitch
-                    c = 0
-                    while c < f.channels:
-                        left = f.channels - c
-                        wide = left > (vectors - 1) * vl
-                        lanes = min(left - (vectors - 1) * vl, vl) if wide else min(left, vl)
-                        x_c, dy_c, to_c = x + c * itemsize, dy + c * itemsize, to + c * acc_bytes
-                        x_in, dy_in = x_c + inner * x_step, dy_c + inner * y_step
-                        if wide:
-                            row_wide(x_in, x_step, dy_in, y_step, end - inner, shifts, lanes, to_c, pitch)
-                        else:
-                            row_one(x_in, x_step, dy_in, y_step, end - inner, shifts, lanes, to_c, pitch)
-                        # The columns that do not reach every tap, one tap at a time: before and after the others.
-                        for s in range(taps_w):
-                            for side in range(2):
-                                start = table[3 * s + 1] if side == 0 else max(end, table[3 * s + 1])
-                                stop = min(inner, table[3 * s + 2]) if side == 0 else table[3 * s + 2]
-                                if start >= stop:
-                                    continue
-                                x_s, dy_s = x_c + start * x_step, dy_c + start * y_step
-                                to_s, shift = to_c + s * pitch, shifts + 8 * s
-                                if wide:
-                                    tap_wide(x_s, x_step, dy_s, y_step, stop - start, shift, lanes, to_s, pitch)
-                                else:
-                                    tap_one(x_s, x_step, dy_s, y_step, stop - start, shift, lanes, to_s, pitch)
-                        c += vectors * vl if wide else vl
+            height = min(min(f.block_rows, last - row), lower - i) if upper <= i < lower else 1
+            x, dy = a.p0 + n * f.x_n * itemsize, a.p1 + (n * f.y_n + d * f.y_d + i * f.y_h) * itemsize
+            reached = tap_rows(f, entries, i, d)
+            for first in range(inner, max(end, inner + 1), f.block_columns):
+                add_block(
+                    f, x, dy, height, entries, reached, sums, inner, end, first, min(end, first + f.block_columns)
+                )
+            row += height
 
-    return compile_task(run, (dtype, vl, taps_w, vectors), fastmath=FASTMATH)
+    return compile_task(run, (dtype, vl, taps_w, joint, step, rows, vectors), fastmath=FASTMATH)
 
 
 @cache
@@ -186,7 +253,9 @@ class DepthwiseFilter(Candidate[NoConfig]):
 
     def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
         pitch, _, runs = _runs(problem, device)
-        return (runs if problem.channels_last else device.threads) * _sums_bytes(problem, pitch)
+        if not problem.channels_last:
+            return device.threads * _sums_bytes(problem, pitch)
+        return runs * _sums_bytes(problem, pitch) + device.threads * _entries_bytes(problem)
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
         vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
@@ -199,8 +268,12 @@ class DepthwiseFilter(Candidate[NoConfig]):
         if not problem.channels_last:
             task = _planar_task(problem.dtype, vl, taps_w, gather.w.in_step)
             return Program([Phase(task, problem.c, ctx)], keep)
-        vectors = max(1, min(4, _ACCUMULATORS // taps_w))
-        runs = Phase(_interleaved_task(problem.dtype, vl, taps_w, vectors), _runs(problem, device)[2], ctx)
+        offsets = [offset for _, offset in gather.w.taps]
+        joint = taps_w if offsets == list(range(offsets[0], offsets[0] + taps_w)) else 1
+        rows = max(1, min(prod(problem.filter[:-1]), _ACCUMULATORS // joint))
+        vectors = 2 if 2 * rows * joint <= _ACCUMULATORS else 1
+        task = _interleaved_task(problem.dtype, vl, taps_w, joint, gather.w.in_step, rows, vectors)
+        runs = Phase(task, _runs(problem, device)[2], ctx)
         return Program([runs, Phase(_sum_task(problem.dtype, vl), prod(problem.filter), ctx)], keep)
 
 
@@ -214,6 +287,10 @@ def _runs(problem: ConvProblem, device: Device) -> tuple[int, int, int]:
 
 def _sums_bytes(problem: ConvProblem, pitch: int) -> int:
     return ceil(prod(problem.filter) * pitch * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]] / 64) * 64
+
+
+def _entries_bytes(problem: ConvProblem) -> int:
+    return ceil(16 * prod(problem.filter[:-1]) / 64) * 64
 
 
 def _parameters(problem: ConvProblem, gather: Gather, device: Device) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -233,10 +310,12 @@ def _parameters(problem: ConvProblem, gather: Gather, device: Device) -> tuple[n
         "channel_offsets": channel_offsets,
     }
     values: dict[str, int] = {}
+    large = problem.min_bytes > _CACHED_BYTES
+    columns = max(1, gather.w.count if large else min(_BLOCK_COLUMNS, gather.w.count))
+    pixel_bytes = problem.c * ITEMSIZE[problem.dtype] * (1 + gather.h.in_step * gather.w.in_step)
     for prefix, shape in (("x", x.shape), ("y", dy.shape)):
         strides = tensor_strides(shape, problem.channels_last)
         values |= {f"{prefix}_{name}": stride for name, stride in zip("ncdhw", strides, strict=True)}
-    tables["shifts"] = column_table(gather.w)[:, 0] * values["x_w"] * ITEMSIZE[problem.dtype]
     for name, axis in zip("dhw", (gather.d, gather.h, gather.w), strict=True):
         values |= {f"count_{name}": axis.count, f"step_{name}": axis.in_step}
     ctx = filled(
@@ -253,8 +332,11 @@ def _parameters(problem: ConvProblem, gather: Gather, device: Device) -> tuple[n
         channels_adjacent=int(bool((np.diff(channel_offsets) == 1).all())),
         rows=problem.n * gather.d.count * gather.h.count,
         run_rows=run_rows,
+        block_rows=1 if large else max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // (columns * pixel_bytes))),
+        block_columns=columns,
         runs=runs,
         sums_bytes=_sums_bytes(problem, pitch),
+        entries_bytes=_entries_bytes(problem),
         pitch=pitch,
         w_c=w_c,
         read_out=int("beta" in problem.epilogue),

@@ -256,40 +256,60 @@ def interleaved_pixels(dtype: str, compute: str, vl: int, pixels: int, vectors: 
 
 
 @cache
-def interleaved_filter(dtype: str, compute: str, vl: int, taps: int, vectors: int):
-    """Intrinsic: sums[s, c] += sum over j of dy[j, c] * x[j, s, c] along one row, for `vectors` channel vectors.
+def interleaved_filter(dtype: str, compute: str, vl: int, rows: int, taps: int, step: int, vectors: int, pixels: int):
+    """Intrinsic: sums[e, s, c] += sum over i, j of dy[i, j, c] * x[e, i, j*step + s, c], for `rows` rows of taps.
 
-    Arguments, all int64: x, x_step, dy, dy_step (bytes a pixel), count (pixels), offsets (address of `taps` byte
-    offsets of x), lanes (as above), sums (address of taps x vectors accumulate-type vectors), sums_pitch (bytes).
+    `pixels` outputs are taken at once, so that an input pixel is loaded once for all taps that it reaches; the sums
+    stay in registers throughout. Arguments, all int64: x (address of the first pixel's input at these channels), x_row,
+    x_step (bytes to the input of the next output row, and to the next input pixel), dy, dy_row, dy_step, height, count
+    (output rows, and pixels of each), entries (address of pairs: byte offset of a row of taps in x, in the sums), lanes
+    (as above), sums (address of accumulate-type values), sums_pitch (bytes to the next tap).
     """
 
     def codegen(context, builder, sig, args):
-        x, x_step, dy, dy_step, count, offsets, lanes, sums, sums_pitch = args
+        x, x_row, x_step, dy, dy_row, dy_step, height, count, entries, lanes, sums, sums_pitch = args
         v = _Loops(builder, dtype, compute, vl)
         last = lanes_between(builder, vl, 0, None, lanes)
-        shifts = [v.int64_at(offsets, I64(s)) for s in range(taps)]
-        slots = [
-            v.accumulator(v.offset(v.offset(sums, s, sums_pitch), j, vl * v.acc_bytes))
-            for s in range(taps)
-            for j in range(vectors)
-        ]
+        sources, slots = [], []
+        for e in range(rows):
+            sources.append(builder.add(x, v.int64_at(entries, I64(2 * e))))
+            row = builder.add(sums, v.int64_at(entries, I64(2 * e + 1)))
+            for s in range(taps):
+                tap = v.offset(row, s, sums_pitch)
+                slots += [v.accumulator(v.offset(tap, j, vl * v.acc_bytes)) for j in range(vectors)]
         acc = v.zeros(len(slots))
         for to, slot in zip(acc, slots, strict=True):
             builder.store(builder.load(slot, align=v.acc_bytes), to)
-        with cgutils.for_range(builder, count) as pixel:
-            gradient_at, value_at = v.offset(dy, pixel.index, dy_step), v.offset(x, pixel.index, x_step)
-            for j in range(vectors):
-                mask, shift = last if j == vectors - 1 else None, j * vl * v.itemsize
-                gradient = v.load(builder.add(gradient_at, I64(shift)), mask)
-                for s in range(taps):
-                    value = v.load(builder.add(builder.add(value_at, shifts[s]), I64(shift)), mask)
-                    v.add_product(acc[s * vectors + j], gradient, value)
+
+        def load(address, j):
+            return v.load(v.offset(address, j, vl * v.itemsize), last if j == vectors - 1 else None)
+
+        def add_pixels(row, first, together):
+            gradient_at = v.offset(v.offset(dy, row, dy_row), first, dy_step)
+            gradients = [[load(v.offset(gradient_at, p, dy_step), j) for j in range(vectors)] for p in range(together)]
+            shift = v.offset(builder.mul(builder.mul(first, I64(step)), x_step), row, x_row)
+            for e, source in enumerate(sources):
+                at = builder.add(source, shift)
+                for place in range((together - 1) * step + taps):
+                    reached = [p for p in range(together) if 0 <= place - p * step < taps]
+                    for j in range(vectors) if reached else ():
+                        value = load(v.offset(at, place, x_step), j)
+                        for p in reached:
+                            s = place - p * step
+                            v.add_product(acc[(e * taps + s) * vectors + j], gradients[p][j], value)
+
+        whole = builder.sub(count, builder.srem(count, I64(pixels)))
+        with cgutils.for_range(builder, height) as row:
+            with cgutils.for_range_slice(builder, I64(0), whole, I64(pixels), I64) as (first, _):
+                add_pixels(row.index, first, pixels)
+            with cgutils.for_range_slice(builder, whole, count, I64(1), I64) as (first, _):
+                add_pixels(row.index, first, 1)
         for slot, total in zip(slots, acc, strict=True):
             builder.store(builder.load(total), slot, align=v.acc_bytes)
         return context.get_dummy_value()
 
     @intrinsic
-    def run(typingctx, x, x_step, dy, dy_step, count, offsets, lanes, sums, sums_pitch):
-        return signature(types.none, *[types.int64] * 9), codegen
+    def run(typingctx, x, x_row, x_step, dy, dy_row, dy_step, height, count, entries, lanes, sums, sums_pitch):
+        return signature(types.none, *[types.int64] * 12), codegen
 
     return run
