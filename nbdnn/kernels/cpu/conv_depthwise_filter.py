@@ -4,9 +4,10 @@
 
 Planar (NCHW): a task is a channel; the lanes are pixels of a row, a row of taps shares each vector of dy, and borders
 are masks. Interleaved (NHWC): a task is a run of output rows with sums of its own for all channels, which are the
-lanes; a few pixels, channels and rows of taps are taken at a time, with their sums in registers. The runs' sums are
-added in order, so the result does not depend on which worker did what. Traffic: x and dy once from memory, x once a row
-of taps from cache. Accumulates in float32 (float64). Source: own.
+lanes. A few channels go through all rows before the next, a few pixels and rows of taps at a time, with their sums in
+registers: three rows of so few channels stay in first-level cache; rows of all channels took up to 1.8 times as long.
+The runs' sums are added in order, so the result does not depend on which worker did what. Traffic: x and dy once from
+memory, x once a row of taps from cache. Accumulates in float32 (float64). Source: own.
 """
 
 from __future__ import annotations
@@ -32,10 +33,6 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
 _RUNS_PER_THREAD = 4
 _ACCUMULATORS, _PIXELS = 18, 4  # vectors of sums that interleaved rows keep in registers; outputs taken at once
-# Of outputs whose channels are taken in turn: their part of x and dy stays in second-level cache meanwhile.
-_BLOCK_ROWS, _BLOCK_COLUMNS, _BLOCK_BYTES = 16, 16, 128 << 10
-# Larger operands come from memory, not from a last-level cache of 32 MiB: they are read row by row.
-_CACHED_BYTES = 20 << 20
 _NS_PER_BYTE = 0.05  # of the operands, one thread
 _MAX_COLUMNS = 32  # taps of a row, each with its accumulators
 
@@ -43,7 +40,7 @@ _PARAMS = record(
     *("n", "channels", "x_n", "x_c", "x_d", "x_h", "x_w", "y_n", "y_c", "y_d", "y_h", "y_w"),
     *("count_d", "count_h", "count_w", "step_d", "step_h", "step_w", "extent_d", "extent_h", "taps_d", "taps_h"),
     *("depth_table", "row_table", "column_table", "tap_offsets", "channel_offsets", "taps_adjacent"),
-    *("rows", "run_rows", "runs", "block_rows", "block_columns", "sums_bytes", "entries_bytes", "pitch"),
+    *("rows", "run_rows", "runs", "sums_bytes", "entries_bytes", "pitch"),
     *("channels_adjacent", "w_c", "read_out"),
 )
 
@@ -165,24 +162,6 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, r
                     at, to = x + (start * step + table[3 * s]) * f.x_w * itemsize, sums + s * f.pitch * acc_bytes
                     add(f, True, whole, wide, at, dy + start * f.y_w * itemsize, height, count, entries, lanes, to)
 
-    @njit(**DEVICE)
-    def add_block(f, x, dy, height, entries, reached, sums, inner, end, first, last):
-        """Pixels [first, last) of some output rows, all channels; with the first ones those of [inner, end) not."""
-        c = 0
-        while c < f.channels:
-            left = f.channels - c
-            wide = left > (vectors - 1) * vl
-            lanes = min(left - (vectors - 1) * vl, vl) if wide else min(left, vl)
-            at, gradient, to, e = x + c * itemsize, dy + c * itemsize, sums + c * acc_bytes, 0
-            while e < reached:
-                whole, taps = e + rows <= reached, entries + 16 * e
-                if first < last:
-                    add_columns(f, whole, wide, at, gradient, height, taps, lanes, to, first, last)
-                if first == inner:
-                    add_others(f, whole, wide, at, gradient, height, taps, lanes, to, inner, end)
-                e += rows if whole else 1
-            c += vectors * vl if wide else vl
-
     def run(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
         sums, table = a.workspace + index * f.sums_bytes, i64(f.column_table)
@@ -199,13 +178,21 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, r
         while row < last:
             i, rest = row % f.count_h, row // f.count_h
             d, n = rest % f.count_d, rest // f.count_d
-            height = min(min(f.block_rows, last - row), lower - i) if upper <= i < lower else 1
+            height = min(last - row, lower - i) if upper <= i < lower else 1
             x, dy = a.p0 + n * f.x_n * itemsize, a.p1 + (n * f.y_n + d * f.y_d + i * f.y_h) * itemsize
-            reached = tap_rows(f, entries, i, d)
-            for first in range(inner, max(end, inner + 1), f.block_columns):
-                add_block(
-                    f, x, dy, height, entries, reached, sums, inner, end, first, min(end, first + f.block_columns)
-                )
+            reached, c = tap_rows(f, entries, i, d), 0
+            while c < f.channels:
+                left = f.channels - c
+                wide = left > (vectors - 1) * vl
+                lanes = min(left - (vectors - 1) * vl, vl) if wide else min(left, vl)
+                at, gradient, to, e = x + c * itemsize, dy + c * itemsize, sums + c * acc_bytes, 0
+                while e < reached:
+                    whole, taps = e + rows <= reached, entries + 16 * e
+                    if inner < end:
+                        add_columns(f, whole, wide, at, gradient, height, taps, lanes, to, inner, end)
+                    add_others(f, whole, wide, at, gradient, height, taps, lanes, to, inner, end)
+                    e += rows if whole else 1
+                c += vectors * vl if wide else vl
             row += height
 
     return compile_task(run, (dtype, vl, taps_w, joint, step, rows, vectors), fastmath=FASTMATH)
@@ -310,9 +297,6 @@ def _parameters(problem: ConvProblem, gather: Gather, device: Device) -> tuple[n
         "channel_offsets": channel_offsets,
     }
     values: dict[str, int] = {}
-    large = problem.min_bytes > _CACHED_BYTES
-    columns = max(1, gather.w.count if large else min(_BLOCK_COLUMNS, gather.w.count))
-    pixel_bytes = problem.c * ITEMSIZE[problem.dtype] * (1 + gather.h.in_step * gather.w.in_step)
     for prefix, shape in (("x", x.shape), ("y", dy.shape)):
         strides = tensor_strides(shape, problem.channels_last)
         values |= {f"{prefix}_{name}": stride for name, stride in zip("ncdhw", strides, strict=True)}
@@ -332,8 +316,6 @@ def _parameters(problem: ConvProblem, gather: Gather, device: Device) -> tuple[n
         channels_adjacent=int(bool((np.diff(channel_offsets) == 1).all())),
         rows=problem.n * gather.d.count * gather.h.count,
         run_rows=run_rows,
-        block_rows=1 if large else max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // (columns * pixel_bytes))),
-        block_columns=columns,
         runs=runs,
         sums_bytes=_sums_bytes(problem, pitch),
         entries_bytes=_entries_bytes(problem),
