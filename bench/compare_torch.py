@@ -252,8 +252,21 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [*lines, last]
 
 
+def summary(by_section: dict[str, list[Row]]) -> list[tuple[str, ...]]:
+    """One line a section: of the rows that are certain, their number, geometric mean, lowest, and those under 0.8."""
+    forward = [row for name, rows in by_section.items() if " forward" in name for row in rows]
+    lines = []
+    for name, rows in {**by_section, "all forwards": forward}.items():
+        if ratios := [row.ratio for row in rows if not row.busy]:
+            under = sum(ratio < 0.8 for ratio in ratios)
+            lines.append((name, str(len(ratios)), f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", str(under)))
+    return lines
+
+
 def markdown(by_section: dict[str, list[Row]], environment: dict[str, str]) -> str:
     parts = ["# nbdnn beside PyTorch on the CPU\n", *(f"* {name}: {value}" for name, value in environment.items()), ""]
+    parts += ["## Summary\n", "| section | rows | geometric mean | lowest | under 0.8 |", "|---|--:|--:|--:|--:|"]
+    parts += [*(f"| {' | '.join(line)} |" for line in summary(by_section)), ""]
     for section, rows in by_section.items():
         parts += [f"## {section}\n", f"| {' | '.join(COLUMNS)} |", "|---|---|--:|--:|--:|---|"]
         parts += [f"| {' | '.join(line)} |" for line in cells(rows)] + [""]
