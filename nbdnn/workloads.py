@@ -258,6 +258,7 @@ EDGES_2D = (
         "depthwise, stride 4: three, two or no taps a row in bwd_data",
     ),
     Edge("n1c330h3w15:k330r3s3:p1x1:u1x1:d1x1:g330", "depthwise in so many channels that few pixels fit into a tile"),
+    Edge("n1c1h5w1:k2r3s1:p0x0:u3x1:d2x1:g1", "bwd_data of one tap a row, for more rows than dy has"),
     Edge("n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1", "several tiles and a remainder on every axis"),
     Edge("n1c520h5w6:k9r3s3:p1x1:u1x1:d1x1:g1", "a reduction over channels longer than any block"),
     Edge("n2c300h5w6:k260r3s3:p1x1:u1x1:d1x1:g1", "few pixels and more filter than a second-level cache holds"),
@@ -274,6 +275,7 @@ EDGES_3D = (
     Edge("n1c4d6h7w8:k5t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1", "planes: no reach along the depth"),
     Edge("n1c4d6h5w5:k5t3r1s1:p1x0x0:u1x1x1:d1x1x1:g1", "a filter along the depth only"),
     Edge("n1c4d7h8w9:k5t3r3s3:p2x2x2:u1x1x1:d2x2x2:g1", "dilation in 3-D"),
+    Edge("n2c3d5h2w3:k2t3r1s1:p0x0x0:u3x1x1:d2x1x1:g1", "the same along the depth"),
     Edge("n1c9d4h6w7:k9t3r3s3:p1x1x1:u1x1x1:d1x1x1:g9", "depthwise in 3-D"),
 )
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")

@@ -251,4 +251,5 @@ def _low_offsets(geo: Geometry, gather: Gather, plan: StripPlan, acc_bytes: int)
 def _is_flat(geo: Geometry, gather: Gather) -> bool:
     """Whether a strip's pixels lie side by side in the input: 1x1, stride 1, no border, one channel after another."""
     one_tap = all([offset for _, offset in axis.taps] == [0] and axis.in_step == 1 for axis in gather)
-    return one_tap and geo.in_strides[5] == 1 and geo.in_strides[4] == gather.w.count == gather.w.in_extent
+    inside = all(axis.count <= axis.in_extent for axis in gather)
+    return one_tap and inside and geo.in_strides[5] == 1 and geo.in_strides[4] == gather.w.count == gather.w.in_extent
