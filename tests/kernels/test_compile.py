@@ -54,3 +54,36 @@ def test_a_source_edited_meanwhile_is_not_kept(tmp_path: Path) -> None:
 
     assert kept(-60) == 1
     assert kept(60) == 0
+
+
+def test_kernels_of_different_processes_are_told_apart(tmp_path: Path) -> None:
+    """One function with other constants, compiled in two processes: a third process loads both, and each is itself.
+
+    Recursive, so that it stays a function: of two equal names the linker takes the first.
+    """
+    (tmp_path / "loads.py").write_text(
+        "import sys\n"
+        "import numpy as np\n"
+        "from numba import njit\n"
+        "from nbdnn.kernels.cpu import compile as c, vector\n"
+        "pointer = vector.pointer('i64')\n"
+        "def compiled(number):\n"
+        "    @njit(**c.DEVICE)\n"
+        "    def fibonacci(n):\n        return number if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n"
+        "    def task(args, ctx, index, worker):\n        pointer(ctx)[0] = fibonacci(index)\n"
+        "    return c.compile_task(task, number)\n"
+        "for number in map(int, sys.argv[1:]):\n"
+        "    got = np.zeros(1, np.int64)\n"
+        "    compiled(number).ctypes(0, got.ctypes.data, 6, 0)\n"
+        "    print(got[0])\n"
+    )
+    environment = {**os.environ, "NBDNN_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+
+    def results(*numbers: str) -> list[str]:
+        command = [sys.executable, str(tmp_path / "loads.py"), *numbers]
+        done = subprocess.run(command, env=environment, check=True, timeout=300, capture_output=True, text=True)
+        return done.stdout.split()
+
+    assert results("2") == ["26"]
+    assert results("3") == ["39"]
+    assert results("2", "3") == ["26", "39"]

@@ -8,9 +8,11 @@ it imports, the build parameters, Numba's and llvmlite's versions, the interpret
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import pickle
+import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Hashable
@@ -21,6 +23,7 @@ import llvmlite
 import numba
 from numba import types
 from numba.core import compiler, serialize
+from numba.core.bytecode import FunctionIdentity
 from numba.core.ccallback import CFunc
 
 from nbdnn import config
@@ -32,6 +35,11 @@ FASTMATH = {"contract", "arcp", "nsz"}
 
 # Options of a function that is called from kernels only: `@njit(**DEVICE)`.
 DEVICE: dict[str, Any] = {"no_cpython_wrapper": True, "error_model": "numpy"}
+
+# Numba tells closures of one function apart by a number in their symbol, counted from 1 in each process. Where machine
+# code of several processes meets in one, equal symbols are linked to whichever came first, and a kernel then calls
+# another's inner function. Counted from a random number, no two are equal.
+FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
 
 _log = logging.getLogger("nbdnn")
 _tasks: dict[tuple, CFunc] = {}
