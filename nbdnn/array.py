@@ -1,4 +1,4 @@
-"""Views over the arrays of other libraries: NumPy, and PyTorch and JAX on the CPU.
+"""Views over the arrays of other libraries: NumPy, PyTorch, JAX, CuPy and Numba, in host memory and on GPUs.
 
 Every call reads each of its arrays once, with `read`: an address, and a key that is equal for arrays that can share a
 plan. The rest of this module runs once a plan, or where an operand must be copied.
@@ -7,12 +7,13 @@ plan. The rest of this module runs once a plan, or where an operand must be copi
 from __future__ import annotations
 
 import ctypes
-import mmap
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from functools import cache, cached_property, partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import prod
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,30 +22,25 @@ from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, dense_strides
 
 DTYPE_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
-_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # What NumPy computes on: bfloat16 travels as its bits.
 _RAW = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64}
-# JAX shares a NumPy buffer only where it is aligned like its own.
-_JAX_ALIGN = 64
-
 # The C struct of an ndarray is PyObject_HEAD, then `char *data`: NumPy's stable ABI. Reading that word costs 0.1 us,
 # a.ctypes.data and a.__array_interface__ 0.8 us, and a convolution has three operands.
 _DATA_OFFSET = object.__basicsize__
 _pointer_at = ctypes.c_void_p.from_address
 
-# The C library maps larger blocks anew each time (its M_MMAP_THRESHOLD stays below). NumPy asks for huge pages for
-# them, PyTorch does not, and the first write to 38 MiB took 6.7 ms in small pages and 1.1 ms in huge ones.
-_ALWAYS_MAPPED_BYTES = 32 << 20
-
 
 class View(NamedTuple):
-    """What an array is: address, logical shape, strides in bytes, dtype ('f32'), and whether it may be written."""
+    """What an array is: address, logical shape, strides in bytes, dtype ('f32'), whether it may be written, and the
+    index of its GPU (-1 in host memory)."""
 
     pointer: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     writable: bool
+    gpu: int = -1
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -99,7 +95,7 @@ class Library(ABC):
         """Address of an array from `allocator`."""
 
     @abstractmethod
-    def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str) -> Callable[[], Any]:
+    def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1) -> Callable[[], Any]:
         """A function that makes an uninitialised dense array, to be `given` to the caller when it is filled."""
 
     @abstractmethod
@@ -110,136 +106,48 @@ class Library(ABC):
         """The caller's array that has taken over an allocated one."""
         return array
 
+    def gpu(self, array: Any) -> int:
+        """Index of the GPU that the array lies on; -1 in host memory. On the path of every call."""
+        return -1
 
-class _NumPy(Library):
+    def stream(self, gpu: int) -> int:
+        """The stream on which the library works on that GPU now. On the path of every call."""
+        return 0
+
+    def on_stream(self, gpu: int, stream: int) -> AbstractContextManager:
+        """Make that stream the library's current one, for allocations and copies."""
+        return nullcontext()
+
+
+class NumPy(Library):
     def read(self, array: np.ndarray) -> tuple[int, Hashable]:
         pointer = _pointer_at(id(array) + _DATA_OFFSET).value or 0
         return pointer, (array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), array.flags.writeable)
 
     def view(self, array: np.ndarray) -> View:
-        dtype = _BY_NAME.get(array.dtype.name)
+        dtype = BY_NAME.get(array.dtype.name)
         if dtype is None or not array.dtype.isnative:
-            raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(_BY_NAME)}")
+            raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(BY_NAME)}")
         return View(array.ctypes.data, array.shape, array.strides, dtype, array.flags.writeable)
 
     def pointer(self, array: np.ndarray) -> int:
         return _pointer_at(id(array) + _DATA_OFFSET).value or 0
 
-    def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str) -> Callable[[], np.ndarray]:
-        numpy_dtype = _numpy_dtype(dtype)
+    def allocator(
+        self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1
+    ) -> Callable[[], np.ndarray]:
+        numpy_type = numpy_dtype(dtype)
         if not channels_last:
-            return partial(np.empty, shape, numpy_dtype)
+            return partial(np.empty, shape, numpy_type)
         in_memory = (shape[0], *shape[2:], shape[1])
         axes = (0, len(shape) - 1, *range(1, len(shape) - 1))
-        return lambda: np.empty(in_memory, numpy_dtype).transpose(axes)
+        return lambda: np.empty(in_memory, numpy_type).transpose(axes)
 
     def copy(self, target: np.ndarray, source: np.ndarray) -> None:
         np.copyto(target, source, casting="unsafe")
 
 
-class _Jax(_NumPy):
-    """JAX on the CPU, through the NumPy array that every JAX array can be seen as without a copy."""
-
-    def read(self, array: Any) -> tuple[int, Hashable]:
-        pointer, key = super().read(self._as_numpy(array))
-        return pointer, ("jax", key)
-
-    def view(self, array: Any) -> View:
-        return super().view(self._as_numpy(array))
-
-    def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str) -> Callable[[], np.ndarray]:
-        size_bytes = prod(shape) * ITEMSIZE[dtype]
-        numpy_dtype = _numpy_dtype(dtype)
-
-        def allocate() -> np.ndarray:
-            memory = np.empty(size_bytes + _JAX_ALIGN, np.uint8)
-            start = -memory.ctypes.data % _JAX_ALIGN
-            return memory[start : start + size_bytes].view(numpy_dtype).reshape(shape)
-
-        return allocate
-
-    def copy(self, target: np.ndarray, source: Any) -> None:
-        super().copy(target, self._as_numpy(source))
-
-    def given(self, array: np.ndarray) -> Any:
-        import jax
-
-        if array.dtype.name == "bfloat16":  # NumPy exports no bfloat16 by DLPack
-            return jax.dlpack.from_dlpack(array.view(np.uint16)).view(jax.numpy.bfloat16)
-        return jax.dlpack.from_dlpack(array)
-
-    @cached_property
-    def _cpu_only(self) -> bool:
-        import jax
-
-        return jax.default_backend() == "cpu"
-
-    def _as_numpy(self, array: Any) -> np.ndarray:
-        if not self._cpu_only and any(device.platform != "cpu" for device in array.devices()):
-            raise InvalidType(f"a JAX array on {array.devices()}: only CPU arrays are supported")
-        return np.asarray(array)
-
-
-class _Torch(Library):
-    def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
-        self._dtypes = {dtype: getattr(torch, name) for dtype, name in DTYPE_NAMES.items()}
-        self._names = {torch_dtype: dtype for dtype, torch_dtype in self._dtypes.items()}
-        self._strided = torch.strided
-
-    def read(self, array: Any) -> tuple[int, Hashable]:
-        if not array.is_cpu or array.layout is not self._strided:
-            raise InvalidType(f"a {array.layout} tensor on {array.device}: only dense CPU tensors are supported")
-        pointer = array.data_ptr()
-        return pointer, (array.shape, array.stride(), array.dtype, pointer & (DEFAULT_ALIGN - 1))
-
-    def view(self, array: Any) -> View:
-        dtype = self._names.get(array.dtype)
-        if dtype is None:
-            raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(_BY_NAME)}")
-        strides = tuple(step * ITEMSIZE[dtype] for step in array.stride())
-        return View(array.data_ptr(), tuple(array.shape), strides, dtype, True)
-
-    def pointer(self, array: Any) -> int:
-        return array.data_ptr()
-
-    def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str) -> Callable[[], Any]:
-        strides, size_bytes = dense_strides(shape, channels_last), prod(shape) * ITEMSIZE[dtype]
-        empty = partial(self._torch.empty_strided, shape, strides, dtype=self._dtypes[dtype])
-        advise = _huge_pages()
-        if size_bytes <= _ALWAYS_MAPPED_BYTES or advise is None:
-            return empty
-
-        def allocate() -> Any:
-            tensor = empty()
-            advise(tensor.data_ptr(), size_bytes)
-            return tensor
-
-        return allocate
-
-    def copy(self, target: Any, source: Any) -> None:
-        target.detach().copy_(source.detach())
-
-
-@cache
-def _huge_pages() -> Callable[[int, int], None] | None:
-    """A function (address, size in bytes) that asks for huge pages there; None where the system has none to ask for."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None:
-        return None
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-
-    def advise(address: int, size_bytes: int) -> None:
-        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        madvise(start, address + size_bytes - start, advice)
-
-    return advise
-
-
-_NUMPY = _NumPy()
+_NUMPY = NumPy()
 _LIBRARIES: dict[type, Library] = {np.ndarray: _NUMPY}
 
 
@@ -262,18 +170,37 @@ def view(array: Any, name: str) -> View:
 
 
 def _identify(array: Any) -> Library:
-    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    """The library of an array whose type is seen for the first time: only what is loaded already can have made it."""
+    loaded = sys.modules.get
+    library: Library | None = None
     if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
-        library: Library = _NUMPY
-    elif torch is not None and isinstance(array, torch.Tensor):
-        library = next((known for known in _LIBRARIES.values() if isinstance(known, _Torch)), None) or _Torch()
-    elif jax is not None and isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-        library = _Jax()
-    elif jax is not None and isinstance(array, jax.core.Tracer):
+        library = _NUMPY
+    elif (torch := loaded("torch")) is not None and isinstance(array, torch.Tensor):
+        from nbdnn.array_torch import TORCH as library
+    elif (jax := loaded("jax")) is not None and isinstance(array, jax.core.Tracer):
         raise InvalidType("a JAX tracer has no values: nbdnn functions cannot be called inside jax.jit or jax.grad")
-    else:
-        raise InvalidType(f"{type(array).__name__} is not an array of NumPy, PyTorch or JAX")
+    elif jax is not None and isinstance(array, jax.Array):
+        from nbdnn.array_jax import JAX as library
+    elif (cupy := loaded("cupy")) is not None and isinstance(array, cupy.ndarray):
+        from nbdnn.array_cupy import CUPY as library
+    if library is None:
+        raise InvalidType(f"{type(array).__name__} is not an array of NumPy, PyTorch, JAX or CuPy")
     return _LIBRARIES.setdefault(type(array), library)
+
+
+def stream_handle(stream: Any) -> int:
+    """The CUDA handle of a stream: an int, or an object with ``__cuda_stream__``, ``cuda_stream``, ``ptr`` or
+    ``handle`` (PyTorch's, CuPy's, Numba's)."""
+    if hasattr(stream, "__cuda_stream__"):
+        protocol = stream.__cuda_stream__
+        return int((protocol() if callable(protocol) else protocol)[1])
+    for name in ("cuda_stream", "ptr", "handle"):
+        if (handle := getattr(stream, name, None)) is not None:
+            return int(getattr(handle, "value", handle) or 0)
+    try:
+        return index(stream)
+    except TypeError:
+        raise InvalidType(f"stream is {stream!r}, expected a handle or an object with __cuda_stream__") from None
 
 
 def common_dtype(dtypes: list[str]) -> str:
@@ -284,9 +211,9 @@ def common_dtype(dtypes: list[str]) -> str:
 
 
 def dense_copy(array: Any, channels_last: bool, dtype: str) -> Any:
-    """A dense copy in that layout and dtype, of the same library (of NumPy for JAX)."""
+    """A dense copy in that layout and dtype, of the same library (of NumPy for JAX) and on the same device."""
     library = library_of(array)
-    copied = library.allocator(tuple(array.shape), channels_last, dtype)()
+    copied = library.allocator(tuple(array.shape), channels_last, dtype, library.gpu(array))()
     library.copy(copied, array)
     return copied
 
@@ -322,7 +249,7 @@ def narrowed(values: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
-def _numpy_dtype(dtype: str) -> np.dtype:
+def numpy_dtype(dtype: str) -> np.dtype:
     if dtype == "bf16":
         try:
             import ml_dtypes

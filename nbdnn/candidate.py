@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from nbdnn.device import Device
+from nbdnn.device import Cpu, Gpu
 from nbdnn.problem import Problem
 from nbdnn.source import transitive_hash
 
@@ -53,15 +53,17 @@ class NoConfig(NamedTuple):
 
 
 ConfigT = TypeVar("ConfigT", bound=Hashable)
+DeviceT = TypeVar("DeviceT", Cpu, Gpu)
 
 
-class Candidate(ABC, Generic[ConfigT]):
+class Candidate(ABC, Generic[ConfigT, DeviceT]):
     """One implementation of one op.
 
-    op, provider, algorithm make up the id, such as ``conv_fwd/cpu/direct``. ``algo`` is Theano's name for the method
-    (None where it had none). ``math`` names the arithmetic: 'fma' is IEEE multiply-add in the compute type; 'tf32'
-    may only be used where TF32 is allowed. ``by_name_only``: misses the accuracy every default choice owes.
-    ``foreign_threads``: runs on another library's threads, which may spin on after it: the tuner waits for them.
+    op, provider, algorithm make up the id, such as ``conv_fwd/cpu/direct``; provider is 'cpu', or 'numba' or 'cudnn'
+    for GPUs. ``algo`` is Theano's name for the method (None where it had none). ``math`` names the arithmetic: 'fma' is
+    IEEE multiply-add in the compute type; 'tf32' may only be used where TF32 is allowed. ``by_name_only``: misses the
+    accuracy every default choice owes. ``foreign_threads``: runs on another library's threads, which may spin on after
+    it: the tuner waits for them.
     """
 
     op: str
@@ -73,6 +75,11 @@ class Candidate(ABC, Generic[ConfigT]):
     by_name_only: bool = False
     foreign_threads: bool = False
 
+    @property
+    def cudnn_version(self) -> int:
+        """Of the cuDNN that it calls: measurements with another count no more. 0 where it calls none."""
+        return 0
+
     @cached_property
     def id(self) -> str:
         return f"{self.op}/{self.provider}/{self.algorithm}"
@@ -83,20 +90,20 @@ class Candidate(ABC, Generic[ConfigT]):
         return transitive_hash(sys.modules[type(self).__module__])
 
     @abstractmethod
-    def supports(self, problem: Problem, device: Device) -> Support:
+    def supports(self, problem: Problem, device: DeviceT) -> Support:
         """Whether the result is correct here; a refusal carries the number that failed."""
 
-    def configs(self, problem: Problem, device: Device) -> tuple[ConfigT, ...]:
+    def configs(self, problem: Problem, device: DeviceT) -> tuple[ConfigT, ...]:
         """Every config worth measuring, the default first."""
         return (NoConfig(),)  # type: ignore[return-value]
 
-    def workspace_bytes(self, problem: Problem, config: ConfigT, device: Device) -> int:
+    def workspace_bytes(self, problem: Problem, config: ConfigT, device: DeviceT) -> int:
         return 0
 
     @abstractmethod
-    def estimate(self, problem: Problem, config: ConfigT, device: Device) -> float:
+    def estimate(self, problem: Problem, config: ConfigT, device: DeviceT) -> float:
         """Cost model: predicted time in microseconds, comparable across candidates and providers."""
 
     @abstractmethod
-    def prepare(self, problem: Problem, config: ConfigT, device: Device) -> Runner:
+    def prepare(self, problem: Problem, config: ConfigT, device: DeviceT) -> Runner:
         """Compile or load what is needed and return the runner. May take seconds."""

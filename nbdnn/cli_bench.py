@@ -6,11 +6,12 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from nbdnn import config
 from nbdnn.cli import one_line
 from nbdnn.cli_output import duration, print_table, size
 from nbdnn.cli_targets import add_place, add_targets, layers, place
 from nbdnn.cli_tuning import add_budget, tuned
-from nbdnn.device import Device
+from nbdnn.device import Device, Gpu
 from nbdnn.workloads import Layer
 
 if TYPE_CHECKING:
@@ -47,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(layer: Layer, result: TuneResult, device: Device) -> list[dict[str, Any]]:
     """One record a measured candidate and config, the fastest first and what failed last."""
-    from nbdnn.kernels.cpu.peaks import floor_us
-
-    floor = floor_us(layer.problem, device)
+    floor = _floor_us(layer, device)
     chosen = result.best.key if result.best else None
     rows = sorted(result.rows.values(), key=lambda row: (row.status == "failed", row.median_us or 0.0))
     return [
@@ -72,9 +71,18 @@ def _rows(layer: Layer, result: TuneResult, device: Device) -> list[dict[str, An
     ]
 
 
-def _print(layer: Layer, rows: list[dict[str, Any]], device: Device) -> None:
+def _floor_us(layer: Layer, device: Device) -> float:
+    """What the machine needs at least; kernels that compute with fewer products (Winograd, FFT) may go below it."""
+    if isinstance(device, Gpu):
+        from nbdnn.kernels.cuda import peaks
+
+        return peaks.floor_us(layer.problem, device, config.current()["dnn.allow_tf32"])
     from nbdnn.kernels.cpu.peaks import floor_us
 
+    return floor_us(layer.problem, device)
+
+
+def _print(layer: Layer, rows: list[dict[str, Any]], device: Device) -> None:
     columns = ("", "candidate", "config", "time", "spread", "GFLOP/s", "of floor", "workspace", "error", "status")
     cells = [
         (
@@ -92,7 +100,7 @@ def _print(layer: Layer, rows: list[dict[str, Any]], device: Device) -> None:
         for row in rows
     ]
     name = f"{layer.name}, " if layer.name else ""
-    title = f"{name}{layer.problem}: floor {duration(floor_us(layer.problem, device))}"
+    title = f"{name}{layer.problem}: floor {duration(_floor_us(layer, device))}"
     print_table(title, columns, cells, right=columns[3:9])
     for row in rows:
         if row["reason"]:

@@ -21,10 +21,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     wanted = layers(args)
-    place(args)
+    device, _ = place(args)
     from nbdnn.dispatch.explain import explain
 
-    explanations = [explain(layer.problem) for layer in wanted]
+    explanations = [explain(layer.problem, device=device) for layer in wanted]
     if args.json:
         rows = [
             {"problem": str(layer.problem), **row._asdict()}

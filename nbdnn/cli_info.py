@@ -10,6 +10,7 @@ from typing import Any
 
 from nbdnn.cli_output import size
 from nbdnn.cli_targets import add_place, place
+from nbdnn.device import Gpu
 
 
 def add_parser(subparsers: Any) -> None:
@@ -40,7 +41,12 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
     layer = threading_layer()  # before the device: it decides how many threads there are
     device, database = place(args)
-    caches = f"L2 {size(device.l2_bytes)} a core, last level {size(device.llc_bytes)}"
+    if isinstance(device, Gpu):
+        caches = f"L2 {size(device.l2_bytes)}"
+        works = {"multiprocessors": str(device.sms), "driver": f"for CUDA {device.driver}"}
+    else:
+        caches = f"L2 {size(device.l2_bytes)} a core, last level {size(device.llc_bytes)}"
+        works = {"threads": f"{device.threads} on {layer}" + _FORK_ADVICE.get(layer, "")}
     return {
         "nbdnn": importlib.metadata.version("nbdnn"),
         "python": f"{platform.python_version()} on {platform.platform()}",
@@ -48,11 +54,14 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
         "device": device.fingerprint,
         "caches": caches,
         "memory": f"{size(device.free_memory_bytes())} free",
-        "threads": f"{device.threads} on {layer}" + _FORK_ADVICE.get(layer, ""),
+        **works,
         "cudnn": _cudnn(),
         "database": f"{database.path} ({database.mode}, {'there' if database.path.exists() else 'not there yet'})",
         "kernel cache": str(cache_dir()),
-        **{op: ", ".join(c.id.removeprefix(f"{op}/") for c in registry.candidates(op)) for op in CONV_OPS},
+        **{
+            op: ", ".join(c.id.removeprefix(f"{op}/") for c in registry.candidates(op, kind=device.kind))
+            for op in CONV_OPS
+        },
     }
 
 

@@ -31,8 +31,8 @@ def dnn_conv(
     Parameters
     ----------
     img : array (N, C, H, W)
-        float16, bfloat16, float32 or float64 of NumPy, PyTorch or JAX; contiguous or channels-last (other strides are
-        made dense first).
+        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX or CuPy; contiguous or channels-last (other strides
+        are made dense first). Arrays on a GPU are computed on that GPU, without waiting for the result.
     kerns : array (K, C / num_groups, R, S)
         Of the same dtype; else both are cast to the common one.
     border_mode : 'valid', 'full', 'half', int, tuple of int, or tuple of (before, after)
@@ -59,8 +59,8 @@ def dnn_conv(
         Scale of the convolution and of what is in `out`; a beta needs `out`.
     out : array, optional
         Where the result goes; it may not overlap an operand.
-    stream : optional
-        CUDA stream; without meaning on the CPU.
+    stream : int or object with ``__cuda_stream__``, optional
+        CUDA stream for arrays on a GPU. Default: the current one of their library, else the default stream.
     workspace_limit : int, optional
         Bytes of scratch memory that may be used; 0: none. Default: flag dnn.workspace_limit, else what is free.
     deterministic : bool, optional
@@ -97,6 +97,7 @@ def dnn_conv(
         (img, kerns, bias, residual, out),
         alpha,
         beta,
+        stream,
     )  # fmt: skip
 
 
@@ -146,6 +147,7 @@ def dnn_gradinput(
         (kerns, topgrad, None, None, out),
         alpha,
         beta,
+        stream,
     )  # fmt: skip
 
 
@@ -195,6 +197,7 @@ def dnn_gradweight(
         (img, topgrad, None, None, out),
         alpha,
         beta,
+        stream,
     )  # fmt: skip
 
 
@@ -231,6 +234,7 @@ def dnn_conv3d(
         (img, kerns, bias, residual, out),
         alpha,
         beta,
+        stream,
     )  # fmt: skip
 
 
@@ -266,6 +270,7 @@ def dnn_gradinput3d(
         (kerns, topgrad, None, None, out),
         alpha,
         beta,
+        stream,
     )  # fmt: skip
 
 
@@ -301,6 +306,7 @@ def dnn_gradweight3d(
         (img, topgrad, None, None, out),
         alpha,
         beta,
+        stream,
     )  # fmt: skip
 
 
@@ -342,7 +348,7 @@ def _hashable(shape: Any) -> Any:
     return tuple(shape) if hasattr(shape, "__iter__") else shape
 
 
-def _compute(arguments: tuple, arrays: tuple, alpha: float, beta: float) -> Any:
+def _compute(arguments: tuple, arrays: tuple, alpha: float, beta: float, stream: Any) -> Any:
     """Load the dispatcher, which takes a second for Numba, at the first call; it is called directly from then on."""
     global _compute
     from nbdnn.conv_call import compute

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nbdnn import conv_arguments, reference
+from nbdnn import conv_arguments, driver, reference
 from nbdnn.array import (
     DTYPE_NAMES,
     Library,
@@ -24,14 +24,16 @@ from nbdnn.array import (
     library_of,
     narrowed,
     read,
+    stream_handle,
     view,
     widened,
 )
 from nbdnn.conv_arguments import Arguments
+from nbdnn.device import Device
 from nbdnn.dispatch import dispatcher, events
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.timing import Given
-from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.errors import CudaError, InvalidProblem, InvalidType
 from nbdnn.problem import FILTER_LAYOUTS, LAYOUTS, ConvProblem, epilogue_tokens
 
 # The arrays of a call in their order here, and their names in the functions.
@@ -45,13 +47,36 @@ _FACTORS = {
 _ABSENT = (0, None)
 
 
-def compute(arguments: tuple, arrays: Sequence[Any], alpha: float, beta: float) -> Any:
+def compute(arguments: tuple, arrays: Sequence[Any], alpha: float, beta: float, stream: Any = None) -> Any:
     """The result of a call.
 
     arguments: the fields of `Arguments`, a plain tuple because it is the memo's key. arrays: both factors, bias,
-    residual and out, the last three None where absent.
+    residual and out, the last three None where absent. stream: what the caller gave, for arrays on a GPU.
     """
-    context = dispatcher.context()
+    try:
+        library = library_of(arrays[_FIRST])
+    except InvalidType:
+        _name_unreadable(arguments[0], arrays)
+        raise
+    gpu = library.gpu(arrays[_FIRST])
+    if gpu < 0:
+        return _computed(dispatcher.context(), arguments, arrays, alpha, beta, 0)
+    changed = driver.enter(gpu)
+    try:
+        context = dispatcher.context(gpu)
+        if stream is None:
+            return _computed(context, arguments, arrays, alpha, beta, library.stream(gpu))
+        handle = stream_handle(stream)
+        with library.on_stream(gpu, handle):
+            return _computed(context, arguments, arrays, alpha, beta, handle)
+    finally:
+        if changed:
+            driver.leave()
+
+
+def _computed(
+    context: dispatcher.Context, arguments: tuple, arrays: Sequence[Any], alpha: float, beta: float, stream: int
+) -> Any:
     try:
         reads = [_ABSENT if array is None else read(array) for array in arrays]
     except InvalidType:
@@ -65,7 +90,7 @@ def compute(arguments: tuple, arrays: Sequence[Any], alpha: float, beta: float) 
     if call is None:
         call = _prepare(Arguments(*arguments), arrays, float(beta))
         context.remember(key, call)
-    return call.run(context, arrays, [pointer for pointer, _ in reads], (float(alpha), float(beta)))
+    return call.run(context, arrays, [pointer for pointer, _ in reads], (float(alpha), float(beta)), stream)
 
 
 class _Runs(Protocol):
@@ -92,7 +117,12 @@ class _Call:
     plan: _Runs | None = None
 
     def run(
-        self, context: dispatcher.Context, arrays: Sequence[Any], pointers: list[int], scalars: tuple[float, float]
+        self,
+        context: dispatcher.Context,
+        arrays: Sequence[Any],
+        pointers: list[int],
+        scalars: tuple[float, float],
+        stream: int,
     ) -> Any:
         out = arrays[_OUT]
         result = out
@@ -106,8 +136,8 @@ class _Call:
         copied = self._copy(arrays, pointers) if self.copies else None
         addresses = tuple([pointers[i] for i in self.order])
         if self.plan is None:
-            self.plan = self._plan(context, addresses, scalars)
-        self.plan.run(addresses, scalars)
+            self.plan = self._plan(context, addresses, scalars, stream)
+        self.plan.run(addresses, scalars, stream)
         del copied  # alive until here: the runner had its address
         if out is None:
             return self.library.given(result)
@@ -115,9 +145,15 @@ class _Call:
             self.library.copy(out, result)
         return out
 
-    def _plan(self, context: dispatcher.Context, addresses: tuple[int, ...], scalars: tuple[float, float]) -> _Runs:
+    def _plan(
+        self, context: dispatcher.Context, addresses: tuple[int, ...], scalars: tuple[float, float], stream: int
+    ) -> _Runs:
+        if context.device.kind == "cuda" and driver.is_capturing(stream):
+            raise CudaError(
+                f"no plan for {self.problem} yet, and its first call cannot be captured: run it once before the capture"
+            )
         if 0 in (self.problem.n, self.problem.c, self.problem.k):
-            return _EpilogueOfZeros(self.problem)
+            return _EpilogueOfZeros(self.problem, context.device)
         return context.plan(self.problem, self.request, Given(addresses, scalars))
 
     def _copy(self, arrays: Sequence[Any], pointers: list[int]) -> list[Any]:
@@ -141,10 +177,22 @@ class _Call:
 class _EpilogueOfZeros:
     """The plan of a problem without batch or channels: the sum is empty, its epilogue is not."""
 
-    def __init__(self, problem: ConvProblem) -> None:
-        self._problem = problem
+    def __init__(self, problem: ConvProblem, device: Device) -> None:
+        self._problem, self._device = problem, device
 
     def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
+        if self._device.kind == "cpu":
+            self._fill(pointers, scalars)
+            return
+        hosts = [np.empty(operand.size_bytes, np.uint8) for operand in self._problem.operands]
+        for host, pointer in zip(hosts, pointers, strict=True):
+            driver.download(host, pointer, stream)
+        self._fill(tuple(host.ctypes.data for host in hosts), scalars)
+        for host, pointer, operand in zip(hosts, pointers, self._problem.operands, strict=True):
+            if operand.role == "out":
+                driver.upload(pointer, host, stream)
+
+    def _fill(self, pointers: tuple[int, ...], scalars: tuple[float, ...]) -> None:
         problem = self._problem
         raw = {o.name: at(p, o.shape, o.strides, o.dtype) for p, o in zip(pointers, problem.operands, strict=True)}
         output = next(raw[operand.name] for operand in problem.operands if operand.role == "out")
@@ -186,6 +234,9 @@ def _prepare(given: Arguments, arrays: Sequence[Any], beta: float) -> _Call:
             _check_rank(given, name, len(each.shape))
     first, second, bias, residual, out = views
     assert first is not None and second is not None
+    for name, each in zip(names, views, strict=True):
+        if each is not None and each.gpu != first.gpu:
+            raise InvalidProblem(f"{name} is on {_place(each.gpu)}, {names[_FIRST]} on {_place(first.gpu)}")
     if beta and out is None:
         raise InvalidProblem(f"beta is {beta}, which needs the array it multiplies: out=")
 
@@ -214,12 +265,16 @@ def _prepare(given: Arguments, arrays: Sequence[Any], beta: float) -> _Call:
         problem,
         conv_arguments.request(given, problem),
         library,
-        library.allocator(result.shape, lasts[2], dtype),
+        library.allocator(result.shape, lasts[2], dtype, first.gpu),
         staged,
         (_FIRST, _SECOND, _OUT, *(i for i in (_BIAS, _RESIDUAL) if arrays[i] is not None)),
         copies,
         [(0, 0) if each is None else each.bounds for each in views],
     )
+
+
+def _place(gpu: int) -> str:
+    return "the CPU" if gpu < 0 else f"GPU {gpu}"
 
 
 def _check_rank(given: Arguments, name: str, rank: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from nbdnn import config
+from nbdnn import config, driver
 from nbdnn.problem import ITEMSIZE
 
 _CGROUP_FILES = (
@@ -19,7 +19,7 @@ _CGROUP_FILES = (
 
 
 @dataclass(frozen=True)
-class Device:
+class Cpu:
     """A CPU, as its measurements are filed.
 
     ``isa`` is the widest vector extension LLVM will use ('avx512', 'avx2', 'neon', 'generic'), ``vector_bytes`` its
@@ -56,13 +56,80 @@ class Device:
         return free
 
 
-def cpu_device() -> Device:
+@dataclass(frozen=True)
+class Gpu:
+    """An NVIDIA GPU, as its measurements are filed.
+
+    ``capability`` is (major, minor), ``sms`` the number of multiprocessors, ``driver`` the version of CUDA that the
+    driver has ('13.0'), ``clock_hz`` the highest of the multiprocessors, ``bytes_per_s`` what the memory could move.
+    """
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    memory_bytes: int
+    l2_bytes: int
+    driver: str
+    clock_hz: float
+    bytes_per_s: float
+
+    kind = "cuda"
+
+    @property
+    def fingerprint(self) -> str:
+        """The database key of this device: equal for GPUs of one kind, whichever of them measured."""
+        major, minor = self.capability
+        return f"{self.kind}/{self.name}/{major}.{minor}/{self.sms}sm/{round(self.memory_bytes / 2**30)}GiB"
+
+    @property
+    def arch(self) -> str:
+        """The architecture kernels are compiled for; with its special instructions where it has some ('sm_90a')."""
+        major, minor = self.capability
+        return f"sm_{major}{minor}" + ("a" if self.capability in ((9, 0), (10, 0)) else "")
+
+    def free_memory_bytes(self) -> int:
+        """Memory that can still be taken: what the driver has left, and what array libraries keep and do not use."""
+        with driver.Current(self.index):
+            free, _ = driver.call("cuMemGetInfo")
+        torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+        if torch is not None and torch.cuda.is_initialized():
+            free += torch.cuda.memory_reserved(self.index) - torch.cuda.memory_allocated(self.index)
+        if cupy is not None:
+            with cupy.cuda.Device(self.index):
+                free += cupy.get_default_memory_pool().free_bytes()
+        return free
+
+
+Device = Cpu | Gpu
+
+
+@cache
+def gpu(index: int) -> Gpu:
+    """The GPU of that index. CudaError where there is none."""
+    name = driver.call("cuDeviceGetName", 128, driver.call("cuDeviceGet", index)).split(b"\0")[0].decode()
+    version = driver.call("cuDriverGetVersion")
+    return Gpu(
+        index,
+        name,
+        (driver.attribute(index, "COMPUTE_CAPABILITY_MAJOR"), driver.attribute(index, "COMPUTE_CAPABILITY_MINOR")),
+        driver.attribute(index, "MULTIPROCESSOR_COUNT"),
+        int(driver.call("cuDeviceTotalMem", driver.call("cuDeviceGet", index))),
+        driver.attribute(index, "L2_CACHE_SIZE"),
+        f"{version // 1000}.{version % 1000 // 10}",
+        driver.attribute(index, "CLOCK_RATE") * 1e3,
+        # Two transfers a clock.
+        2 * driver.attribute(index, "MEMORY_CLOCK_RATE") * 1e3 * driver.attribute(index, "GLOBAL_MEMORY_BUS_WIDTH") / 8,
+    )
+
+
+def cpu_device() -> Cpu:
     """The CPU this process runs on, with the number of threads Numba uses now."""
     return _cpu(thread_count())
 
 
 @cache
-def _cpu(threads: int) -> Device:
+def _cpu(threads: int) -> Cpu:
     flags = _cpuinfo()
     isa, vector_bytes = "generic", 16
     if "avx512f" in flags["features"]:
@@ -72,7 +139,7 @@ def _cpu(threads: int) -> Device:
     elif platform.machine() in ("aarch64", "arm64"):
         isa, vector_bytes = "neon", 16
     l2, llc = _cache_bytes()
-    return Device("cpu", flags["model"], isa, vector_bytes, threads, l2, llc)
+    return Cpu("cpu", flags["model"], isa, vector_bytes, threads, l2, llc)
 
 
 def thread_count() -> int:

@@ -17,6 +17,14 @@ class ConfigError(ValueError):
     """An unknown flag, or a value that the flag does not take. The message lists the valid ones."""
 
 
+class CudaError(RuntimeError):
+    """A call of the CUDA driver or compiler failed. The message names the call, the status and what CUDA says of it."""
+
+
+class CudnnError(RuntimeError):
+    """A call of cuDNN failed. The message names the function, the status and cuDNN's own last error text."""
+
+
 class DatabaseError(RuntimeError):
     """A tuning database could not be read, written or understood. The message names the file."""
 

@@ -16,9 +16,13 @@ import nbdnn
 ROOT = Path(nbdnn.__file__).parent
 LEAVES = (
     "array",
+    "array_cupy",
+    "array_jax",
+    "array_torch",
     "candidate",
     "config",
     "device",
+    "driver",
     "errors",
     "problem",
     "reference",

@@ -23,7 +23,7 @@ from guarded import NUMPY_DTYPE, Buffer, Operands, values
 
 from nbdnn import reference, tolerance
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
-from nbdnn.device import Device, cpu_device
+from nbdnn.device import Cpu, cpu_device
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cpu import conv_fft, conv_im2col, fft_plan
 from nbdnn.problem import CONV_OPS, ConvProblem, parse
@@ -63,7 +63,7 @@ CELLS = _cells()
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_cell(cell: Cell, device: Device) -> None:
+def test_cell(cell: Cell, device: Cpu) -> None:
     default = cell.candidate.configs(cell.problem, device)[0]
     check(cell.candidate, cell.problem, default, device)
 
@@ -76,14 +76,14 @@ def _config_cells() -> list[Cell]:
 
 
 @pytest.mark.parametrize("cell", _config_cells(), ids=str)
-def test_every_config(cell: Cell, device: Device) -> None:
+def test_every_config(cell: Cell, device: Cpu) -> None:
     for config in cell.candidate.configs(cell.problem, device)[1:]:
         check(cell.candidate, cell.problem, config, device)
 
 
 @pytest.mark.parametrize("narrow", [("avx2", 32), ("neon", 16)], ids=lambda narrow: narrow[0])
 @pytest.mark.parametrize("op", CONV_OPS)
-def test_kernels_for_narrower_vectors(op: str, narrow: tuple[str, int], device: Device) -> None:
+def test_kernels_for_narrower_vectors(op: str, narrow: tuple[str, int], device: Cpu) -> None:
     """A machine of wide vectors runs the code for narrower ones as well, with the tiles and tails it has there."""
     isa, vector_bytes = narrow
     narrower = replace(device, isa=isa, vector_bytes=min(vector_bytes, device.vector_bytes))
@@ -96,7 +96,7 @@ def test_kernels_for_narrower_vectors(op: str, narrow: tuple[str, int], device: 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("op", CONV_OPS)
-def test_problems_taken_in_parts(op: str, layout: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_taken_in_parts(op: str, layout: str, device: Cpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strips of a lowered image and images whose spectra are held at a time: only large problems have several."""
     problem = parse(f"{op}:f32:n5c3h9w11:k7r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}")
     monkeypatch.setattr(conv_im2col, "_STRIP_BYTES", 12_000)
@@ -107,7 +107,7 @@ def test_problems_taken_in_parts(op: str, layout: str, device: Device, monkeypat
         check(candidate, problem, candidate.configs(problem, device)[0], device)
 
 
-def check(candidate: Candidate, problem: ConvProblem, config: Hashable, device: Device) -> None:
+def check(candidate: Candidate, problem: ConvProblem, config: Hashable, device: Cpu) -> None:
     """The three checks of one cell."""
     runner = candidate.prepare(problem, config, device)
     workspace = Buffer(candidate.workspace_bytes(problem, config, device), _WORKSPACE_ALIGN)
@@ -182,16 +182,16 @@ class Broken(Candidate):
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         return YES
 
-    def workspace_bytes(self, problem: ConvProblem, config: Hashable, device: Device) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: Hashable, device: Cpu) -> int:
         return 64
 
-    def estimate(self, problem: ConvProblem, config: Hashable, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: Hashable, device: Cpu) -> float:
         return 1.0
 
-    def prepare(self, problem: ConvProblem, config: Hashable, device: Device) -> Runner:
+    def prepare(self, problem: ConvProblem, config: Hashable, device: Cpu) -> Runner:
         runs = count()
 
         def run(pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int) -> None:
@@ -247,7 +247,7 @@ def _memory(address: int, shape: tuple[int, ...]) -> np.ndarray:
         ("ignores alpha", "times the permitted error"),
     ],
 )
-def test_the_checks_catch(fault: str, caught: str | None, device: Device) -> None:
+def test_the_checks_catch(fault: str, caught: str | None, device: Cpu) -> None:
     problem = parse(f"conv_fwd:f32:{CORE_2D[0].shape}:cross:nchw")
     with pytest.raises(AssertionError, match=caught) if caught else nullcontext():
         check(Broken(fault), problem, NoConfig(), device)

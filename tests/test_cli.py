@@ -46,7 +46,7 @@ def db(tmp_path: Path) -> str:
         (["autotune", "resnet50", "--only", "17x17"], "none of 23 problems matches --only '17x17'"),
         (["explain", "conv_fwd:f32:n1"], "'n1' in 'conv_fwd:f32:n1': expected dims"),
         (["bench", PROBLEM.replace("g1", "g3")], "8 is not a multiple of groups 3"),
-        (["info", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["info", "--device", "tpu"], "argument --device: 'tpu' is not cpu, cuda or cuda:N"),
         (["info", "resnet50"], "unrecognized arguments: resnet50"),
         (["db"], "arguments are required"),
         (["db", "forget", "conv"], "unknown op 'conv' in 'conv': expected one of conv_fwd"),

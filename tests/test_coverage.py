@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.problem import CONV_OPS, parse
 from nbdnn.workloads import edges
@@ -84,7 +84,7 @@ COVERAGE: dict[str, Covers] = {
 
 
 @pytest.mark.parametrize("id", COVERAGE)
-def test_supports_what_it_must(id: str, device: Device) -> None:
+def test_supports_what_it_must(id: str, device: Cpu) -> None:
     candidate = next(c for c in registry.candidates(id.partition("/")[0]) if c.id == id)
     covers = COVERAGE[id]
     for dtype, layout, shape in product(covers.dtypes.split(), covers.layouts.split(), covers.shapes.split(", ")):
@@ -95,7 +95,7 @@ def test_supports_what_it_must(id: str, device: Device) -> None:
             assert support.ok, f"{problem}: {support.reason}"
 
 
-def test_the_last_candidate_of_every_op_supports_every_edge_case(device: Device) -> None:
+def test_the_last_candidate_of_every_op_supports_every_edge_case(device: Cpu) -> None:
     for op in CONV_OPS:
         last = registry.candidates(op)[-1]
         assert not [problem for problem in edges(op) if not last.supports(problem, device).ok]

@@ -10,8 +10,8 @@ import numpy as np
 from nbdnn import reference, tolerance
 from nbdnn.array import narrowed, widened
 from nbdnn.candidate import Candidate, Runner
-from nbdnn.dispatch import workspace
-from nbdnn.dispatch.timing import Operands
+from nbdnn.device import Device
+from nbdnn.dispatch.benchmark import one_copy
 from nbdnn.problem import Problem
 
 _OUTPUTS = 10_000
@@ -31,9 +31,9 @@ class Check:
     random.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, device: Device) -> None:
         self._problem = problem
-        self._operands = Operands(problem, copies=1)
+        self._operands = one_copy(problem, device)
         self._scalars = (1.0, 0.5 if "beta" in problem.epilogue else 0.0)
         arrays = self._operands.arrays()
         self._arrays = {operand.name: array for operand, array in zip(problem.operands, arrays, strict=True)}
@@ -53,8 +53,7 @@ class Check:
         """Run once and compare."""
         output, sample = self._arrays[self._out], self._sample
         output[...] = self._before
-        memory = workspace.take(workspace_bytes)
-        runner(self._operands.pointers[0], self._scalars, memory.address, 0)
+        self._operands.run(runner, self._scalars, workspace_bytes)
         values = widened(output, self._problem.dtype)
         with np.errstate(all="ignore"):
             deviation = abs(values[sample.index] - sample.value)

@@ -11,7 +11,7 @@ from typing import Any
 
 from nbdnn import config
 from nbdnn.candidate import Runner
-from nbdnn.device import Device, cpu_device, thread_count
+from nbdnn.device import Device, cpu_device, gpu, thread_count
 from nbdnn.dispatch import events, policy, workspace
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.policy import Choice, Request
@@ -43,7 +43,7 @@ class Plan:
             self.runner(pointers, scalars, 0, stream)
             return
         try:
-            memory = workspace.take(self.workspace_bytes)
+            memory = workspace.take_for(self._context.device, self.workspace_bytes, stream)
         except MemoryError:
             self._take_next()
             self.run(pointers, scalars, stream)
@@ -110,7 +110,7 @@ class Context:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.contexts: dict[tuple[config.Settings, int], Context] = {}
+        self.contexts: dict[tuple[config.Settings, str, int], Context] = {}
 
 
 _thread = _Thread()
@@ -118,14 +118,14 @@ _databases: dict[tuple[str, str], Database] = {}
 _lock = threading.Lock()
 
 
-def context() -> Context:
-    """The calling thread's context for the flags and the number of threads as they are now."""
-    key = config.current(), thread_count()
+def context(index: int = -1) -> Context:
+    """The calling thread's context for the flags as they are now: of that GPU, or of the CPU and its threads (-1)."""
+    key = (config.current(), "cpu", thread_count()) if index < 0 else (config.current(), "cuda", index)
     found = _thread.contexts.get(key)
     if found is None:
         if len(_thread.contexts) >= _MAX_CONTEXTS:
             _thread.contexts.clear()
-        found = _thread.contexts[key] = Context(cpu_device(), database())
+        found = _thread.contexts[key] = Context(cpu_device() if index < 0 else gpu(index), database())
     if found.generation != found.database.generation:
         found.refresh()
     return found

@@ -63,7 +63,7 @@ def explain(problem: Problem | str, *, device: Device | None = None) -> Explanat
     problem : Problem or str
         A problem, or its text, such as ``conv_fwd:f32:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw``.
     device : Device, optional
-        Default: this machine's CPU.
+        Such as ``nbdnn.device.gpu(0)``. Default: this machine's CPU.
 
     Returns
     -------
@@ -83,7 +83,7 @@ def explain(problem: Problem | str, *, device: Device | None = None) -> Explanat
         chosen = ("", "")
     reasons = {candidate.id: reason for candidate, reason in refused}
     explained = []
-    for candidate in registry.candidates(problem.op):
+    for candidate in registry.candidates(problem.op, kind=device.kind):
         its_options = [option for option in options if option.candidate is candidate]
         if its_options:
             preferred = next((option for option in its_options if option.key == chosen), None)

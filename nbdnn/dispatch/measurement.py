@@ -90,13 +90,15 @@ def checksum(record: AnyRecord) -> int:
 
 
 def is_current(record: AnyRecord) -> bool:
-    """Whether the registry still has the candidate in the version that was measured."""
+    """Whether the registry still has the candidate in the version that was measured, and with the same cuDNN."""
     from nbdnn.dispatch import registry
 
     try:
-        return registry.candidate(record.candidate).version == record.candidate_version
+        candidate = registry.candidate(record.candidate)
     except (KeyError, ValueError):
         return False
+    same_cudnn = not isinstance(record, Measurement) or record.cudnn_version == candidate.cudnn_version
+    return candidate.version == record.candidate_version and same_cudnn
 
 
 def _text(value: Any) -> str:

@@ -62,10 +62,21 @@ _LOWERINGS: dict[str, tuple[Candidate, ...]] = {
 }
 
 
-def candidates(op: str, hint: str = "") -> tuple[Candidate, ...]:
-    """The candidates of `op`, in order; with a direction hint, that lowering's come before the last of them."""
-    *specialised, general = _LISTS[op]
-    return (*specialised, *_LOWERINGS.get(hint, ()), general)
+# The kind of device that a provider's candidates run on; others are for the CPU.
+_KINDS = {"cudnn": "cuda", "numba": "cuda"}
+
+
+def kind_of(candidate: Candidate) -> str:
+    """The ``kind`` of the devices that a candidate is for: 'cpu' or 'cuda'."""
+    return _KINDS.get(candidate.provider, "cpu")
+
+
+def candidates(op: str, hint: str = "", kind: str = "cpu") -> tuple[Candidate, ...]:
+    """The candidates of `op` for a kind of device, in order; with a direction hint, that lowering's come before the
+    last of them."""
+    *specialised, general = (candidate for candidate in _LISTS[op] if kind_of(candidate) == kind)
+    lowered = (candidate for candidate in _LOWERINGS.get(hint, ()) if kind_of(candidate) == kind)
+    return (*specialised, *lowered, general)
 
 
 def candidate(id: str) -> Candidate:

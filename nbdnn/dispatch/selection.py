@@ -75,7 +75,7 @@ def survey(problem: Problem, device: Device, filters: Filters) -> tuple[list[Opt
     if filters.candidate:
         candidates: Iterable[Candidate] = (registry.candidate(filters.candidate),)
     else:
-        candidates = registry.candidates(problem.op, filters.hint)
+        candidates = registry.candidates(problem.op, filters.hint, device.kind)
     allowed_bytes = workspace.available_bytes(device, filters.workspace_limit)
     options: list[Option] = []
     refused: list[Refused] = []
@@ -102,6 +102,8 @@ def _needs(candidate: Candidate, problem: Problem, config: Hashable, device: Dev
 def _refusal(candidate: Candidate, problem: Problem, device: Device, filters: Filters) -> str:
     if candidate.op != problem.op:
         return f"computes {candidate.op}, not {problem.op}"
+    if (kind := registry.kind_of(candidate)) != device.kind:
+        return f"runs on {kind} devices, the problem is on a {device.kind} device"
     if candidate.provider == "cudnn" and config.current()["dnn.enabled"] is False:
         return "dnn.enabled is False"
     if filters.method and not _is_method(candidate, problem, filters.method):

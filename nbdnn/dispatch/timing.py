@@ -21,7 +21,6 @@ import numpy as np
 
 from nbdnn.array import at, narrowed
 from nbdnn.candidate import Runner
-from nbdnn.device import Device
 from nbdnn.dispatch import workspace
 from nbdnn.problem import DEFAULT_ALIGN, Operand, Problem
 
@@ -81,6 +80,13 @@ class Operands:
                     array[...] = random_values(operand, rng)
         self._sets[1:] = self._sets[0]
 
+    def stopwatch(self, runner: Runner, scalars: tuple[float, ...], workspace_bytes: int) -> Stopwatch:
+        return Stopwatch(runner, self, scalars, workspace_bytes)
+
+    def run(self, runner: Runner, scalars: tuple[float, ...], workspace_bytes: int) -> None:
+        """Run once on the first copy."""
+        runner(self.pointers[0], scalars, workspace.take(workspace_bytes).address, 0)
+
     def arrays(self, copy: int = 0) -> list[np.ndarray]:
         """The operands of one copy, bfloat16 as its bits."""
         return [
@@ -89,13 +95,13 @@ class Operands:
         ]
 
 
-def rotating(problem: Problem, device: Device, allowed_bytes: int, given: Given | None = None) -> Operands:
-    """As many copies of the operands as the last-level cache asks for and memory allows; MemoryError if not one."""
+def copies(problem: Problem, cache_bytes: int, allowed_bytes: int) -> int:
+    """How many copies of the operands together are bigger than a cache; MemoryError if memory allows not one."""
     one_bytes = sum(operand.size_bytes + 64 for operand in problem.operands)
     if one_bytes > allowed_bytes:
         raise MemoryError(f"a copy of the operands takes {one_bytes} bytes, {allowed_bytes} are allowed")
-    wanted = ceil(_CACHES * device.llc_bytes / one_bytes)
-    return Operands(problem, min(wanted, _MAX_COPIES, allowed_bytes // one_bytes), given)
+    wanted = ceil(_CACHES * cache_bytes / one_bytes)
+    return min(wanted, _MAX_COPIES, allowed_bytes // one_bytes)
 
 
 def random_values(operand: Operand, rng: np.random.Generator) -> np.ndarray:
@@ -114,19 +120,46 @@ def settle() -> None:
             return
 
 
-class Stopwatch:
-    """Samples the time of one runner, in microseconds a call."""
+class Samples:
+    """Samples of one runner's time, in microseconds a call."""
 
-    def __init__(self, runner: Runner, operands: Operands, scalars: tuple[float, ...], workspace_bytes: int) -> None:
+    def __init__(self) -> None:
         self.samples_us: list[float] = []
         self.disturbed: list[bool] = []
         self.total_s = 0.0
+
+    def sample(self) -> None:
+        """Add the time of a batch; before the first one, warm up."""
+        raise NotImplementedError
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs got in the way of most samples."""
+        return 2 * sum(self.disturbed) > len(self.disturbed)
+
+    @property
+    def median_us(self) -> float:
+        return median(self.samples_us)
+
+    @property
+    def spread(self) -> float | None:
+        """Median absolute deviation from the median, relative to it; None with fewer than three samples."""
+        if len(self.samples_us) < 3:
+            return None
+        middle = self.median_us
+        return median(abs(sample - middle) for sample in self.samples_us) / middle
+
+
+class Stopwatch(Samples):
+    """The samples of a runner on the CPU."""
+
+    def __init__(self, runner: Runner, operands: Operands, scalars: tuple[float, ...], workspace_bytes: int) -> None:
+        super().__init__()
         self._runner, self._scalars, self._workspace_bytes = runner, scalars, workspace_bytes
         self._rotation = cycle(operands.pointers)
         self._calls_a_look = 0
 
     def sample(self) -> None:
-        """Add the time of a batch; before the first one, warm up."""
         if not self._calls_a_look:
             calls, seconds = self._batch(WARM_UP_S, 1)
             self._calls_a_look = 1 if seconds / calls > BATCH_S / 100 else 16
@@ -148,23 +181,6 @@ class Stopwatch:
             calls += calls_a_look
             seconds = perf_counter() - start
         return calls, seconds
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether other programs got in the way of most samples."""
-        return 2 * sum(self.disturbed) > len(self.disturbed)
-
-    @property
-    def median_us(self) -> float:
-        return median(self.samples_us)
-
-    @property
-    def spread(self) -> float | None:
-        """Median absolute deviation from the median, relative to it; None with fewer than three samples."""
-        if len(self.samples_us) < 3:
-            return None
-        middle = self.median_us
-        return median(abs(sample - middle) for sample in self.samples_us) / middle
 
 
 def _displacements() -> int:

@@ -18,13 +18,15 @@ from typing import NamedTuple
 
 from nbdnn import config
 from nbdnn.candidate import Candidate
-from nbdnn.device import Device
+from nbdnn.device import Cpu, Device, Gpu
 from nbdnn.dispatch import events, workspace
+from nbdnn.dispatch.benchmark import rotating
 from nbdnn.dispatch.check import Check, Verdict
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.measurement import Measurement, utc_now
 from nbdnn.dispatch.selection import Filters, Option, Rows, fastest, ranked, survey, unsupported, valid_rows
-from nbdnn.dispatch.timing import Given, Operands, Stopwatch, rotating, settle
+from nbdnn.dispatch.timing import Given, Operands, Samples, settle
+from nbdnn.dispatch.timing_gpu import GpuOperands
 from nbdnn.problem import Problem
 
 # Who takes this many times the best is not sampled again: after the first sample, and after the third.
@@ -123,7 +125,7 @@ class _Entrant:
 
     option: Option
     verdict: Verdict
-    watch: Stopwatch
+    watch: Samples
 
     @property
     def status(self) -> str:
@@ -150,16 +152,16 @@ class _Race:
         self._given, (self._last_entry, self._last_sample) = given, deadlines
         self._entrants: list[_Entrant] = []
         self._rows: Rows = {}
-        self._restless = True  # the caller's libraries, and NumPy's BLAS after the check's reference
+        self._restless = isinstance(device, Cpu)  # the caller's libraries, and NumPy's BLAS after the check's reference
 
     @cached_property
-    def _operands(self) -> Operands:
+    def _operands(self) -> Operands | GpuOperands:
         allowed_bytes = workspace.available_bytes(self._device, None) // 2
         return rotating(self._problem, self._device, allowed_bytes, self._given)
 
     @cached_property
     def _check(self) -> Check:
-        return Check(self._problem)
+        return Check(self._problem, self._device)
 
     def run(self, options: Sequence[Option], known: Rows, progress: Progress | None) -> Rows:
         """The rows of `options`, as far as time allows; `known` ones of others say who is hopeless."""
@@ -191,7 +193,7 @@ class _Race:
             verdict = check.run(runner, candidate, workspace_bytes)
             if not verdict.reason:
                 scalars = self._given.scalars if self._given else (1.0, 0.0)
-                watch = Stopwatch(runner, operands, scalars, workspace_bytes)
+                watch = operands.stopwatch(runner, scalars, workspace_bytes)
                 self._take(watch, candidate)
                 while watch.is_disturbed and len(watch.samples_us) < _FIRST_SAMPLES:
                     self._take(watch, candidate)
@@ -227,7 +229,7 @@ class _Race:
             self._take(entrant.watch, entrant.option.candidate)
         return True
 
-    def _take(self, watch: Stopwatch, candidate: Candidate) -> None:
+    def _take(self, watch: Samples, candidate: Candidate) -> None:
         """One sample, when the threads of whoever came before are at rest."""
         if self._restless:
             settle()
@@ -243,7 +245,7 @@ class _Race:
         if entrant.is_noisy:
             events.emit("noisy", self._problem, option.candidate.id, f"{detail}, spread {watch.spread or 0:.0%}")
 
-    def _store(self, option: Option, verdict: Verdict, watch: Stopwatch | None, status: str = "ok") -> None:
+    def _store(self, option: Option, verdict: Verdict, watch: Samples | None, status: str = "ok") -> None:
         candidate = option.candidate
         row = Measurement(
             device=self._device.fingerprint,
@@ -260,8 +262,8 @@ class _Race:
             status="failed" if verdict.reason else status,
             reason=verdict.reason,
             candidate_version=candidate.version,
-            cudnn_version=0,
-            driver="",
+            cudnn_version=candidate.cudnn_version,
+            driver=self._device.driver if isinstance(self._device, Gpu) else "",
             measured_at=utc_now(),
         )
         self._rows[option.key] = row

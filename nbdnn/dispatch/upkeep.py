@@ -101,19 +101,21 @@ class Drift(NamedTuple):
 
 def sample(file: SqliteFile, amount: int) -> Iterator[Drift]:
     """Measure again up to `amount` of the valid rows of this machine, picked at random. Stores nothing."""
-    from nbdnn.device import cpu_device
+    from nbdnn import driver
+    from nbdnn.device import Device, cpu_device, gpu
     from nbdnn.dispatch.selection import Filters
     from nbdnn.dispatch.tuner import tune
     from nbdnn.problem import parse
 
     rows = file.find(partial(find, filter=Filter()))
     valid = [row for row in rows if row.status != "failed" and is_current(row)]
-    device = cpu_device()
-    here = [row for row in valid if row.device == device.fingerprint]
+    every: list[Device] = [cpu_device(), *map(gpu, range(driver.device_count()))]
+    devices = {device.fingerprint: device for device in every}
+    here = [row for row in valid if row.device in devices]
     in_memory = Database(file.path, mode="off")
     for row in random.sample(here, min(amount, len(here))):
         filters = Filters(candidate=row.candidate)
-        result = tune(parse(row.problem), device, in_memory, filters=filters, again=True)
+        result = tune(parse(row.problem), devices[row.device], in_memory, filters=filters, again=True)
         if now := result.rows.get((row.candidate, row.config)):
             yield Drift(row, now)
 

@@ -10,7 +10,7 @@ import pytest
 
 from nbdnn.array import at
 from nbdnn.candidate import YES, Candidate, Runner, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.dispatch.workspace import _allocate as allocate
 from nbdnn.kernels.cpu import conv_direct
@@ -48,20 +48,20 @@ class Fake(Candidate):
         for name, value in fields.items():
             setattr(self, name, value)
 
-    def supports(self, problem: Problem, device: Device) -> Support:
+    def supports(self, problem: Problem, device: Cpu) -> Support:
         height = problem.spatial[-2]
         return Support(False, f"height is {height}") if height == self.refuses_height else YES
 
-    def configs(self, problem: Problem, device: Device) -> tuple[Hashable, ...]:
+    def configs(self, problem: Problem, device: Cpu) -> tuple[Hashable, ...]:
         return tuple(self.us)
 
-    def workspace_bytes(self, problem: Problem, config: Hashable, device: Device) -> int:
+    def workspace_bytes(self, problem: Problem, config: Hashable, device: Cpu) -> int:
         return self.needs
 
-    def estimate(self, problem: Problem, config: Hashable, device: Device) -> float:
+    def estimate(self, problem: Problem, config: Hashable, device: Cpu) -> float:
         return self.estimated
 
-    def prepare(self, problem: Problem, config: Hashable, device: Device) -> Runner:
+    def prepare(self, problem: Problem, config: Hashable, device: Cpu) -> Runner:
         self.prepared.append(str(config))
         if self.behaviour == "interrupts":
             raise KeyboardInterrupt
@@ -87,7 +87,8 @@ class Fake(Candidate):
 
 
 def register(monkeypatch: pytest.MonkeyPatch, *candidates: Candidate) -> None:
-    """Make `candidates` the whole list of their op."""
+    """Make `candidates` the whole list of their op; whatever their provider, they run on the CPU."""
+    monkeypatch.setattr(registry, "kind_of", lambda candidate: "cpu")
     monkeypatch.setitem(registry._LISTS, candidates[0].op, candidates)
     for candidate in candidates:
         monkeypatch.setitem(registry._BY_ID, candidate.id, candidate)

@@ -176,10 +176,10 @@ class TestTimeOnShapeChange:
         assert not fresh.exists()
 
     def test_without_memory_for_a_copy_it_guesses(self, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
-        from nbdnn.device import Device
+        from nbdnn.device import Cpu
 
         register(monkeypatch, Fake("only", FAST))
-        monkeypatch.setattr(Device, "free_memory_bytes", lambda self: 100)
+        monkeypatch.setattr(Cpu, "free_memory_bytes", lambda self: 100)
         with events() as log:
             call(SMALL, algo="time_on_shape_change")
         assert ids(log, "selected") == ["only"] and not ids(log, "measured")

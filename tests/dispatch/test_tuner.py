@@ -10,8 +10,8 @@ from fakes import SMALL, Fake, ids, register
 
 from nbdnn import dnn_conv, events, explain
 from nbdnn.array import at
-from nbdnn.device import Device, cpu_device
-from nbdnn.dispatch import selection, timing, tuner
+from nbdnn.device import Cpu, cpu_device
+from nbdnn.dispatch import benchmark, selection, timing, tuner
 from nbdnn.dispatch.check import Check
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.selection import Option
@@ -102,10 +102,10 @@ def test_the_callers_operands_are_measured_and_never_written() -> None:
 
 
 def test_operands_rotate_beyond_the_last_level_cache() -> None:
-    small_cache = Device("cpu", "test", "generic", 16, 1, 1 << 14, 1 << 16)
+    small_cache = Cpu("cpu", "test", "generic", 16, 1, 1 << 14, 1 << 16)
     given = np.arange(SMALL.operands[0].size_elems, dtype=np.float32), np.ones(SMALL.w_shape, np.float32)
     addresses = (given[0].ctypes.data, given[1].ctypes.data, 0)
-    rotation = timing.rotating(SMALL, small_cache, 1 << 30, timing.Given(addresses, (1.0, 0.0)))
+    rotation = benchmark.rotating(SMALL, small_cache, 1 << 30, timing.Given(addresses, (1.0, 0.0)))
     span = rotation.pointers[-1][1] - rotation.pointers[0][0]
     assert (1 << 16) < span < (1 << 17)
     assert len({pointers[2] for pointers in rotation.pointers}) == 1  # an output stays where it is
@@ -113,7 +113,7 @@ def test_operands_rotate_beyond_the_last_level_cache() -> None:
         assert [a % 64 for a in pointers] == [a % 64 for a in addresses]
         np.testing.assert_array_equal(at(pointers[0], given[0].shape, (1,), "f32"), given[0])
     with pytest.raises(MemoryError, match="100 are allowed"):
-        timing.rotating(SMALL, small_cache, 100)
+        benchmark.rotating(SMALL, small_cache, 100)
 
 
 def test_generated_operands_are_zero_mean_and_as_badly_aligned_as_the_problem_says() -> None:
@@ -129,7 +129,7 @@ def test_the_check_accepts_what_is_right(problem: object) -> None:
     device = cpu_device()
     (only,) = candidate.configs(problem, device)
     runner = candidate.prepare(problem, only, device)
-    verdict = Check(problem).run(runner, candidate, candidate.workspace_bytes(problem, only, device))
+    verdict = Check(problem, device).run(runner, candidate, candidate.workspace_bytes(problem, only, device))
     assert verdict.reason == "" and 0 <= verdict.error <= 1
 
 

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.fft_line import frequencies, line_task, twiddle_table
 
 _LINE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
@@ -17,7 +17,7 @@ _SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 15, 16, 20, 32, 64, 80, 96, 256)
 
 @pytest.mark.parametrize("n", _SIZES)
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
-def test_a_line_is_transformed_and_comes_back(dtype: str, n: int, device: Device) -> None:
+def test_a_line_is_transformed_and_comes_back(dtype: str, n: int, device: Cpu) -> None:
     vl, real = device.lanes(dtype), {"f32": np.float32, "f64": np.float64}[dtype]
     line = np.random.default_rng(n).standard_normal((n, 2, vl)).astype(real)
     expected = np.fft.fft(line[:, 0].astype(np.float64) + 1j * line[:, 1], axis=0)[frequencies(n)]

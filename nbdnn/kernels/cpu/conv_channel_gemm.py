@@ -22,7 +22,7 @@ import numpy as np
 from numba import njit
 
 from nbdnn.candidate import YES, Candidate, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
@@ -176,7 +176,7 @@ def _reaches_outside(axis: Axis) -> bool:
     return axis.low < 0 or (axis.count - 1) * axis.in_step + axis.low + axis.span >= axis.in_extent
 
 
-def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, device: Device) -> _Plan:
+def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, device: Cpu) -> _Plan:
     compute = DEFAULT_COMPUTE[problem.dtype]
     itemsize, vl = ITEMSIZE[compute], device.lanes(compute)
     in_place = problem.dtype == compute and not any(map(_reaches_outside, gather))
@@ -228,7 +228,7 @@ class _Layout:
 
 
 @lru_cache(maxsize=256)
-def _layout(problem: ConvProblem, config: Config, device: Device) -> _Layout:
+def _layout(problem: ConvProblem, config: Config, device: Cpu) -> _Layout:
     geo = geometry(problem)
     plans = tuple(_plan(problem, geo, gather, config, device) for gather in geo.gathers)
     strip_offset = sum(plan.packed_bytes for plan in plans)
@@ -252,7 +252,7 @@ def _a_offsets(geo: Geometry, gather: Gather, plan: _Plan, itemsize: int) -> tup
     return (offsets * itemsize).astype(np.int32).reshape(-1), step_h, step_w
 
 
-def _ahead_bytes(problem: ConvProblem, geo: Geometry, gather: Gather, device: Device) -> int:
+def _ahead_bytes(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cpu) -> int:
     """How far ahead of its use a pixel's input is asked for; 0 where it need not be."""
     pixel_bytes = gather.w.in_step * geo.in_strides[5] * ITEMSIZE[problem.dtype]
     if problem.operands[geo.in_pointer].size_bytes <= device.l2_bytes or geo.in_strides[2] != 1:
@@ -260,7 +260,7 @@ def _ahead_bytes(problem: ConvProblem, geo: Geometry, gather: Gather, device: De
     return max(_AHEAD_PIXELS, ceil(_AHEAD_BYTES / pixel_bytes)) * pixel_bytes
 
 
-class ChannelGemm(Candidate[Config]):
+class ChannelGemm(Candidate[Config, Cpu]):
     """Implicit GEMM with output channels in the vector lanes."""
 
     provider, algorithm, algo = "cpu", "channel_gemm", "small"
@@ -268,14 +268,14 @@ class ChannelGemm(Candidate[Config]):
     def __init__(self, op: str) -> None:
         self.op = op
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         image = problem.operands[0 if self.op == "conv_fwd" else 1]
         one_image = image.size_bytes // max(1, problem.n)
         if one_image >= 1 << 31:
             return Support(False, f"an image has {one_image} bytes: offsets are 32 bits")
         return YES
 
-    def configs(self, problem: ConvProblem, device: Device) -> tuple[Config, ...]:
+    def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
         # An address register a pixel: six to eight fit beside the rest. Panels of equal width, because one vector alone
         # leaves multiply-adds waiting for each other; where there is only one, more pixels hide that.
         if device.isa != "avx512":
@@ -284,10 +284,10 @@ class ChannelGemm(Candidate[Config]):
         nv = ceil(vectors / max(1, ceil(vectors / 4)))
         return (Config(6 if nv > 1 else 8, max(1, nv)),)
 
-    def workspace_bytes(self, problem: ConvProblem, config: Config, device: Device) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: Config, device: Cpu) -> int:
         return _layout(problem, config, device).total_bytes
 
-    def estimate(self, problem: ConvProblem, config: Config, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: Config, device: Cpu) -> float:
         layout = _layout(problem, config, device)
         geo, vl = layout.geo, device.lanes(DEFAULT_COMPUTE[problem.dtype])
         vectors, total = ceil(geo.c_out / vl), 0.0
@@ -303,7 +303,7 @@ class ChannelGemm(Candidate[Config]):
             total += kernel_us(device, pixels * vectors * k_len, side_ns, tasks, 2 + plan.shared)
         return total
 
-    def prepare(self, problem: ConvProblem, config: Config, device: Device) -> Program:
+    def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         layout = _layout(problem, config, device)
         vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
         phases: list[Phase] = []
@@ -325,7 +325,7 @@ class ChannelGemm(Candidate[Config]):
 
 
 def _parameters(
-    problem: ConvProblem, layout: _Layout, gather: Gather, plan: _Plan, packed_offset: int, lanes: int, device: Device
+    problem: ConvProblem, layout: _Layout, gather: Gather, plan: _Plan, packed_offset: int, lanes: int, device: Cpu
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     geo, itemsize = layout.geo, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     a_offsets, a_h, a_w = _a_offsets(geo, gather, plan, itemsize)

@@ -17,7 +17,7 @@ import numpy as np
 from numba import float32, float64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_plan import (
@@ -275,7 +275,7 @@ def _interleaved_task(dtype: str, vl: int, widths: tuple[int, int], step: int):
     return compile_task(band, (dtype, vl, widths, step), fastmath=FASTMATH)
 
 
-class Depthwise(Candidate[NoConfig]):
+class Depthwise(Candidate[NoConfig, Cpu]):
     """Depthwise convolution, forward or bwd_data."""
 
     provider, algorithm = "cpu", "depthwise"
@@ -283,7 +283,7 @@ class Depthwise(Candidate[NoConfig]):
     def __init__(self, op: str) -> None:
         self.op = op
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         if not (problem.groups == problem.c == problem.k):
             return Support(False, f"channels {problem.c}, {problem.k} and groups {problem.groups} are not all equal")
         if prod(problem.filter) > _MAX_TAPS:
@@ -293,14 +293,14 @@ class Depthwise(Candidate[NoConfig]):
             return Support(False, f"the column stride {step} is not 1, 2 or 4")
         return YES
 
-    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> int:
         return sizes_of(problem, device)["total"]
 
-    def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
         return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=0.3)
 
-    def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
+    def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         geo, vl = geometry(problem), device.lanes(DEFAULT_COMPUTE[problem.dtype])
         gathers = [gather.in_image_order() for gather in geo.gathers]
         made = [parameters(problem, geo, gather, device) for gather in gathers]

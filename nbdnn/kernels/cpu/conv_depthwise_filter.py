@@ -20,7 +20,7 @@ import numpy as np
 from numba import float32, float64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_vector import interleaved_filter, planar_filter
@@ -222,12 +222,12 @@ def _sum_task(dtype: str, vl: int):
     return compile_task(sum_tap, (dtype, vl), fastmath=FASTMATH)
 
 
-class DepthwiseFilter(Candidate[NoConfig]):
+class DepthwiseFilter(Candidate[NoConfig, Cpu]):
     """Filter gradient of a depthwise convolution."""
 
     op, provider, algorithm = "conv_bwd_filter", "cpu", "depthwise"
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         if not (problem.groups == problem.c == problem.k):
             return Support(False, f"channels {problem.c}, {problem.k} and groups {problem.groups} are not all equal")
         if problem.layout != problem.y_layout:
@@ -238,17 +238,17 @@ class DepthwiseFilter(Candidate[NoConfig]):
             return Support(False, f"the column stride {problem.stride[-1]} is not 1, 2 or 4")
         return YES
 
-    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> int:
         pitch, _, runs = _runs(problem, device)
         if not problem.channels_last:
             return device.threads * _sums_bytes(problem, pitch)
         return runs * _sums_bytes(problem, pitch) + device.threads * _entries_bytes(problem)
 
-    def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
         return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=0.3)
 
-    def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
+    def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
         vl, taps_w = device.lanes(DEFAULT_COMPUTE[problem.dtype]), problem.filter[-1]
         ctx, keep = _parameters(problem, gather, device)
@@ -264,7 +264,7 @@ class DepthwiseFilter(Candidate[NoConfig]):
         return Program([runs, Phase(_sum_task(problem.dtype, vl), prod(problem.filter), ctx)], keep)
 
 
-def _runs(problem: ConvProblem, device: Device) -> tuple[int, int, int]:
+def _runs(problem: ConvProblem, device: Cpu) -> tuple[int, int, int]:
     """(accumulators of a tap, output rows a run, runs)."""
     vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
     rows = problem.n * prod(problem.out_spatial[:-1])
@@ -280,7 +280,7 @@ def _entries_bytes(problem: ConvProblem) -> int:
     return ceil(16 * prod(problem.filter[:-1]) / 64) * 64
 
 
-def _parameters(problem: ConvProblem, gather: Gather, device: Device) -> tuple[np.ndarray, list[np.ndarray]]:
+def _parameters(problem: ConvProblem, gather: Gather, device: Cpu) -> tuple[np.ndarray, list[np.ndarray]]:
     x, dy, dw = problem.operands
     pitch, run_rows, runs = _runs(problem, device)
     w_c, _, *w_taps = dw.strides

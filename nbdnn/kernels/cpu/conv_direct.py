@@ -18,7 +18,7 @@ import numpy as np
 from numba import float32, float64
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
@@ -44,7 +44,7 @@ _GATHER = record(
 )
 
 
-def _scratch(width: int, compute: str, device: Device) -> np.ndarray:
+def _scratch(width: int, compute: str, device: Cpu) -> np.ndarray:
     """A row of accumulators for each worker, owned by the runner: this candidate runs where no workspace may be."""
     return np.empty(device.threads * ceil(width * ITEMSIZE[compute] / 64) * 64, np.uint8)
 
@@ -120,9 +120,7 @@ def _tap_table(axis: Axis) -> np.ndarray:
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
-def _gather_phase(
-    problem: ConvProblem, geo: Geometry, gather: Gather, device: Device
-) -> tuple[Phase, list[np.ndarray]]:
+def _gather_phase(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cpu) -> tuple[Phase, list[np.ndarray]]:
     tables = [_tap_table(axis) for axis in gather]
     lanes = (gather.w.out_start + np.arange(gather.w.count) * gather.w.out_step) * geo.out_strides[-1]
     rows = geo.n * geo.groups * geo.c_out * gather.d.count * gather.h.count
@@ -197,7 +195,7 @@ def _filter_task(dtype: str, vl: int):
     return compile_task(filter_taps, (dtype, vl), fastmath=FASTMATH | {"reassoc"})
 
 
-def _filter_phase(problem: ConvProblem, device: Device) -> tuple[Phase, list[np.ndarray]]:
+def _filter_phase(problem: ConvProblem, device: Cpu) -> tuple[Phase, list[np.ndarray]]:
     forward = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout=""))
     (gather,) = forward.gathers
     tables = [_tap_table(axis) for axis in gather]
@@ -235,7 +233,7 @@ def _filter_phase(problem: ConvProblem, device: Device) -> tuple[Phase, list[np.
     return Phase(task, pairs, ctx), [*tables, lanes, scratch]
 
 
-class Direct(Candidate[NoConfig]):
+class Direct(Candidate[NoConfig, Cpu]):
     """The sums as written; supports every convolution."""
 
     provider, algorithm, algo = "cpu", "direct", "none"
@@ -243,13 +241,13 @@ class Direct(Candidate[NoConfig]):
     def __init__(self, op: str) -> None:
         self.op = op
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         return YES
 
-    def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         return kernel_us(device, 0.0, problem.flops / 2 * _NS_PER_MAC, device.threads)
 
-    def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
+    def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         if self.op == "conv_bwd_filter":
             parts = [_filter_phase(problem, device)]
         else:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from nbdnn.candidate import YES, Candidate, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.fft_line import line_task, twiddle_table
 from nbdnn.kernels.cpu.fft_plan import Plan, Spectra, Tile, pairs, plan
@@ -56,7 +56,7 @@ _LINE_NS, _SPECTRUM_NS = 0.3, 0.13
 class _Phases:
     """The phases of one problem, and the arrays that they need alive."""
 
-    def __init__(self, problem: ConvProblem, cut: Plan, device: Device) -> None:
+    def __init__(self, problem: ConvProblem, cut: Plan, device: Cpu) -> None:
         self._problem, self._cut = problem, cut
         self._compute = DEFAULT_COMPUTE[problem.dtype]
         self._vl = device.lanes(self._compute)
@@ -241,7 +241,7 @@ class _Phases:
         return Phase(inverse_task(self._problem.dtype, self._vl), items * cut.panels, ctx)
 
 
-class Fft(Candidate[Tile]):
+class Fft(Candidate[Tile, Cpu]):
     """Convolution by FFT of tiles, or of whole images."""
 
     provider = "cpu"
@@ -250,7 +250,7 @@ class Fft(Candidate[Tile]):
         self.op, self.algorithm = op, algorithm
         self.algo = algorithm
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         if any(u != 1 for u in problem.stride):
             return Support(False, f"stride {problem.stride} is not 1")
         if any(d != 1 for d in problem.dilation[-2:]):
@@ -264,7 +264,7 @@ class Fft(Candidate[Tile]):
             return Support(False, f"one frequency has {largest} bytes: offsets are 32 bits")
         return YES
 
-    def configs(self, problem: ConvProblem, device: Device) -> tuple[Tile, ...]:
+    def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Tile, ...]:
         needed = _whole(problem)
         whole = Tile(*map(_fast_size, needed))
         if self.algorithm == "fft":
@@ -275,10 +275,10 @@ class Fft(Candidate[Tile]):
         by_estimate = sorted(tiles, key=lambda tile: (self.estimate(problem, tile, device), tile.h, tile.w))
         return tuple(by_estimate[:_TILES_TRIED])
 
-    def workspace_bytes(self, problem: ConvProblem, config: Tile, device: Device) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: Tile, device: Cpu) -> int:
         return plan(problem, config, device).total_bytes
 
-    def estimate(self, problem: ConvProblem, config: Tile, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: Tile, device: Cpu) -> float:
         cut, freqs = plan(problem, config, device), len(pairs(config))
         outputs = cut.geo.n * cut.out_planes * cut.tiles
         x_tiles = cut.geo.n * cut.planes * cut.tiles * ceil(cut.channels / cut.width)
@@ -290,7 +290,7 @@ class Fft(Candidate[Tile]):
         phases = 1 + 3 * ceil(cut.geo.n / cut.images)
         return kernel_us(device, vector_fmas, side_ns, freqs * cut.panels, phases)
 
-    def prepare(self, problem: ConvProblem, config: Tile, device: Device) -> Program:
+    def prepare(self, problem: ConvProblem, config: Tile, device: Cpu) -> Program:
         phases = _Phases(problem, plan(problem, config, device), device)
         return Program(phases.all(), phases.keep)
 

@@ -23,7 +23,7 @@ import numpy as np
 from numba import float32, float64, njit
 
 from nbdnn.candidate import YES, Candidate, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
@@ -242,7 +242,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=256)
-def _plan(problem: ConvProblem, config: Config, device: Device) -> _Plan:
+def _plan(problem: ConvProblem, config: Config, device: Cpu) -> _Plan:
     compute = DEFAULT_COMPUTE[problem.dtype]
     acc_bytes, vl = ITEMSIZE[compute], device.lanes(compute)
     (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
@@ -298,26 +298,26 @@ def _tables(problem: ConvProblem, plan: _Plan) -> tuple[tuple[int, ...], np.ndar
     return (n, c * c_group, c, d, h, w), m_table.reshape(-1).astype(np.int64), pixels.reshape(-1)
 
 
-class FilterGemm(Candidate[Config]):
+class FilterGemm(Candidate[Config, Cpu]):
     """Filter gradient as an implicit GEMM with output channels in the vector lanes."""
 
     op, provider, algorithm = "conv_bwd_filter", "cpu", "filter_gemm"
     algo = "small"
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         set_bytes = min(problem.n, _TABLE_PIXELS) * problem.operands[0].size_bytes // max(1, problem.n)
         if 4 * set_bytes >= 1 << 31:
             return Support(False, f"{set_bytes} bytes of images share a table of 32-bit offsets")
         return YES
 
-    def configs(self, problem: ConvProblem, device: Device) -> tuple[Config, ...]:
+    def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
         # An address register a row: six fit beside the rest.
         return (Config(6, 4),) if device.isa == "avx512" else (Config(6, 2), Config(4, 3))
 
-    def workspace_bytes(self, problem: ConvProblem, config: Config, device: Device) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: Config, device: Cpu) -> int:
         return _plan(problem, config, device).total_bytes
 
-    def estimate(self, problem: ConvProblem, config: Config, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: Config, device: Cpu) -> float:
         plan = _plan(problem, config, device)
         vl, k_group = device.lanes(DEFAULT_COMPUTE[problem.dtype]), problem.k // problem.groups
         outer, pixels = problem.groups * plan.panels, problem.n * plan.pixels
@@ -329,7 +329,7 @@ class FilterGemm(Candidate[Config]):
         fmas = problem.groups * ceil(k_group / vl) * rows * pixels
         return kernel_us(device, fmas, side_ns, outer * plan.blocks * plan.splits, 3 + (not plan.in_place))
 
-    def prepare(self, problem: ConvProblem, config: Config, device: Device) -> Program:
+    def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
         lanes = config.nv * vl
         plan = _plan(problem, config, device)

@@ -24,7 +24,7 @@ from math import ceil, prod
 import numpy as np
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
@@ -100,7 +100,7 @@ def _store_task(dtype: str, vl: int):
 
 def _store_program(
     problem: ConvProblem,
-    device: Device,
+    device: Cpu,
     operand: int,
     tile_offset: int,
     places: np.ndarray,
@@ -130,7 +130,7 @@ def _store_program(
     return Program([Phase(task, len(places), ctx)], [places, row_offsets, lane_offsets])
 
 
-def _lower_program(lowerings: Sequence[tuple[Lowering, int]], first: int, rows: int, device: Device) -> Program:
+def _lower_program(lowerings: Sequence[tuple[Lowering, int]], first: int, rows: int, device: Cpu) -> Program:
     """Lower one strip of each operand to its offset in the workspace."""
     parts = [lowering.phase(first, rows, offset, device) for lowering, offset in lowerings]
     return Program([phase for phase, _ in parts], [table for _, tables in parts for table in tables])
@@ -169,7 +169,7 @@ class _GatherProduct:
         self.workspace_bytes = self._out_offset + _round_up(rows * out_row_bytes)
         self.strips, self.lowered_bytes = len(self._strips), sum(self._strips[-1]) * self._low.row_bytes
 
-    def runner(self, device: Device) -> Runner:
+    def runner(self, device: Cpu) -> Runner:
         pack = self._pack_program(device)
         steps = [
             (
@@ -203,7 +203,7 @@ class _GatherProduct:
             return matrix(address, (g, o, pixels), self._problem.dtype)
         return matrix(address, (g, pixels, o), self._problem.dtype).swapaxes(1, 2)
 
-    def _pack_program(self, device: Device) -> Program:
+    def _pack_program(self, device: Cpu) -> Program:
         geo, compute = self._geo, DEFAULT_COMPUTE[self._problem.dtype]
         ctx = filled(
             _PACK,
@@ -219,7 +219,7 @@ class _GatherProduct:
         tasks = 0 if self._in_place else geo.groups * geo.c_out
         return Program([Phase(_pack_task(self._problem.dtype, device.lanes(compute)), tasks, ctx)], [self._w_offsets])
 
-    def _store_program(self, first: int, rows: int, device: Device) -> Program:
+    def _store_program(self, first: int, rows: int, device: Cpu) -> Program:
         geo, (d, h, w) = self._geo, self._low.gather
         out_n, out_g, out_c, out_d, out_h, out_w = geo.out_strides
         row = np.arange(first, first + rows)
@@ -258,7 +258,7 @@ class _FilterProduct:
         self.strips = len(self._strips)
         self.lowered_bytes = sum(self._strips[-1]) * (self._x.row_bytes + self._dy.row_bytes)
 
-    def runner(self, device: Device) -> Runner:
+    def runner(self, device: Cpu) -> Runner:
         lowerings = [(self._x, 0), (self._dy, self._dy_offset)]
         steps = [(_lower_program(lowerings, first, rows, device), rows) for first, rows in self._strips]
         store, dtype = self._store_program(device), self._problem.dtype
@@ -278,7 +278,7 @@ class _FilterProduct:
 
         return run
 
-    def _store_program(self, device: Device) -> Program:
+    def _store_program(self, device: Cpu) -> Program:
         w_g, w_o, *_ = self._geo.w_strides
         places = np.arange(self._geo.groups)[:, None] * w_g + np.arange(self._geo.c_out) * w_o
         taps = filter_offsets(self._geo, self._x.gather, not self._x.planar).reshape(-1)
@@ -291,7 +291,7 @@ def _places(axis: Axis, index: np.ndarray) -> np.ndarray:
     return axis.out_start + index * axis.out_step
 
 
-class Im2col(Candidate[NoConfig]):
+class Im2col(Candidate[NoConfig, Cpu]):
     """Lowering and a matrix product by BLAS; supports every convolution."""
 
     provider, algorithm = "cpu", "im2col"
@@ -301,13 +301,13 @@ class Im2col(Candidate[NoConfig]):
         self.op = op
         self.algo = "large" if op == "conv_fwd" else None
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         return YES
 
-    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> int:
         return max(product.workspace_bytes for product in _products(problem))
 
-    def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         products = _products(problem)
         vector_fmas = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
         side_ns = (
@@ -316,7 +316,7 @@ class Im2col(Candidate[NoConfig]):
         phases = 3 * sum(product.strips for product in products)
         return kernel_us(device, vector_fmas, side_ns, device.threads, phases, _BLAS_EFFICIENCY)
 
-    def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Runner:
+    def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Runner:
         runners = [product.runner(device) for product in _products(problem)]
 
         def run(pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int = 0, stream: int = 0) -> None:

@@ -28,7 +28,7 @@ from math import ceil
 import numpy as np
 
 from nbdnn.candidate import YES, Candidate, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
@@ -127,7 +127,7 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
     return compile_task(multiply, (dtype, mr, nv, vl, packed), fastmath=FASTMATH)
 
 
-class PixelGemm(Candidate[Config]):
+class PixelGemm(Candidate[Config, Cpu]):
     """Implicit GEMM with output pixels in the vector lanes."""
 
     provider, algorithm, algo = "cpu", "pixel_gemm", "small"
@@ -135,14 +135,14 @@ class PixelGemm(Candidate[Config]):
     def __init__(self, op: str) -> None:
         self.op = op
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         geo = geometry(problem)
         w_bytes = geo.w_strides[0] * geo.groups * ITEMSIZE[problem.dtype]
         if w_bytes >= 1 << 31:
             return Support(False, f"the filter has {w_bytes} bytes: offsets are 32 bits")
         return YES
 
-    def configs(self, problem: ConvProblem, device: Device) -> tuple[Config, ...]:
+    def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
         geo = geometry(problem)
         in_place = problem.dtype == DEFAULT_COMPUTE[problem.dtype] and all(reads_in_order(geo, g) for g in geo.gathers)
         if device.isa != "avx512":
@@ -151,10 +151,10 @@ class PixelGemm(Candidate[Config]):
         packed = tuple(Config(mr, nv, packed=True) for mr, nv in ((8, 3), (6, 4), (12, 2)))
         return (Config(6, 4, packed=False), *packed) if in_place else packed
 
-    def workspace_bytes(self, problem: ConvProblem, config: Config, device: Device) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: Config, device: Cpu) -> int:
         return _Layout.of(problem, config, device).total_bytes
 
-    def estimate(self, problem: ConvProblem, config: Config, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: Config, device: Cpu) -> float:
         layout = _Layout.of(problem, config, device)
         geo, vl = layout.geo, device.lanes(DEFAULT_COMPUTE[problem.dtype])
         total = 0.0
@@ -172,7 +172,7 @@ class PixelGemm(Candidate[Config]):
             total += kernel_us(device, vectors * blocks * config.mr * k_len, side_ns, tasks, phases)
         return total
 
-    def prepare(self, problem: ConvProblem, config: Config, device: Device) -> Program:
+    def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         compute = DEFAULT_COMPUTE[problem.dtype]
         layout = _Layout.of(problem, config, device)
         geo, vl = layout.geo, device.lanes(compute)
@@ -206,7 +206,7 @@ class _Layout:
 
     @classmethod
     @lru_cache(maxsize=256)
-    def of(cls, problem: ConvProblem, config: Config, device: Device) -> _Layout:
+    def of(cls, problem: ConvProblem, config: Config, device: Cpu) -> _Layout:
         geo = geometry(problem)
         acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
         tile_pixels = config.nv * device.vector_bytes // acc_bytes

@@ -25,7 +25,7 @@ from math import ceil
 from numba import njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
@@ -272,7 +272,7 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: boo
     return compile_task(group, (dtype, vl, m, stride, nv, fused), fastmath=FASTMATH)
 
 
-class Winograd(Candidate[NoConfig]):
+class Winograd(Candidate[NoConfig, Cpu]):
     """Winograd convolution with output tiles of m x m and channels in the vector lanes."""
 
     provider = "cpu"
@@ -282,7 +282,7 @@ class Winograd(Candidate[NoConfig]):
         self.algorithm = f"winograd_{m}x{m}"
         self.algo = {2: "winograd", 4: "winograd_non_fused"}[m]
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         if problem.filter[-2:] != (3, 3):
             return Support(False, f"the filter is {'x'.join(map(str, problem.filter))}, not 3x3")
         if self.op == "conv_fwd" and problem.stride[-2:] not in ((1, 1), (2, 2)):
@@ -293,10 +293,10 @@ class Winograd(Candidate[NoConfig]):
             return Support(False, f"dilation {problem.dilation} is not 1")
         return YES
 
-    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> int:
         return self._plan(problem, device).total_bytes
 
-    def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         made = self._plan(problem, device)
         geo, vl = made.geo, device.lanes(DEFAULT_COMPUTE[problem.dtype])
         chunks, xis = made.chunks, made.tile.products**2
@@ -307,7 +307,7 @@ class Winograd(Candidate[NoConfig]):
         tasks = geo.groups * made.panels * ceil(chunks[0].tiles / made.group_tiles) if chunks else 1
         return kernel_us(device, fmas, side_ns, tasks, 1 + 2 * len(chunks))
 
-    def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
+    def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         made, vl = self._plan(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
         geo, method = made.geo, (problem.dtype, vl, self._m, made.tile.stride)
         filters, keep = filter_parameters(problem, made, vl)
@@ -323,7 +323,7 @@ class Winograd(Candidate[NoConfig]):
             keep += arrays
         return Program(phases, [*keep, filters])
 
-    def _plan(self, problem: ConvProblem, device: Device):
+    def _plan(self, problem: ConvProblem, device: Cpu):
         return plan(problem, self._m, _MR, 4 if device.isa == "avx512" else 2, device)
 
 

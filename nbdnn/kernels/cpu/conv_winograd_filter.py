@@ -20,7 +20,7 @@ import numpy as np
 from numba import njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cook_toom import filtering
 from nbdnn.kernels.cpu.cost import kernel_us
@@ -230,7 +230,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=256)
-def _plan(problem: ConvProblem, device: Device) -> _Plan:
+def _plan(problem: ConvProblem, device: Cpu) -> _Plan:
     compute = DEFAULT_COMPUTE[problem.dtype]
     acc_bytes, vl = ITEMSIZE[compute], device.lanes(compute)
     (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
@@ -271,22 +271,22 @@ def _plan(problem: ConvProblem, device: Device) -> _Plan:
     )
 
 
-class WinogradFilter(Candidate[NoConfig]):
+class WinogradFilter(Candidate[NoConfig, Cpu]):
     """Winograd filter gradient with dy tiles of 4 x 4."""
 
     op, provider, algorithm, algo = "conv_bwd_filter", "cpu", "winograd_4x4", "winograd_non_fused"
 
-    def supports(self, problem: ConvProblem, device: Device) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         if problem.filter != (3, 3):
             return Support(False, f"the filter is {'x'.join(map(str, problem.filter))}, not 3x3")
         if {*problem.stride, *problem.dilation} != {1}:
             return Support(False, f"stride {problem.stride} and dilation {problem.dilation} are not 1")
         return YES
 
-    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Device) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> int:
         return _plan(problem, device).total_bytes
 
-    def estimate(self, problem: ConvProblem, config: NoConfig, device: Device) -> float:
+    def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         plan, vl = _plan(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
         tiles = problem.n * plan.tile_rows * plan.tile_columns * _PLANES
         c_group, k_group = problem.c // problem.groups, problem.k // problem.groups
@@ -295,7 +295,7 @@ class WinogradFilter(Candidate[NoConfig]):
         tasks = problem.groups * _PLANES * plan.panels * plan.blocks
         return kernel_us(device, fmas, side_ns, tasks, 1 + 3 * ceil(problem.n / plan.images))
 
-    def prepare(self, problem: ConvProblem, config: NoConfig, device: Device) -> Program:
+    def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         dtype, vl, plan = problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype]), _plan(problem, device)
         tables = _tables(problem, plan)
         products = problem.groups * _PLANES * plan.panels * plan.blocks

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import ceil
 
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 
 _VECTOR_FMAS_PER_NS = 8.0  # the micro-kernel reaches 262 GFLOP/s a thread
 _CALL_US = 4.0  # a parallel region and its barrier
@@ -24,7 +24,7 @@ TILE_NS = 25.0  # the epilogue's and the loop's share of one register tile
 
 
 def kernel_us(
-    device: Device, vector_fmas: float, side_ns: float, tasks: int, phases: int = 1, efficiency: float = 0.93
+    device: Cpu, vector_fmas: float, side_ns: float, tasks: int, phases: int = 1, efficiency: float = 0.93
 ) -> float:
     """Microseconds of `vector_fmas` multiply-adds of whole vectors and `side_ns` of other work, in `tasks` tasks."""
     rounds = ceil(tasks / device.threads) * device.threads / max(1, tasks)

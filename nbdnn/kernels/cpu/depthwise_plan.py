@@ -6,7 +6,7 @@ from math import ceil, prod
 
 import numpy as np
 
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.depthwise_vector import PLANAR_BLOCK
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import (
@@ -41,7 +41,7 @@ PARAMS = record(
 )
 
 
-def sizes_of(problem: ConvProblem, device: Device) -> dict[str, int]:
+def sizes_of(problem: ConvProblem, device: Cpu) -> dict[str, int]:
     """Bytes of the workspace's parts: one filter, then each worker's taps, weights and tile."""
     acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     taps, vl = prod(problem.filter), device.vector_bytes // acc_bytes
@@ -67,9 +67,7 @@ def sizes_of(problem: ConvProblem, device: Device) -> dict[str, int]:
     }
 
 
-def parameters(
-    problem: ConvProblem, geo: Geometry, gather: Gather, device: Device
-) -> tuple[np.ndarray, list[np.ndarray]]:
+def parameters(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cpu) -> tuple[np.ndarray, list[np.ndarray]]:
     """(ctx of one gather, the arrays that it needs alive)."""
     sizes, acc_bytes = sizes_of(problem, device), ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     most_d, most_h = (max(axis.count for axis in axes) for axes in list(zip(*geo.gathers, strict=True))[:2])

@@ -8,7 +8,7 @@ from math import ceil
 
 import numpy as np
 
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.fft_line import frequencies
 from nbdnn.kernels.cpu.fft_tiles import MR, PANEL_VECTORS
 from nbdnn.kernels.cpu.geometry import Gather, Geometry, geometry
@@ -90,7 +90,7 @@ def as_forward(problem: ConvProblem) -> ConvProblem:
 
 
 @lru_cache(maxsize=256)
-def plan(problem: ConvProblem, tile: Tile, device: Device) -> Plan:
+def plan(problem: ConvProblem, tile: Tile, device: Cpu) -> Plan:
     """The plan of a problem of stride 1. w is what x meets: the filter, or dy where y is the filter's gradient."""
     geo = geometry(as_forward(problem))
     (gather,) = geo.gathers

@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 
 from nbdnn.array import at
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
 from nbdnn.kernels.cpu.geometry import Gather, column_table
 from nbdnn.kernels.cpu.launch import ARGS, Phase
@@ -152,7 +152,7 @@ class Lowering:
         """What a row of pixels takes in the matrices of all groups."""
         return self.groups * self.k_len * self.gather.w.count * ITEMSIZE[DEFAULT_COMPUTE[self.dtype]]
 
-    def phase(self, first_row: int, rows: int, offset: int, device: Device) -> tuple[Phase, list[np.ndarray]]:
+    def phase(self, first_row: int, rows: int, offset: int, device: Cpu) -> tuple[Phase, list[np.ndarray]]:
         """The phase that lowers a strip to `offset` in the workspace, and the arrays that it needs alive."""
         tables = [column_table(axis) for axis in self.gather]
         values = dict(zip(("in_n", "in_g", "in_c", "in_d", "in_h", "in_w"), self.strides, strict=True))

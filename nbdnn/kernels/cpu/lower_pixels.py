@@ -21,7 +21,7 @@ from math import ceil
 import numpy as np
 from numba import njit
 
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values
@@ -169,9 +169,7 @@ class StripPlan:
         return self.scratch_bytes * (self.total_strips if self.shared else threads)
 
 
-def strip_plan(
-    geo: Geometry, gather: Gather, acc_bytes: int, blocks: int, tile_pixels: int, device: Device
-) -> StripPlan:
+def strip_plan(geo: Geometry, gather: Gather, acc_bytes: int, blocks: int, tile_pixels: int, device: Cpu) -> StripPlan:
     """`blocks` is the number of register tiles along the output channels, `tile_pixels` the pixels of one."""
     height, width = gather.h.count, gather.w.count
     row_phases, halo = min(gather.h.in_step, gather.h.span + 1), gather.h.span // gather.h.in_step

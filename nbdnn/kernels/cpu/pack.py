@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 from numba import float32, float64
 
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.geometry import Gather, Geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase
@@ -103,7 +103,7 @@ def pack_phase(
     dtype: str,
     width: int,
     workspace_offset: int,
-    device: Device,
+    device: Cpu,
     channels_last: bool = False,
 ) -> tuple[Phase, list[np.ndarray]]:
     """The phase that packs the filter of `gather` at `workspace_offset`, and the arrays that it needs alive."""

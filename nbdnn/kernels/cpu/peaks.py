@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import micro_kernel
@@ -32,14 +32,14 @@ class Peaks(NamedTuple):
     bytes_per_s: float
 
 
-def floor_us(problem: ConvProblem, device: Device) -> float:
+def floor_us(problem: ConvProblem, device: Cpu) -> float:
     """Microseconds below which no kernel that does every multiplication and touches every byte can go."""
     peaks = measured(device, "f64" if problem.compute == "f64" else "f32")
     return max(problem.flops / peaks.flops_per_s, problem.min_bytes / peaks.bytes_per_s) * 1e6
 
 
 @cache
-def measured(device: Device, compute: str) -> Peaks:
+def measured(device: Cpu, compute: str) -> Peaks:
     """The best of several short runs on all threads of the device."""
     tasks = device.threads * _TASKS_A_THREAD
     vl = device.lanes(compute)

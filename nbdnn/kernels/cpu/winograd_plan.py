@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nbdnn.device import Device
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.cook_toom import Filtering, filtering, filtering_of_stride_2
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, gather_values, geometry
@@ -128,7 +128,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Device) -> Plan:
+def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Cpu) -> Plan:
     geo, tile = geometry(problem), tile_of(m, problem.stride[-1])
     (gather,) = geo.gathers
     acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]

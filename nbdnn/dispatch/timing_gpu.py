@@ -1,0 +1,162 @@
+"""Timing on a GPU: captured graphs of calls, replayed, on operands that the second-level cache has forgotten.
+
+A sample is the time between two events around one replay. A graph has no gaps between kernels for the host to fill: a
+kernel of 20 us that is launched alone is seen as 40. Every copy has its own output: what a call writes back would
+otherwise be in the cache for the next one.
+"""
+
+from __future__ import annotations
+
+from functools import cache, cached_property
+from itertools import cycle, islice
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from nbdnn import driver
+from nbdnn.array import at
+from nbdnn.candidate import Runner
+from nbdnn.device import Gpu
+from nbdnn.dispatch.timing import Given, Samples, random_values
+from nbdnn.problem import DEFAULT_ALIGN, Problem
+
+# A replay takes about this long: events resolve 0.5 us, and the first kernel's launch is in it.
+_REPLAY_US, _MAX_CALLS = 1500.0, 4096
+# Operands start on lines of this size, and as far beyond as the caller's do.
+_LINE_BYTES = 256
+
+
+class GpuOperands:
+    """Copies of a problem's operands in one block of device memory, with the first copy's values on the host.
+
+    Inputs are copies of the given ones, else random numbers; an output is not initialised, unless it is read.
+    """
+
+    def __init__(self, problem: Problem, device: Gpu, copies: int, given: Given | None = None, seed: int = 0) -> None:
+        addresses = given.addresses if given else [problem.align % DEFAULT_ALIGN] * len(problem.operands)
+        starts, end = [], 0
+        for operand, address in zip(problem.operands, addresses, strict=True):
+            offset = address % _LINE_BYTES
+            starts.append(end + offset)
+            end = -(-(end + offset + operand.size_bytes) // _LINE_BYTES) * _LINE_BYTES
+        self._problem, self._device, self._starts = problem, device, starts
+        self._memory = driver.Memory(device.index, copies * end + _LINE_BYTES)
+        self._host = np.empty(end + _LINE_BYTES, np.uint8)
+        base = -(-self._memory.address // _LINE_BYTES) * _LINE_BYTES
+        self.pointers = [tuple(base + copy * end + start for start in starts) for copy in range(copies)]
+        self._scratch: driver.Memory | None = None
+        with driver.Current(device.index):
+            driver.call("cuCtxSynchronize")  # the given operands may still be on their way, on any stream
+            self._fill(given, seed)
+            for copy in range(1, copies):
+                driver.call("cuMemcpyDtoDAsync", base + copy * end, base, end, self.stream)
+            driver.call("cuStreamSynchronize", self.stream)
+
+    def _fill(self, given: Given | None, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for i, (operand, array) in enumerate(zip(self._problem.operands, self.arrays(), strict=True)):
+            if not operand.size_bytes or not (operand.role == "in" or "beta" in self._problem.epilogue):
+                continue
+            if given:
+                driver.call(
+                    "cuMemcpyDtoDAsync", self.pointers[0][i], given.addresses[i], operand.size_bytes, self.stream
+                )
+            else:
+                array[...] = random_values(operand, rng)
+                driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
+
+    @cached_property
+    def stream(self) -> Any:
+        return _stream(self._device.index)
+
+    def arrays(self) -> list[np.ndarray]:
+        """The first copy's values in host memory: those that were drawn, and the output after `run`."""
+        base = self._host.ctypes.data
+        return [
+            at(base + start, operand.shape, operand.strides, operand.dtype)
+            for start, operand in zip(self._starts, self._problem.operands, strict=True)
+        ]
+
+    def _bytes(self, i: int) -> np.ndarray:
+        return self._host[self._starts[i] : self._starts[i] + self._problem.operands[i].size_bytes]
+
+    def stopwatch(self, runner: Runner, scalars: tuple[float, ...], workspace_bytes: int) -> GpuStopwatch:
+        return GpuStopwatch(runner, self, scalars, workspace_bytes)
+
+    def run(self, runner: Runner, scalars: tuple[float, ...], workspace_bytes: int) -> None:
+        """Run once on the first copy, whose output goes there from the host and comes back."""
+        out = next(i for i, operand in enumerate(self._problem.operands) if operand.role == "out")
+        with driver.Current(self._device.index):
+            driver.upload(self.pointers[0][out], self._bytes(out), self.stream)
+            runner(self.pointers[0], scalars, self.workspace(workspace_bytes), int(self.stream))
+            driver.download(self._bytes(out), self.pointers[0][out], self.stream)
+
+    def workspace(self, size_bytes: int) -> int:
+        """Address of scratch memory that all runners share; MemoryError where there is none left."""
+        if not size_bytes:
+            return 0
+        if self._scratch is None or self._scratch.size_bytes < size_bytes:
+            self._scratch = None  # the old one goes before the new one comes
+            self._scratch = driver.Memory(self._device.index, size_bytes)
+        return self._scratch.address
+
+
+class GpuStopwatch(Samples):
+    """The samples of a runner on a GPU."""
+
+    def __init__(
+        self, runner: Runner, operands: GpuOperands, scalars: tuple[float, ...], workspace_bytes: int
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._runner, self._operands = runner, operands
+        self._scalars, self._workspace_bytes = scalars, workspace_bytes
+        self._graph: driver.Graph | None = None
+        self._calls, self._workspace = 0, 0
+
+    def sample(self) -> None:
+        address = self._operands.workspace(self._workspace_bytes)
+        if self._graph is None or address != self._workspace:
+            self._workspace = address
+            self._capture()
+        assert self._graph is not None
+        elapsed_us = self._timed(self._graph.replay)
+        self.samples_us.append(elapsed_us / self._calls)
+        self.disturbed.append(False)
+        self.total_s += elapsed_us * 1e-6
+
+    def _capture(self) -> None:
+        """Warm up, and settle how many calls a replay makes: every copy equally often."""
+        copies = len(self._operands.pointers)
+        self._enqueue(1)
+        once_us = self._timed(lambda: self._enqueue(2)) / 2
+        turns = max(1, ceil(min(_REPLAY_US / once_us, _MAX_CALLS) / copies))
+        self._calls = turns * copies
+        self._graph = driver.Graph(self._operands.stream, lambda _: self._enqueue(self._calls))
+        self._timed(self._graph.replay)
+
+    def _enqueue(self, calls: int) -> None:
+        stream = int(self._operands.stream)
+        for pointers in islice(cycle(self._operands.pointers), calls):
+            self._runner(pointers, self._scalars, self._workspace, stream)
+
+    def _timed(self, enqueue: Any) -> float:
+        """Microseconds of device time between events around what `enqueue` puts on the stream."""
+        begin, end = _events(self._operands.stream)
+        driver.call("cuEventRecord", begin, self._operands.stream)
+        enqueue()
+        driver.call("cuEventRecord", end, self._operands.stream)
+        driver.call("cuEventSynchronize", end)
+        return driver.call("cuEventElapsedTime", begin, end) * 1e3
+
+
+@cache
+def _stream(index: int) -> Any:
+    """The stream on which this process measures on a GPU."""
+    with driver.Current(index):
+        return driver.call("cuStreamCreate", driver.bindings().CUstream_flags.CU_STREAM_NON_BLOCKING)
+
+
+@cache
+def _events(stream: Any) -> tuple[Any, Any]:
+    return driver.call("cuEventCreate", 0), driver.call("cuEventCreate", 0)

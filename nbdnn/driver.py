@@ -1,0 +1,170 @@
+"""The CUDA driver through cuda-python, loaded at the first use: every call checked, every GPU in its primary context.
+
+Array libraries use the primary context of a device as well, so their memory and streams are valid here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from nbdnn.errors import CudaError
+
+
+@cache
+def bindings() -> ModuleType:
+    """cuda.bindings.driver, initialised. CudaError says what is missing."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise CudaError(f"cuda-python is missing ({error}): install nbdnn[cuda13] or nbdnn[cuda12]") from None
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError as error:  # cuda-python has no libcuda to load
+        raise CudaError(f"cuInit: no CUDA driver ({error})") from None
+    if status:
+        raise CudaError(f"cuInit: {_described(driver, status)}")
+    return driver
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """What the driver's function returns: None, a value, or a tuple of them. CudaError names it where it fails."""
+    driver = bindings()
+    status, *values = getattr(driver, name)(*arguments)
+    if status:
+        raise CudaError(f"{name}: {_described(driver, status)}")
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def _described(driver: ModuleType, status: Any) -> str:
+    _, text = driver.cuGetErrorString(status)
+    return f"{status.name}: {text.decode() if text else 'no text'}"
+
+
+@cache
+def device_count() -> int:
+    """How many GPUs there are; 0 where there is no driver or no cuda-python."""
+    try:
+        return call("cuDeviceGetCount")
+    except CudaError:
+        return 0
+
+
+@cache
+def primary_context(index: int) -> Any:
+    """The primary context of a GPU, retained for the life of the process."""
+    return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", index))
+
+
+def use(index: int) -> None:
+    """Make the GPU's primary context current in the calling thread."""
+    call("cuCtxSetCurrent", primary_context(index))
+
+
+def enter(index: int) -> bool:
+    """Make the GPU's context current; True where another one was, which `leave` brings back. On the path of a call."""
+    driver, wanted = bindings(), primary_context(index)
+    if int(driver.cuCtxGetCurrent()[1]) == int(wanted):
+        return False
+    call("cuCtxPushCurrent", wanted)
+    return True
+
+
+def leave() -> None:
+    call("cuCtxPopCurrent")
+
+
+class Current:
+    """``with Current(index):`` runs in the GPU's context and restores the thread's own."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __enter__(self) -> None:
+        self._changed = enter(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        if self._changed:
+            leave()
+
+
+def attribute(index: int, name: str) -> int:
+    """A device attribute, such as 'MULTIPROCESSOR_COUNT'."""
+    wanted = getattr(bindings().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return call("cuDeviceGetAttribute", wanted, call("cuDeviceGet", index))
+
+
+def device_of(pointer: int) -> int:
+    """Index of the GPU that a device address belongs to."""
+    ordinal = bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return call("cuPointerGetAttribute", ordinal, pointer)
+
+
+def upload(address: int, array: np.ndarray, stream: int = 0) -> None:
+    """Copy the bytes of a contiguous array to the device; they may be changed once this returns."""
+    if array.nbytes:
+        call("cuMemcpyHtoDAsync", address, array.ctypes.data, array.nbytes, stream)
+        call("cuStreamSynchronize", stream)
+
+
+def download(array: np.ndarray, address: int, stream: int = 0) -> None:
+    """Fill a contiguous array from the device, after everything that the stream was given before."""
+    if array.nbytes:
+        call("cuMemcpyDtoHAsync", array.ctypes.data, address, array.nbytes, stream)
+        call("cuStreamSynchronize", stream)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether what the stream is given now becomes part of a graph."""
+    status = call("cuStreamIsCapturing", stream)
+    return status != bindings().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+
+
+class Memory:
+    """Device memory that is freed with this object."""
+
+    def __init__(self, index: int, size_bytes: int) -> None:
+        self.size_bytes, self._index = size_bytes, index
+        self.address = 0
+        with Current(index):
+            try:
+                self.address = int(call("cuMemAlloc", max(size_bytes, 1)))
+            except CudaError as error:
+                if "OUT_OF_MEMORY" in str(error):
+                    raise MemoryError(f"{size_bytes} bytes of GPU {index}: {error}") from None
+                raise
+
+    def __del__(self) -> None:
+        if self.address:
+            with Current(self._index):
+                call("cuMemFree", self.address)
+
+
+class Graph:
+    """Work captured once and replayed: what `record(stream)` puts on the given stream."""
+
+    def __init__(self, stream: Any, record: Callable[[int], None]) -> None:
+        driver = bindings()
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        call("cuStreamBeginCapture", stream, mode)
+        graph = None
+        try:
+            record(int(stream))
+        finally:
+            status, graph = driver.cuStreamEndCapture(stream)
+        if status:
+            raise CudaError(f"cuStreamEndCapture: {_described(driver, status)}")
+        self._stream = stream
+        self._executable = call("cuGraphInstantiate", graph, 0)
+        call("cuGraphDestroy", graph)
+
+    def replay(self) -> None:
+        call("cuGraphLaunch", self._executable, self._stream)
+
+    def __del__(self) -> None:
+        if executable := getattr(self, "_executable", None):
+            call("cuGraphExecDestroy", executable)

@@ -1,0 +1,1 @@
+"""Numba CUDA kernels: one file an algorithm."""
