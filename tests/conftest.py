@@ -35,3 +35,12 @@ def device() -> Iterator:
     from nbdnn.device import cpu_device
 
     return cpu_device()
+
+
+@pytest.fixture(autouse=True)
+def _in_the_context_of_the_gpu(request: pytest.FixtureRequest) -> None:
+    """Tests on a GPU call kernels themselves: its context is current, as the dispatcher makes it."""
+    if request.node.get_closest_marker("gpu"):
+        from nbdnn import driver
+
+        driver.use(0)

@@ -7,6 +7,7 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 
+from nbdnn import driver
 from nbdnn.problem import ConvProblem
 
 NUMPY_DTYPE = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64}
@@ -19,10 +20,20 @@ class Buffer:
 
     def __init__(self, size_bytes: int, align: int) -> None:
         self._raw = np.full(size_bytes + 2 * _GUARD_BYTES + 2 * align, _NAN_BYTE, np.uint8)
-        base = self._raw.ctypes.data
+        base = self._base()
         address = -(-(base + _GUARD_BYTES) // (2 * align)) * (2 * align) + align
         self._start, self._stop = address - base, address - base + size_bytes
         self.address = address
+
+    def _base(self) -> int:
+        """Address of the first guard."""
+        return self._raw.ctypes.data
+
+    def send(self) -> None:
+        """Bring what was written on the host to where kernels run."""
+
+    def fetch(self) -> None:
+        """Bring what kernels wrote to the host."""
 
     def array(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> np.ndarray:
         """The array of logical `shape` with `strides` in elements that fills the buffer."""
@@ -39,17 +50,37 @@ class Buffer:
         return bool((self._raw[: self._start] == _NAN_BYTE).all() and (self._raw[self._stop :] == _NAN_BYTE).all())
 
 
+class GpuBuffer(Buffer):
+    """The same in the memory of a GPU; the host has an image of it."""
+
+    def _base(self) -> int:
+        self._memory = driver.Memory(0, self._raw.nbytes)
+        return self._memory.address
+
+    def send(self) -> None:
+        driver.upload(self._memory.address, self._raw)
+
+    def fetch(self) -> None:
+        driver.call("cuCtxSynchronize")
+        driver.download(self._raw, self._memory.address)
+
+
+BUFFERS = {"cpu": Buffer, "cuda": GpuBuffer}
+
+
 class Operands:
     """A buffer and an array for each operand of a problem; 'out' holds NaN, or data where beta reads it."""
 
-    def __init__(self, problem: ConvProblem, values: dict[str, np.ndarray]) -> None:
+    def __init__(self, problem: ConvProblem, values: dict[str, np.ndarray], kind: str = "cpu") -> None:
         self._values = values
-        self.buffers = {o.name: Buffer(o.size_bytes, problem.align) for o in problem.operands}
+        self.buffers = {o.name: BUFFERS[kind](o.size_bytes, problem.align) for o in problem.operands}
         self.arrays = {o.name: self.buffers[o.name].array(o.shape, o.strides, o.dtype) for o in problem.operands}
         self.pointers = tuple(self.buffers[o.name].address for o in problem.operands)
         (self._out,) = (o.name for o in problem.operands if o.role == "out")
         for name, value in values.items():
             self.arrays[name][...] = value
+        for buffer in self.buffers.values():
+            buffer.send()
 
     @property
     def out(self) -> np.ndarray:
@@ -60,6 +91,12 @@ class Operands:
         self.buffers[self._out].poison()
         if self._out in self._values:
             self.out[...] = self._values[self._out]
+        self.buffers[self._out].send()
+
+    def fetch(self) -> None:
+        """See on the host what kernels wrote."""
+        for buffer in self.buffers.values():
+            buffer.fetch()
 
     def assert_only_out_was_written(self) -> None:
         for name, buffer in self.buffers.items():

@@ -12,16 +12,15 @@ from collections import Counter
 from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import lru_cache
 from itertools import count
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from guarded import NUMPY_DTYPE, Buffer, Operands, values
+from cells import assert_says_something, check
 
-from nbdnn import reference, tolerance
+from nbdnn import reference
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
 from nbdnn.device import Cpu, cpu_device
 from nbdnn.dispatch import registry
@@ -29,7 +28,6 @@ from nbdnn.kernels.cpu import conv_fft, conv_im2col, fft_plan
 from nbdnn.problem import CONV_OPS, ConvProblem, parse
 from nbdnn.workloads import CORE_2D, edges
 
-_WORKSPACE_ALIGN = 64
 # Every config runs on these; they differ in what a config may get wrong: remainders, whole tiles, several tiles.
 _CONFIG_SHAPES = (CORE_2D[0].shape, CORE_2D[1].shape, CORE_2D[4].shape, "n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1")
 
@@ -105,60 +103,6 @@ def test_problems_taken_in_parts(op: str, layout: str, device: Cpu, monkeypatch:
     for algorithm in ("im2col", "fft", "fft_tiling"):
         candidate = registry.candidate(f"{op}/cpu/{algorithm}")
         check(candidate, problem, candidate.configs(problem, device)[0], device)
-
-
-def check(candidate: Candidate, problem: ConvProblem, config: Hashable, device: Cpu) -> None:
-    """The three checks of one cell."""
-    runner = candidate.prepare(problem, config, device)
-    workspace = Buffer(candidate.workspace_bytes(problem, config, device), _WORKSPACE_ALIGN)
-    for kind, scalars in (("integers", (1.0, -1.0)), ("normal", (0.75, 0.5))):
-        operands = Operands(problem, values(problem, kind))
-        runner(operands.pointers, scalars, workspace.address, 0)
-        operands.assert_only_out_was_written()
-        assert workspace.is_guarded(), "wrote outside of the workspace"
-        first = operands.out.copy()
-        expected = expectation(problem, kind, scalars)
-        fault = tolerance.fault(problem, candidate, first, expected)
-        assert not fault, f"{kind}, config {config}: {fault}"
-        if kind == "integers" and problem.activation in (None, "relu"):
-            assert_exact(candidate, problem, first, expected)
-
-        operands.reset()
-        runner(operands.pointers, scalars, workspace.address, 0)
-        fault = tolerance.fault(problem, candidate, operands.out, expected)
-        assert not fault, f"{kind}, config {config}, second run: {fault}"
-        if candidate.deterministic:
-            assert operands.out.tobytes() == first.tobytes(), "a second run gave other bits"
-
-
-@lru_cache(maxsize=4)
-def expectation(problem: ConvProblem, kind: str, scalars: tuple[float, float]) -> reference.Sample:
-    expected = reference.whole(problem, values(problem, kind), scalars)
-    assert_says_something(problem, expected)
-    return expected
-
-
-def assert_says_something(problem: ConvProblem, expected: reference.Sample) -> None:
-    """A check against zeros checks nothing: of what any product reaches, at least 0.3 must be other than zero."""
-    reached = expected.sum_abs > 0
-    alive = np.count_nonzero(expected.value[reached])
-    assert alive >= 0.3 * np.count_nonzero(reached) > 0 or len(reached) < 10, f"{problem}: the reference is mostly zero"
-
-
-def assert_exact(candidate: Candidate, problem: ConvProblem, got: np.ndarray, expected: reference.Sample) -> None:
-    """Bit for bit; FFT and all Winograds but F(2x2), whose matrices are small binary fractions, after rounding."""
-    flat = got[expected.index].astype(np.float64)
-
-    def rounded(value: np.ndarray) -> np.ndarray:
-        return value.astype(NUMPY_DTYPE[problem.dtype]).astype(np.float64)
-
-    if tolerance.transforms(candidate) and not candidate.algorithm.endswith("winograd_2x2"):
-        # What lies halfway between two 16-bit numbers may be rounded to either.
-        either = [np.rint(rounded(expected.value * nudge)) for nudge in (1 - 2**-18, 1 + 2**-18)]
-        exact = np.logical_or.reduce([np.rint(flat) == neighbour for neighbour in either])
-    else:
-        exact = flat == rounded(expected.value)
-    assert exact.all(), "a sum of small integers is not exact"
 
 
 def test_every_candidate_has_three_problems() -> None:
