@@ -74,9 +74,9 @@ def kind_of(candidate: Candidate) -> str:
 def candidates(op: str, hint: str = "", kind: str = "cpu") -> tuple[Candidate, ...]:
     """The candidates of `op` for a kind of device, in order; with a direction hint, that lowering's come before the
     last of them."""
-    *specialised, general = (candidate for candidate in _LISTS[op] if kind_of(candidate) == kind)
-    lowered = (candidate for candidate in _LOWERINGS.get(hint, ()) if kind_of(candidate) == kind)
-    return (*specialised, *lowered, general)
+    own = [candidate for candidate in _LISTS[op] if kind_of(candidate) == kind]
+    lowered = [candidate for candidate in _LOWERINGS.get(hint, ()) if kind_of(candidate) == kind]
+    return (*own[:-1], *lowered, *own[-1:])
 
 
 def candidate(id: str) -> Candidate:
