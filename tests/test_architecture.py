@@ -25,6 +25,7 @@ LEAVES = (
     "driver",
     "errors",
     "problem",
+    "problem_text",
     "reference",
     "source",
     "tolerance",
