@@ -28,9 +28,10 @@ from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS, lower_rows, lower_task, strip_address
+from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS, lower_rows, lower_task
 from nbdnn.kernels.cpu.micro_kernel import tile_product
 from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes
+from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, prefetch, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
@@ -65,7 +66,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
-    locate, lower, store = strip_address(), lower_rows(dtype, vl), tile_store(dtype, compute, vl)
+    locate, lower, store = strip_address(_PARAMS), lower_rows(dtype, vl), tile_store(dtype, compute, vl)
     row_slots = stack(mr * 8)
 
     def tiles_of(rows, accumulate):

@@ -95,13 +95,26 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, r
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     i64, args_at, params_at, fill = pointer("i64"), struct(ARGS), struct(_PARAMS), zero_fill(compute)
 
-    def kernels(rows, taps, pixels):
-        return (interleaved_filter(dtype, compute, vl, rows, taps, step, v, pixels) for v in (vectors, 1))
+    def kernel_of(taps, pixels):
+        """A kernel over all rows of taps or one, and over all vectors of channels or one, as it is called."""
+        several, several_one, one_row, one_row_one = (
+            interleaved_filter(dtype, compute, vl, r, taps, step, v, pixels) for r in (rows, 1) for v in (vectors, 1)
+        )
 
-    several, several_one = kernels(rows, joint, _PIXELS)
-    one_row, one_row_one = kernels(1, joint, _PIXELS)
-    edges, edges_one = kernels(rows, 1, 1)
-    one_edge, one_edge_one = kernels(1, 1, 1)
+        @njit(**DEVICE)
+        def add(whole, wide, x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch):
+            if whole and wide:
+                several(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+            elif whole:
+                several_one(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+            elif wide:
+                one_row(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+            else:
+                one_row_one(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+
+        return add
+
+    inside, at_edge = kernel_of(joint, _PIXELS), kernel_of(1, 1)
 
     @njit(**DEVICE)
     def tap_rows(f, entries, i, d):
@@ -125,22 +138,9 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, r
         x_h, x_w, y_h, y_w = f.step_h * f.x_h * itemsize, f.x_w * itemsize, f.y_h * itemsize, f.y_w * itemsize
         pitch = f.pitch * acc_bytes
         if edge:
-            if whole and wide:
-                edges(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
-            elif whole:
-                edges_one(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
-            elif wide:
-                one_edge(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
-            else:
-                one_edge_one(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
-        elif whole and wide:
-            several(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
-        elif whole:
-            several_one(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
-        elif wide:
-            one_row(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+            at_edge(whole, wide, x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
         else:
-            one_row_one(x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
+            inside(whole, wide, x, x_h, x_w, dy, y_h, y_w, height, count, entries, lanes, sums, pitch)
 
     @njit(**DEVICE)
     def add_columns(f, whole, wide, x, dy, height, entries, lanes, sums, first, end):

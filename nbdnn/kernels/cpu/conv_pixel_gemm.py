@@ -40,11 +40,11 @@ from nbdnn.kernels.cpu.lower_pixels import (
     low_values,
     lower_strip,
     lower_task,
-    strip_address,
     strip_plan,
 )
 from nbdnn.kernels.cpu.micro_kernel import tile_product
 from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes, reads_in_order
+from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
@@ -72,7 +72,7 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
     tile_bytes, row_bytes = stack(mr * nv * vl * acc_bytes), stack(mr * 8)
-    locate, lower, store = strip_address(), lower_strip(dtype, vl), tile_store(dtype, compute, vl)
+    locate, lower, store = strip_address(_PARAMS), lower_strip(dtype, vl), tile_store(dtype, compute, vl)
     product = tile_product(compute, mr, nv, vl, mr * acc_bytes if packed else None, None, False)
 
     def multiply(args, ctx, index, worker):
@@ -199,7 +199,7 @@ class _Layout:
     geo: Geometry
     plans: tuple[StripPlan, ...]
     packed_offsets: tuple[int, ...]
-    scratch_offset: int
+    strip_offset: int
     pixels_offset: int
     pixels_bytes: int
     total_bytes: int
@@ -213,8 +213,8 @@ class _Layout:
         blocks = ceil(geo.c_out / config.mr)
         plans = tuple(strip_plan(geo, g, acc_bytes, blocks, tile_pixels, device) for g in geo.gathers)
         sizes = [packed_bytes(geo, g, problem.dtype, config.mr) if config.packed else 0 for g in geo.gathers]
-        scratch_offset = sum(sizes)
-        pixels_offset = scratch_offset + max(plan.total_bytes(device.threads) for plan in plans)
+        strip_offset = sum(sizes)
+        pixels_offset = strip_offset + max(plan.total_bytes(device.threads) for plan in plans)
         pixels_bytes = max(
             ceil(plan.strip_rows * g.w.count / 8) * 64 for plan, g in zip(plans, geo.gathers, strict=True)
         )
@@ -222,7 +222,7 @@ class _Layout:
             geo,
             plans,
             tuple(sum(sizes[:i]) for i in range(len(sizes))),
-            scratch_offset,
+            strip_offset,
             pixels_offset,
             pixels_bytes,
             pixels_offset + device.threads * pixels_bytes,
@@ -243,7 +243,7 @@ def _parameters(
         channel_offsets=channels.ctypes.data,
         packed_offset=packed_offset,
         panel_bytes=w_offsets.size * config.mr * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]],
-        scratch_offset=layout.scratch_offset,
+        strip_offset=layout.strip_offset,
         pixels_offset=layout.pixels_offset,
         pixels_bytes=layout.pixels_bytes,
     )

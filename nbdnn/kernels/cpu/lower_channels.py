@@ -17,6 +17,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS
 from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.rows import convert_row, transpose, zero_fill
+from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import WIDEN, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 
@@ -73,27 +74,10 @@ def lower_rows(dtype: str, vl: int):
 
 
 @cache
-def strip_address():
-    """Compiled-in function: (image, group, depth, first row, rows, address of the lowered strip) of a strip."""
-    params_at = struct(_LOW)
-
-    @njit(**DEVICE)
-    def locate(ctx, index, workspace, worker):
-        f = params_at(ctx)
-        first_row = index % f.strips * f.strip_rows
-        rest = index // f.strips
-        depth, rest = rest % f.count_d, rest // f.count_d
-        low = workspace + f.strip_offset + (index if f.shared else worker) * f.strip_bytes
-        return rest // f.groups, rest % f.groups, depth, first_row, min(f.strip_rows, f.count_h - first_row), low
-
-    return locate
-
-
-@cache
 def lower_task(dtype: str, vl: int):
     """One strip, where strips are shared between workers."""
     i64, args_at, params_at, itemsize = pointer("i64"), struct(ARGS), struct(_LOW), ITEMSIZE[dtype]
-    locate, lower = strip_address(), lower_rows(dtype, vl)
+    locate, lower = strip_address(_LOW), lower_rows(dtype, vl)
 
     def lower_strip(args, ctx, index, worker):
         f = params_at(ctx)

@@ -27,6 +27,7 @@ from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.rows import convert_row, every_step, transpose, zero_fill
+from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
@@ -38,7 +39,7 @@ LOW_FIELDS = (
     *GATHER_FIELDS,
     *("strips", "strip_rows", "chunks", "chunk_blocks", "shared", "parts", "part_channels"),
     *("k_len", "low_offsets", "row_phases", "plane_elems", "table_t", "table_s", "low_h"),
-    *("scratch_bytes", "scratch_offset", "contiguous", "finished", "flat"),
+    *("strip_bytes", "strip_offset", "contiguous", "finished", "flat"),
 )
 _LOW = record(*LOW_FIELDS)
 
@@ -108,29 +109,10 @@ def lower_strip(dtype: str, vl: int):
 
 
 @cache
-def strip_address():
-    """Compiled-in function: (image, group, depth, first row, rows, address of the lowered strip) of a strip index."""
-
-    params_at = struct(_LOW)
-
-    @njit(**DEVICE)
-    def locate(ctx, index, workspace, worker):
-        f = params_at(ctx)
-        slot = index if f.shared else worker
-        first_row = index % f.strips * f.strip_rows
-        rest = index // f.strips
-        depth, rest = rest % f.count_d, rest // f.count_d
-        address = workspace + f.scratch_offset + slot * f.scratch_bytes
-        return rest // f.groups, rest % f.groups, depth, first_row, min(f.strip_rows, f.count_h - first_row), address
-
-    return locate
-
-
-@cache
 def lower_task(dtype: str, vl: int):
     """A part of the channels of one strip, where the strips are lowered in a phase of their own."""
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_LOW)
-    locate, lower, itemsize = strip_address(), lower_strip(dtype, vl), ITEMSIZE[dtype]
+    locate, lower, itemsize = strip_address(_LOW), lower_strip(dtype, vl), ITEMSIZE[dtype]
 
     def lower_part(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
@@ -159,14 +141,14 @@ class StripPlan:
     parts: int
     row_phases: int
     plane_elems: int
-    scratch_bytes: int
+    strip_bytes: int
 
     @property
     def shared(self) -> bool:
         return self.chunks > 1
 
     def total_bytes(self, threads: int) -> int:
-        return self.scratch_bytes * (self.total_strips if self.shared else threads)
+        return self.strip_bytes * (self.total_strips if self.shared else threads)
 
 
 def strip_plan(geo: Geometry, gather: Gather, acc_bytes: int, blocks: int, tile_pixels: int, device: Cpu) -> StripPlan:
@@ -195,14 +177,14 @@ def strip_plan(geo: Geometry, gather: Gather, acc_bytes: int, blocks: int, tile_
         row_phases=row_phases,
         plane_elems=plane,
         # The last tile of the last plane reads whole vectors.
-        scratch_bytes=ceil((planes * plane * acc_bytes + 4 * device.vector_bytes) / 64) * 64,
+        strip_bytes=ceil((planes * plane * acc_bytes + 4 * device.vector_bytes) / 64) * 64,
     )
 
 
 def low_values(
     problem: ConvProblem, geo: Geometry, gather: Gather, plan: StripPlan
 ) -> tuple[dict[str, int], list[np.ndarray]]:
-    """The values of LOW_FIELDS (but scratch_offset) that describe the lowering, and the tables that they point to."""
+    """The values of LOW_FIELDS (but strip_offset) that describe the lowering, and the tables that they point to."""
     acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     low_offsets = _low_offsets(geo, gather, plan, acc_bytes)
     table_t = np.array([offset for _, offset in gather.d.taps], np.int64)
@@ -225,7 +207,7 @@ def low_values(
         "table_t": table_t.ctypes.data,
         "table_s": table_s.ctypes.data,
         "low_h": gather.h.low,
-        "scratch_bytes": plan.scratch_bytes,
+        "strip_bytes": plan.strip_bytes,
         "contiguous": kind,
         "finished": int(is_finished(problem, kind)),
         "flat": int(_is_flat(geo, gather)),
