@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import cached_property
-from math import prod
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from nbdnn.array import NumPy, View, numpy_dtype
+from nbdnn.array import NumPy, View, empty_on_line, numpy_dtype
 from nbdnn.errors import InvalidType
-from nbdnn.problem import ITEMSIZE
-
-# JAX shares a NumPy buffer only where it is aligned like its own.
-_ALIGN_BYTES = 64
 
 
 class Jax(NumPy):
@@ -31,15 +26,8 @@ class Jax(NumPy):
     def allocator(
         self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1
     ) -> Callable[[], np.ndarray]:
-        size_bytes = prod(shape) * ITEMSIZE[dtype]
-        numpy_type = numpy_dtype(dtype)
-
-        def allocate() -> np.ndarray:
-            memory = np.empty(size_bytes + _ALIGN_BYTES, np.uint8)
-            start = -memory.ctypes.data % _ALIGN_BYTES
-            return memory[start : start + size_bytes].view(numpy_type).reshape(shape)
-
-        return allocate
+        # JAX shares a buffer of NumPy only where it lies on a line, as its own do.
+        return partial(empty_on_line, shape, numpy_dtype(dtype))
 
     def copy(self, target: np.ndarray, source: Any) -> None:
         super().copy(target, self._as_numpy(source))
