@@ -197,8 +197,12 @@ def _identify(array: Any) -> Library:
         from nbdnn.array_jax import JAX as library
     elif (cupy := loaded("cupy")) is not None and isinstance(array, cupy.ndarray):
         from nbdnn.array_cupy import CUPY as library
+    elif (numba := loaded("numba.cuda.cudadrv.devicearray")) is not None and isinstance(array, numba.DeviceNDArray):
+        from nbdnn.array_cuda import NUMBA as library
+    elif hasattr(array, "__cuda_array_interface__"):
+        from nbdnn.array_cuda import CUDA_ARRAY as library
     if library is None:
-        raise InvalidType(f"{type(array).__name__} is not an array of NumPy, PyTorch, JAX or CuPy")
+        raise InvalidType(f"{type(array).__name__} is not an array of NumPy, PyTorch, JAX, CuPy or Numba")
     return _LIBRARIES.setdefault(type(array), library)
 
 

@@ -1,4 +1,4 @@
-"""Arrays of JAX on the CPU."""
+"""Arrays of JAX, on the CPU and on GPUs."""
 
 from __future__ import annotations
 
@@ -9,31 +9,67 @@ from typing import Any
 import jax
 import numpy as np
 
-from nbdnn.array import NumPy, View, empty_on_line, numpy_dtype
+from nbdnn.array import BY_NAME, NumPy, View, empty_on_line, numpy_dtype
+from nbdnn.array_cuda import copy_through_host
+from nbdnn.device_array import DeviceArray
 from nbdnn.errors import InvalidType
+from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, dense_strides
 
 
 class Jax(NumPy):
-    """JAX on the CPU, through the NumPy array that every JAX array can be seen as without a copy."""
+    """On the CPU through the NumPy array that every JAX array can be seen as without a copy.
+
+    On a GPU JAX has streams of its own, which nobody else sees: its arrays are awaited before they are read, and a
+    result is finished before JAX has it.
+    """
 
     def read(self, array: Any) -> tuple[int, Hashable]:
-        pointer, key = super().read(self._as_numpy(array))
-        return pointer, ("jax", key)
+        gpu = self.gpu(array)
+        if gpu < 0:
+            pointer, key = super().read(np.asarray(array))
+            return pointer, ("jax", key)
+        pointer = _awaited(array)
+        return pointer, ("jax", array.shape, array.dtype, pointer & (DEFAULT_ALIGN - 1), gpu)
+
+    def gpu(self, array: Any) -> int:
+        if self._cpu_only:
+            return -1
+        devices = array.devices()
+        if len(devices) != 1:
+            raise InvalidType(f"a JAX array on {len(devices)} devices: it must be on one")
+        (device,) = devices
+        return -1 if device.platform == "cpu" else device.local_hardware_id
 
     def view(self, array: Any) -> View:
-        return super().view(self._as_numpy(array))
+        if isinstance(array, DeviceArray):
+            steps, pointer, dtype, gpu = array.strides, array.pointer, array.dtype, array.gpu
+        else:
+            gpu = self.gpu(array)
+            if gpu < 0:
+                return super().view(np.asarray(array))
+            dtype = BY_NAME.get(array.dtype.name, "")
+            if not dtype:
+                raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(BY_NAME)}")
+            steps, pointer = dense_strides(array.shape, False), _awaited(array)
+        return View(pointer, array.shape, tuple(step * ITEMSIZE[dtype] for step in steps), dtype, False, gpu)
 
-    def allocator(
-        self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1
-    ) -> Callable[[], np.ndarray]:
+    def pointer(self, array: Any) -> int:
+        return array.pointer if isinstance(array, DeviceArray) else super().pointer(array)
+
+    def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1) -> Callable[[], Any]:
+        if gpu >= 0:
+            return partial(DeviceArray, shape, dense_strides(shape, channels_last), dtype, gpu)
         # JAX shares a buffer of NumPy only where it lies on a line, as its own do.
         return partial(empty_on_line, shape, numpy_dtype(dtype))
 
-    def copy(self, target: np.ndarray, source: Any) -> None:
-        super().copy(target, self._as_numpy(source))
+    def copy(self, target: Any, source: Any) -> None:
+        if isinstance(target, DeviceArray):
+            copy_through_host(self.view(target), self.view(source))
+        else:
+            super().copy(target, np.asarray(source))
 
-    def given(self, array: np.ndarray) -> Any:
-        if array.dtype.name == "bfloat16":  # NumPy exports no bfloat16 by DLPack
+    def given(self, array: Any) -> Any:
+        if not isinstance(array, DeviceArray) and array.dtype.name == "bfloat16":  # NumPy exports none by DLPack
             return jax.dlpack.from_dlpack(array.view(np.uint16)).view(jax.numpy.bfloat16)
         return jax.dlpack.from_dlpack(array)
 
@@ -41,10 +77,10 @@ class Jax(NumPy):
     def _cpu_only(self) -> bool:
         return jax.default_backend() == "cpu"
 
-    def _as_numpy(self, array: Any) -> np.ndarray:
-        if not self._cpu_only and any(device.platform != "cpu" for device in array.devices()):
-            raise InvalidType(f"a JAX array on {array.devices()}: only CPU arrays are supported")
-        return np.asarray(array)
+
+def _awaited(array: Any) -> int:
+    """Address of an array on a GPU, whose values are there."""
+    return array.block_until_ready().unsafe_buffer_pointer()
 
 
 JAX = Jax()

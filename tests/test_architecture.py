@@ -16,12 +16,14 @@ import nbdnn
 ROOT = Path(nbdnn.__file__).parent
 LEAVES = (
     "array",
+    "array_cuda",
     "array_cupy",
     "array_jax",
     "array_torch",
     "candidate",
     "config",
     "device",
+    "device_array",
     "driver",
     "errors",
     "problem",

@@ -1,0 +1,99 @@
+"""Arrays of Numba on a GPU, and of any library that exports ``__cuda_array_interface__`` or DLPack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+
+from nbdnn import driver
+from nbdnn.array import BY_NAME, Library, View, narrowed, numpy_dtype, widened
+from nbdnn.device_array import DeviceArray
+from nbdnn.errors import InvalidType
+from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, dense_strides
+
+
+class CudaArray(Library):
+    """Whatever has ``__cuda_array_interface__``; results are `DeviceArray`, which has it too."""
+
+    def read(self, array: Any) -> tuple[int, Hashable]:
+        facts = array.__cuda_array_interface__
+        pointer = facts["data"][0]
+        key = facts["shape"], facts.get("strides"), facts["typestr"], facts["data"][1], pointer & (DEFAULT_ALIGN - 1)
+        return pointer, (key, driver.device_of(pointer) if pointer else 0)
+
+    def gpu(self, array: Any) -> int:
+        pointer = array.__cuda_array_interface__["data"][0]
+        return driver.device_of(pointer) if pointer else 0
+
+    def view(self, array: Any) -> View:
+        facts = array.__cuda_array_interface__
+        name = np.dtype(facts["typestr"]).name
+        if name not in BY_NAME:
+            raise InvalidType(f"dtype {facts['typestr']} is not one of {', '.join(BY_NAME)}")
+        shape, (pointer, read_only) = tuple(facts["shape"]), facts["data"]
+        strides = facts.get("strides") or _bytes(dense_strides(shape, False), BY_NAME[name])
+        return View(pointer, shape, tuple(strides), BY_NAME[name], not read_only, self.gpu(array))
+
+    def pointer(self, array: Any) -> int:
+        return array.__cuda_array_interface__["data"][0]
+
+    def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1) -> Callable[[], Any]:
+        return lambda: DeviceArray(shape, dense_strides(shape, channels_last), dtype, gpu)
+
+    def copy(self, target: Any, source: Any) -> None:
+        copy_through_host(self.view(target), self.view(source))
+
+
+class NumbaArray(CudaArray):
+    """Numba's DeviceNDArray; results are of the same kind."""
+
+    def read(self, array: Any) -> tuple[int, Hashable]:
+        pointer = array.device_ctypes_pointer.value or 0
+        key = array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), self.gpu(array)
+        return pointer, key
+
+    def gpu(self, array: Any) -> int:
+        return array.gpu_data.context.device.id
+
+    def view(self, array: Any) -> View:
+        dtype = BY_NAME.get(array.dtype.name)
+        if dtype is None:
+            raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(BY_NAME)}")
+        pointer = array.device_ctypes_pointer.value or 0
+        return View(pointer, array.shape, array.strides, dtype, True, self.gpu(array))
+
+    def pointer(self, array: Any) -> int:
+        return array.device_ctypes_pointer.value or 0
+
+    def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1) -> Callable[[], Any]:
+        from numba import cuda
+
+        strides = _bytes(dense_strides(shape, channels_last), dtype)
+        return lambda: cuda.device_array(shape, numpy_dtype(dtype), strides)
+
+
+def copy_through_host(to: View, from_: View) -> None:
+    """For libraries without a copy between strides and dtypes. It waits for the device."""
+    driver.call("cuCtxSynchronize")
+    _, values = _on_host(from_)
+    memory, elements = _on_host(to)
+    elements[...] = narrowed(widened(values, from_.dtype), to.dtype)
+    driver.upload(to.pointer + to.bounds[0], memory)
+
+
+def _bytes(strides: tuple[int, ...], dtype: str) -> tuple[int, ...]:
+    return tuple(step * ITEMSIZE[dtype] for step in strides)
+
+
+def _on_host(view: View) -> tuple[np.ndarray, np.ndarray]:
+    """A copy of the bytes that an array spans, and its elements in there (bfloat16 as its bits)."""
+    low, high = view.bounds
+    memory = np.empty(high - low, np.uint8)
+    driver.download(memory, view.pointer + low)
+    raw = np.uint16 if view.dtype == "bf16" else numpy_dtype(view.dtype)
+    return memory, np.ndarray(view.shape, raw, memory, -low, view.strides)
+
+
+CUDA_ARRAY, NUMBA = CudaArray(), NumbaArray()
