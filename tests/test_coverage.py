@@ -6,6 +6,7 @@ from itertools import product
 from typing import NamedTuple
 
 import pytest
+from gpus import DEVICE
 
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
@@ -55,6 +56,7 @@ _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
 _OF_FFT = f"{_OF_WINOGRAD}, 1x1, 5x5, depthwise"
 
 COVERAGE: dict[str, Covers] = {
+    "conv_fwd/numba/direct": _FORWARD,
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
     "conv_fwd/cpu/channel_gemm": _FORWARD,
@@ -64,6 +66,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/fft": _FORWARD._replace(shapes=_OF_FFT),
     "conv_fwd/cpu/im2col": _FORWARD,
     "conv_fwd/cpu/depthwise": _FORWARD._replace(shapes="depthwise"),
+    "conv_bwd_data/numba/direct": _GRADIENT,
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
@@ -73,6 +76,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/fft": _GRADIENT._replace(shapes=_OF_FFT),
     "conv_bwd_data/cpu/im2col": _GRADIENT,
     "conv_bwd_data/cpu/depthwise": _GRADIENT._replace(shapes="depthwise"),
+    "conv_bwd_filter/numba/direct": _GRADIENT,
     "conv_bwd_filter/cpu/direct": _GRADIENT,
     "conv_bwd_filter/cpu/filter_gemm": _GRADIENT,
     "conv_bwd_filter/cpu/fft_tiling": _GRADIENT._replace(shapes=_OF_FFT),
@@ -85,17 +89,19 @@ COVERAGE: dict[str, Covers] = {
 
 @pytest.mark.parametrize("id", COVERAGE)
 def test_supports_what_it_must(id: str, device: Cpu) -> None:
-    candidate = next(c for c in registry.candidates(id.partition("/")[0]) if c.id == id)
-    covers = COVERAGE[id]
+    candidate, covers = registry.candidate(id), COVERAGE[id]
+    on = device if registry.kind_of(candidate) == "cpu" else DEVICE
     for dtype, layout, shape in product(covers.dtypes.split(), covers.layouts.split(), covers.shapes.split(", ")):
         body = (_SHAPES_3D if "d" in layout else _SHAPES_2D).get(shape)
         for end in ("", *covers.ends.split()) if body else ():
             problem = parse(":".join(filter(None, (candidate.op, dtype, body, layout, end))))
-            support = candidate.supports(problem, device)
+            support = candidate.supports(problem, on)
             assert support.ok, f"{problem}: {support.reason}"
 
 
-def test_the_last_candidate_of_every_op_supports_every_edge_case(device: Cpu) -> None:
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_last_candidate_of_every_op_supports_every_edge_case(kind: str, device: Cpu) -> None:
     for op in CONV_OPS:
-        last = registry.candidates(op)[-1]
-        assert not [problem for problem in edges(op) if not last.supports(problem, device).ok]
+        last = registry.candidates(op, kind=kind)[-1]
+        on = device if kind == "cpu" else DEVICE
+        assert not [problem for problem in edges(op) if not last.supports(problem, on).ok]

@@ -20,6 +20,7 @@ from nbdnn.kernels.cpu import (
     conv_winograd_filter,
 )
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
+from nbdnn.kernels.cuda import conv_direct as conv_direct_cuda
 
 _LISTS: dict[str, tuple[Candidate, ...]] = {
     "conv_fwd": (
@@ -31,6 +32,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.FWD_TILING,
         conv_fft.FWD,
         conv_im2col.FWD,
+        conv_direct_cuda.FWD,
         conv_direct.FWD,
     ),
     "conv_bwd_data": (
@@ -42,6 +44,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.BWD_DATA_TILING,
         conv_fft.BWD_DATA,
         conv_im2col.BWD_DATA,
+        conv_direct_cuda.BWD_DATA,
         conv_direct.BWD_DATA,
     ),
     "conv_bwd_filter": (
@@ -51,6 +54,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.BWD_FILTER_TILING,
         conv_fft.BWD_FILTER,
         conv_im2col.BWD_FILTER,
+        conv_direct_cuda.BWD_FILTER,
         conv_direct.BWD_FILTER,
     ),
 }

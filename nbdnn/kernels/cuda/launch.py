@@ -1,0 +1,135 @@
+"""Prepared launches: everything a call of the driver needs lies packed in memory but the pointers, scalars and stream.
+
+A kernel's parameters are, in this order: pointers; alpha and beta, if it takes them, both of its compute type; its
+integers, a NamedTuple of int32 or int64. A call packs the first two into their places and hands the driver addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from nbdnn import driver
+from nbdnn.candidate import Candidate, ConfigT
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.compile import Kernel, Source, compile_kernel
+from nbdnn.problem import Problem
+
+# Places of a kernel's pointers beyond the problem's operands.
+WORKSPACE, NULL = -2, -1
+
+_STATIC_SHARED_BYTES = 48 << 10  # a kernel may have more than this only after it has said so
+_SCALAR = {"f32": "f", "f64": "d", "": ""}
+_INTEGER = {32: "i", 64: "q"}
+
+_functions: dict[tuple[int, str], Any] = {}
+_permitted_bytes: dict[tuple[int, str], int] = {}  # of dynamic shared memory; never less than some launch needs
+_lock = threading.Lock()
+
+
+class Launch(NamedTuple):
+    """One kernel on one grid, each of whose blocks has all the threads that its source allows.
+
+    pointers: where each pointer comes from: a position among the problem's operands, WORKSPACE or NULL.
+    scalars: the type of alpha and beta, 'f32' or 'f64'; '' where the kernel does not take them.
+    """
+
+    source: Source
+    grid: tuple[int, int, int]
+    pointers: tuple[int, ...]
+    scalars: str
+    integers: tuple[int, ...]
+    integer_bits: int = 32
+    dynamic_shared_bytes: int = 0
+
+
+class Program:
+    """A runner of this provider: launches that follow each other on the stream. It belongs to one thread.
+
+    To be made where the device's context is current, in which the kernels are loaded, and run there. A launch whose
+    grid is empty is left out.
+    """
+
+    def __init__(self, launches: Sequence[Launch], arch: str) -> None:
+        self._starts = [_prepared(launch, arch) for launch in launches if min(launch.grid) > 0]
+        self._stream, self._handle = -1, None
+
+    def __call__(
+        self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int = 0, stream: int = 0
+    ) -> None:
+        if stream != self._stream:
+            self._stream, self._handle = stream, driver.bindings().CUstream(stream)
+        given = (*pointers, workspace, 0)
+        for start in self._starts:
+            start(given, scalars, self._handle)
+
+
+class LaunchedCandidate(Candidate[ConfigT, Gpu]):
+    """A candidate of this provider: `launches` says, without a GPU, what `prepare` compiles, loads and runs."""
+
+    provider = "numba"
+
+    @abstractmethod
+    def launches(self, problem: Problem, config: ConfigT, device: Gpu) -> list[Launch]:
+        """The kernels in the order in which they run."""
+
+    def prepare(self, problem: Problem, config: ConfigT, device: Gpu) -> Program:
+        return Program(self.launches(problem, config, device), device.arch)
+
+
+def _prepared(launch: Launch, arch: str) -> Callable[[tuple[int, ...], tuple[float, ...], Any], None]:
+    """Starts the kernel with the addresses it is `given` (operands, workspace, 0), alpha and beta, on a stream."""
+    function = load(compile_kernel(launch.source, arch), launch.dynamic_shared_bytes)
+    call_format = "=" + "Q" * len(launch.pointers) + 2 * _SCALAR[launch.scalars]
+    whole_format = call_format + _INTEGER[launch.integer_bits] * len(launch.integers)
+    arguments = bytearray(struct.calcsize(whole_format))
+    integers_at = struct.calcsize(call_format)
+    struct.pack_into("=" + whole_format[len(call_format) :], arguments, integers_at, *launch.integers)
+    # The driver takes an array of the addresses of the arguments, and copies what they point to at every launch.
+    start = ctypes.addressof(ctypes.c_char.from_buffer(arguments))
+    offsets = [struct.calcsize(whole_format[: i + 1]) for i in range(len(whole_format) - 1)]
+    addresses = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
+
+    pack, select = struct.Struct(call_format).pack_into, _selection(launch.pointers)
+    taken = 2 if launch.scalars else 0
+    cu_launch = driver.bindings().cuLaunchKernel
+    before = (function, *launch.grid, launch.source.threads, 1, 1, launch.dynamic_shared_bytes)
+    after = (ctypes.addressof(addresses), 0)
+
+    def run(
+        given: tuple[int, ...], scalars: tuple[float, ...], stream: Any, _alive: object = (arguments, addresses)
+    ) -> None:
+        pack(arguments, 0, *select(given), *scalars[:taken])
+        (status,) = cu_launch(*before, stream, *after)
+        if status:
+            driver.call("cuLaunchKernel", *before, stream, *after)  # fails again, and names the error
+
+    return run
+
+
+def _selection(places: tuple[int, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
+    """A tuple's elements at these places, as a tuple also where there is one."""
+    if len(places) == 1:
+        return lambda given: (given[places[0]],)
+    return itemgetter(*places)
+
+
+def load(kernel: Kernel, dynamic_shared_bytes: int = 0) -> Any:
+    """The kernel's function in the context that is current, in which it is loaded once."""
+    key = int(driver.call("cuCtxGetCurrent")), kernel.digest
+    with _lock:
+        if key not in _functions:
+            module = driver.call("cuModuleLoadData", kernel.cubin)
+            _functions[key] = driver.call("cuModuleGetFunction", module, kernel.entry.encode())
+            _permitted_bytes[key] = _STATIC_SHARED_BYTES - kernel.shared_bytes
+        function = _functions[key]
+        if dynamic_shared_bytes > _permitted_bytes[key]:
+            attribute = driver.bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.call("cuFuncSetAttribute", function, attribute, dynamic_shared_bytes)
+            _permitted_bytes[key] = dynamic_shared_bytes
+    return function

@@ -1,0 +1,74 @@
+"""Every kernel that a GPU candidate launches, compiled for every architecture, within a budget of resources.
+
+What no compiler refuses and a GPU pays for: registers spilled to memory, arrays that did not become registers, float64
+arithmetic from a careless literal, 64-bit divisions.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+from gpus import H200
+from libraries import library
+
+from nbdnn.dispatch import registry
+from nbdnn.kernels.cuda.compile import Source, compile_kernel, ptx_text
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
+from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.workloads import edges
+
+library("numba_cuda")
+
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120")
+# Beyond 2^31 elements, where kernels index with 64 bits, with everything at once that takes registers.
+_LARGE_SHAPES = (
+    "f32:n3c1024h1000w1000:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nchw",
+    "f64:n3c1024h1000w1000:k1024r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc",
+    "f16:n3c1024h1000w1000:k1024r3s3:p1x1:u1x1:d1x1:g1024:cross:nhwc",
+)
+_LARGE_ENDS = {"conv_fwd": "e:bias+tanh+res+beta"}
+
+
+def _problems(op: str) -> list[ConvProblem]:
+    end = _LARGE_ENDS.get(op, "e:beta")
+    return edges(op) + [parse(f"{op}:{shape}:{end}") for shape in _LARGE_SHAPES]
+
+
+@cache
+def _launches(op: str) -> dict[Source, tuple[ConvProblem, Launch]]:
+    """Every different kernel of the candidates of `op`, with a problem that launches it."""
+    found: dict[Source, tuple[ConvProblem, Launch]] = {}
+    for candidate in registry.candidates(op, kind="cuda"):
+        if isinstance(candidate, LaunchedCandidate):
+            for problem in _problems(op):
+                for config in candidate.configs(problem, H200) if candidate.supports(problem, H200).ok else ():
+                    for launch in candidate.launches(problem, config, H200):
+                        found.setdefault(launch.source, (problem, launch))
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("op", CONV_OPS)
+def test_nothing_spills(op: str, arch: str) -> None:
+    for source, (problem, launch) in _launches(op).items():
+        kernel = compile_kernel(source, arch)
+        assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{problem}: {source}"
+        assert kernel.registers * source.threads * source.min_blocks <= 65536, f"{problem}: {source}"
+        # What a block may have on the smallest of these architectures, sm_120.
+        assert kernel.shared_bytes + launch.dynamic_shared_bytes <= 99 << 10, f"{problem}: {source}"
+
+
+@pytest.mark.parametrize("op", CONV_OPS)
+def test_no_arithmetic_is_wider_than_it_must_be(op: str) -> None:
+    for source, (problem, launch) in _launches(op).items():
+        ptx = ptx_text(source, "sm_90a")
+        assert (".f64" in ptx) == (problem.dtype == "f64"), f"{problem}: {source}"
+        if launch.integer_bits == 32:
+            assert not re.findall(r"(?:div|rem)\.[su]64", ptx), f"{problem}: {source}"
+
+
+def test_large_problems_have_kernels_of_their_own() -> None:
+    for op in CONV_OPS:
+        assert {launch.integer_bits for _, launch in _launches(op).values()} == {32, 64}
