@@ -51,14 +51,17 @@ _lock = threading.Lock()
 
 
 class Kernel(NamedTuple):
-    """Machine code of one kernel, the name it has there, and what a thread (registers, stack) or a block needs."""
+    """Machine code of one kernel, the name it has there, and what a thread (registers, stack) or a block needs.
+
+    The needs are None where the linker does not tell: the one of CUDA 13.0 often does not.
+    """
 
     cubin: bytes
     entry: str
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    shared_bytes: int
+    registers: int | None
+    stack_bytes: int | None
+    spill_bytes: int | None
+    shared_bytes: int | None
 
     @property
     def digest(self) -> str:
@@ -172,11 +175,12 @@ def _save(path: Path, kernel: Kernel, source: Source) -> None:
 
 def _compiled(source: Source, arch: str) -> Kernel:
     cubin, log = _link(_ltoir(source, arch), source, arch, "-verbose", "-Xptxas=-v")
-    entry = re.search(r"Compiling entry function '(\S+)'", log)
-    if entry is None:
-        raise CudaError(f"{source.label} for {arch}: nvJitLink names no kernel:\n{log}")
+    entries = set(re.findall(rb"\0\.text\.([^\0]+)", cubin))  # sections of the ELF file: one a function
+    if len(entries) != 1:
+        raise CudaError(f"{source.label} for {arch}: {len(entries)} functions instead of one kernel:\n{log}")
+    told = "Compiling entry function" in log
     usage = {name: int(found[1]) if (found := re.search(text, log)) else 0 for name, text in _USAGE.items()}
-    return Kernel(cubin, entry[1], **usage)
+    return Kernel(cubin, entries.pop().decode(), **(usage if told else dict.fromkeys(_USAGE)))
 
 
 def _ltoir(source: Source, arch: str) -> bytes:

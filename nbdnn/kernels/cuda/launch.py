@@ -126,7 +126,8 @@ def load(kernel: Kernel, dynamic_shared_bytes: int = 0) -> Any:
         if key not in _functions:
             module = driver.call("cuModuleLoadData", kernel.cubin)
             _functions[key] = driver.call("cuModuleGetFunction", module, kernel.entry.encode())
-            _permitted_bytes[key] = _STATIC_SHARED_BYTES - kernel.shared_bytes
+            static = driver.bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+            _permitted_bytes[key] = _STATIC_SHARED_BYTES - driver.call("cuFuncGetAttribute", static, _functions[key])
         function = _functions[key]
         if dynamic_shared_bytes > _permitted_bytes[key]:
             attribute = driver.bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
