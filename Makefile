@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test interop lint bench compare clean
+.PHONY: demo test interop test-cuda-libs lint bench compare clean
 
 demo: .venv/installed
 	@mkdir -p .demo
@@ -15,6 +15,10 @@ test: .venv/installed-dev
 # The tests of PyTorch and JAX arrays, which `make test` leaves out where those are not installed.
 interop: .venv/installed-interop
 	NBDNN_TEST_LIBRARIES=all $(BIN)/python -m pytest tests/test_conv_api.py tests/test_ops.py
+
+# What can be tested of CUDA without a GPU: every kernel compiled for every architecture, and cuDNN's own library.
+test-cuda-libs: .venv/installed-cuda-libs
+	NBDNN_TEST_LIBRARIES=all $(BIN)/python -m pytest tests/kernels $(wildcard tests/cudnn)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -44,4 +48,8 @@ clean:
 
 .venv/installed-interop: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --editable '.[interop]'
+	@touch $@
+
+.venv/installed-cuda-libs: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --editable '.[dev,cuda13]'
 	@touch $@

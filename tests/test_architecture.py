@@ -86,6 +86,19 @@ def test_importing_nbdnn_loads_no_compiler_and_no_array_library_but_numpy() -> N
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
+def test_the_list_of_candidates_loads_nothing_of_cuda() -> None:
+    """Also where there is no CUDA: its candidates import what they need when they prepare."""
+    code = "import sys, nbdnn.dispatch.registry; print([n for n in ('cuda', 'numba.cuda') if n in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_numba_cuda_is_touched_in_few_places() -> None:
+    """It is only maintained: a move to its successor must not go through every kernel."""
+    kernels = (ROOT / "kernels").rglob("*.py")
+    touching = {path.name for path in kernels if re.search(r"numba\.cuda|numba import cuda", path.read_text())}
+    assert touching == {"compile.py", "ptx.py", "ptx_tile.py"}
+
+
 def test_everything_public_is_there_and_documented() -> None:
     for name in nbdnn.__all__:
         assert getattr(nbdnn, name).__doc__, f"nbdnn.{name} has no docstring"

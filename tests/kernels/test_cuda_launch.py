@@ -1,0 +1,141 @@
+"""Launches: what lies at the addresses that the driver is handed. A stand-in for the driver reads it there."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+
+from nbdnn import driver
+from nbdnn.errors import CudaError
+from nbdnn.kernels.cuda import launch as cuda_launch
+from nbdnn.kernels.cuda.compile import Kernel, Source
+from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, Program, load
+
+X, W, Y, SCRATCH = 0x7F0000000100, 0x7F0000000200, 0x7F0000000300, 0x7F0000000400
+
+
+class Started(NamedTuple):
+    function: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    stream: int
+    arguments: tuple
+
+
+class StandIn:
+    """The driver as far as a launch needs it. `types` are those of the arguments it reads, as ctypes has them."""
+
+    def __init__(self, types: tuple[type, ...]) -> None:
+        self.types = types
+        self.context, self.failure = 1, 0
+        self.started: list[Started] = []
+        self.loaded: list[bytes] = []
+        self.permitted: list[int] = []
+
+    def bindings(self) -> SimpleNamespace:
+        name = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic shared")
+        return SimpleNamespace(CUstream=int, cuLaunchKernel=self.cuLaunchKernel, CUfunction_attribute=name)
+
+    def call(self, name: str, *arguments):
+        match name:
+            case "cuCtxGetCurrent":
+                return self.context
+            case "cuModuleLoadData":
+                self.loaded.append(arguments[0])
+                return arguments[0]
+            case "cuModuleGetFunction":
+                return f"{arguments[1].decode()} of {arguments[0].decode()} in {self.context}"
+            case "cuFuncSetAttribute":
+                self.permitted.append(arguments[2])
+                return None
+            case "cuLaunchKernel":
+                raise CudaError(f"{name}: {self.failure}")
+        raise AssertionError(name)
+
+    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared_bytes, stream, parameters, extra):
+        addresses = (ctypes.c_void_p * len(self.types)).from_address(parameters)
+        arguments = tuple(t.from_address(at).value for t, at in zip(self.types, addresses, strict=True))
+        self.started.append(Started(function, (gx, gy, gz), (bx, by, bz), shared_bytes, stream, arguments))
+        assert extra == 0
+        return (self.failure,)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A driver for kernels of three pointers, two float32 and three int32."""
+    stand_in = StandIn((*[ctypes.c_void_p] * 3, *[ctypes.c_float] * 2, *[ctypes.c_int32] * 3))
+    monkeypatch.setattr(driver, "bindings", stand_in.bindings)
+    monkeypatch.setattr(driver, "call", stand_in.call)
+    monkeypatch.setattr(cuda_launch, "_functions", {})
+    monkeypatch.setattr(cuda_launch, "_permitted_bytes", {})
+    monkeypatch.setattr(cuda_launch, "compile_kernel", lambda source, arch: kernel(arch.encode()))
+    return stand_in
+
+
+def kernel(cubin: bytes, shared_bytes: int = 0) -> Kernel:
+    return Kernel(cubin, "entry", 32, 0, 0, shared_bytes)
+
+
+def launch(**different) -> Launch:
+    given = {"pointers": (2, 0, NULL), "scalars": "f32", "integers": (-7, 8, 2**31 - 1), **different}
+    return Launch(Source(launch, (), 128), (3, 2, 1), **given)
+
+
+def test_arguments_are_where_the_driver_looks(stand_in: StandIn) -> None:
+    run = Program([launch()], "sm_90a")
+    run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
+    run((Y, X, W), (1.0, 0.0), SCRATCH, 0)
+    function = "entry of sm_90a in 1"
+    assert stand_in.started == [
+        Started(function, (3, 2, 1), (128, 1, 1), 0, 17, (Y, X, None, 0.5, -2.0, -7, 8, 2**31 - 1)),
+        Started(function, (3, 2, 1), (128, 1, 1), 0, 0, (W, Y, None, 1.0, 0.0, -7, 8, 2**31 - 1)),
+    ]
+
+
+def test_wide_arguments(stand_in: StandIn) -> None:
+    stand_in.types = (*[ctypes.c_void_p] * 3, *[ctypes.c_double] * 2, *[ctypes.c_int64] * 2)
+    Program([launch(pointers=(WORKSPACE, 1, 2), scalars="f64", integers=(2**40, -1), integer_bits=64)], "sm_90a")(
+        (X, W, Y), (0.1, 0.2), SCRATCH, 0
+    )
+    assert stand_in.started[0].arguments == (SCRATCH, W, Y, 0.1, 0.2, 2**40, -1)
+
+
+def test_a_kernel_of_one_pointer_and_no_scalars(stand_in: StandIn) -> None:
+    stand_in.types = (ctypes.c_void_p, ctypes.c_int32)
+    Program([launch(pointers=(1,), scalars="", integers=(5,))], "sm_90a")((X, W, Y), (1.0, 0.0))
+    assert stand_in.started[0].arguments == (W, 5)
+
+
+def test_launches_follow_each_other_and_empty_grids_are_left_out(stand_in: StandIn) -> None:
+    empty = launch()._replace(grid=(0, 1, 1))
+    second = launch(pointers=(0, 1, WORKSPACE))
+    Program([launch(), empty, second], "sm_90a")((X, W, Y), (1.0, 0.0), SCRATCH)
+    assert [started.arguments[:3] for started in stand_in.started] == [(Y, X, None), (X, W, SCRATCH)]
+    Program([empty], "sm_90a")((X, W, Y), (1.0, 0.0))
+    assert len(stand_in.started) == 2
+
+
+def test_a_failure_is_an_error(stand_in: StandIn) -> None:
+    run = Program([launch()], "sm_90a")
+    stand_in.failure = 701
+    with pytest.raises(CudaError, match="cuLaunchKernel: 701"):
+        run((X, W, Y), (1.0, 0.0))
+
+
+def test_code_is_loaded_once_a_context(stand_in: StandIn) -> None:
+    first = load(kernel(b"a"))
+    assert load(kernel(b"a")) == first
+    assert load(kernel(b"b")) != first
+    stand_in.context = 2
+    assert load(kernel(b"a")) != first
+    assert stand_in.loaded == [b"a", b"b", b"a"]
+
+
+def test_more_shared_memory_than_usual_is_asked_for_and_never_taken_back(stand_in: StandIn) -> None:
+    for dynamic_bytes in (40 << 10, 41 << 10, 100 << 10, 60 << 10, 0):
+        load(kernel(b"a", 8 << 10), dynamic_bytes)
+    assert stand_in.permitted == [41 << 10, 100 << 10]
