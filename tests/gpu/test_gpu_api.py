@@ -13,9 +13,13 @@ from libraries import library
 
 import nbdnn
 from nbdnn import InvalidProblem, config, dnn_conv, dnn_conv3d, dnn_gradinput, dnn_gradweight, driver, events, reference
-from nbdnn.dispatch import workspace
-from nbdnn.errors import CudaError, UnsupportedProblem
-from nbdnn.problem import parse
+from nbdnn.candidate import NoConfig
+from nbdnn.device import Gpu, gpu
+from nbdnn.dispatch import registry
+from nbdnn.errors import CudaError
+from nbdnn.kernels.cuda import conv_direct
+from nbdnn.kernels.cuda.conv_direct import Direct
+from nbdnn.problem import ConvProblem, parse
 
 pytestmark = pytest.mark.gpu
 
@@ -188,7 +192,7 @@ def test_a_planned_call_can_be_captured_and_another_cannot() -> None:
     with pytest.raises(CudaError, match="run it once before the capture"), torch.cuda.graph(graph):
         dnn_conv(x, w, 1, out=out)
     torch.cuda.synchronize()
-    for candidate in [row.candidate for row in nbdnn.explain(PROBLEM, device=_gpu()).rows if row.supported]:
+    for candidate in [row.candidate for row in nbdnn.explain(PROBLEM, device=gpu(0)).rows if row.supported]:
         dnn_conv(x, w, 1, out=out, algo=candidate)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -224,12 +228,6 @@ def test_two_threads_call_at_once() -> None:
     assert not failures
 
 
-def _gpu() -> Any:
-    from nbdnn.device import gpu
-
-    return gpu(0)
-
-
 def test_timing_measures_every_candidate_and_remembers() -> None:
     torch = library("torch")
     x, w = (torch.from_numpy(a).cuda() for a in (X, W))
@@ -238,7 +236,7 @@ def test_timing_measures_every_candidate_and_remembers() -> None:
         result = dnn_conv(x, w, 1, algo="time_on_shape_change")
     assert_close(result.cpu().numpy(), Y)
     assert torch.equal(x, before)
-    supported = {row.candidate for row in nbdnn.explain(PROBLEM, device=_gpu()).rows if row.supported}
+    supported = {row.candidate for row in nbdnn.explain(PROBLEM, device=gpu(0)).rows if row.supported}
     assert {event.candidate for event in log if event.kind == "measured"} == supported
     assert not [event for event in log if event.kind == "failed"]
     nbdnn.empty_cache()
@@ -247,20 +245,43 @@ def test_timing_measures_every_candidate_and_remembers() -> None:
     assert [event.kind for event in log] == ["selected"]
 
 
+class Needy(Direct):
+    """The direct kernel, which asks for a workspace that it does not use."""
+
+    algorithm = "needy"
+
+    def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Gpu) -> int:
+        return 1 << 20
+
+    def estimate(self, problem: ConvProblem, config: NoConfig, device: Gpu) -> float:
+        return 0.0
+
+
 def test_a_workspace_that_cannot_be_had_falls_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = library("torch")
     x, w = (torch.from_numpy(a).cuda() for a in (X, W))
-    rows = [row for row in nbdnn.explain(PROBLEM, device=_gpu()).rows if row.supported and row.workspace_bytes]
-    if not rows:
-        raise AssertionError("no candidate of this problem needs a workspace: choose another")
+    needy = Needy("conv_fwd")
+    monkeypatch.setitem(registry._LISTS, "conv_fwd", (needy, conv_direct.FWD))
+    monkeypatch.setitem(registry._BY_ID, needy.id, needy)
+    with events() as log:
+        assert_close(dnn_conv(x, w, 1).cpu().numpy(), Y)
+        nbdnn.empty_cache()
+        monkeypatch.setattr(driver, "call", _without("cuMemAllocFromPoolAsync"))
+        assert_close(dnn_conv(x, w, 1).cpu().numpy(), Y)
+    chosen = [(event.kind, event.candidate.rpartition("/")[2]) for event in log]
+    assert chosen == [("selected", "needy"), ("selected", "needy"), ("failed", "needy"), ("selected", "direct")]
 
-    def none_left(*_: object) -> None:
-        raise MemoryError("none left")
 
-    monkeypatch.setattr(workspace, "StreamMemory", none_left)
-    with events() as log, pytest.raises((UnsupportedProblem, MemoryError)):
-        dnn_conv(x, w, 1, algo=rows[0].candidate)
-    assert "failed" in [event.kind for event in log]
+def _without(name: str) -> Callable[..., Any]:
+    """The driver with no memory left for that call."""
+    call = driver.call
+
+    def failing(called: str, *arguments: Any) -> Any:
+        if called == name:
+            raise CudaError(f"{name}: CUDA_ERROR_OUT_OF_MEMORY: out of memory")
+        return call(called, *arguments)
+
+    return failing
 
 
 def test_deterministic_requests_repeat_bit_by_bit() -> None:
