@@ -1,12 +1,13 @@
 """nbdnn beside PyTorch on a GPU: device time of replayed graphs, operands cold in the second-level cache.
 
-    python bench/compare_gpu.py [--rows TEXT]... [--dtype DTYPE]... [--compile] [--again] [--json FILE] [--markdown FILE]
+    python bench/compare_gpu.py [--rows TEXT]... [--dtype DTYPE]... [--compile] [--json FILE] [--markdown FILE]
 
 A ratio is the peer's time over nbdnn's: above 1, nbdnn is faster. The peer is PyTorch in eager mode with
 cudnn.benchmark=True and benchmark_limit=0, in the faster of its contiguous and channels_last forms, and with --compile
 also torch.compile(max-autotune-no-cudagraphs) where that can win (depthwise, fused). nbdnn counts in the faster layout
-as well, with what its tuner chose; beside it stands the best of its own kernels alone. Both are captured into graphs and
-replayed in turn, each call on the next of several copies of the operands. The floor is what the device could do at most.
+as well, with what its tuner chose; beside it stands the best of its own kernels alone. Both are captured into graphs
+and replayed in turn, each call on the next of several copies of the operands. The floor is what the device could do at
+most.
 
 The JSON file keeps every row with the versions it was measured with: a row that is there is not measured again, unless
 --again says so.
