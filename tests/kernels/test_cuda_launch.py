@@ -31,14 +31,16 @@ class StandIn:
 
     def __init__(self, types: tuple[type, ...]) -> None:
         self.types = types
-        self.context, self.failure = 1, 0
+        self.context, self.failure, self.static_bytes = 1, 0, 0
         self.started: list[Started] = []
         self.loaded: list[bytes] = []
         self.permitted: list[int] = []
 
     def bindings(self) -> SimpleNamespace:
-        name = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic shared")
-        return SimpleNamespace(CUstream=int, cuLaunchKernel=self.cuLaunchKernel, CUfunction_attribute=name)
+        attributes = SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="static", CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic"
+        )
+        return SimpleNamespace(CUstream=int, cuLaunchKernel=self.cuLaunchKernel, CUfunction_attribute=attributes)
 
     def call(self, name: str, *arguments):
         match name:
@@ -49,7 +51,11 @@ class StandIn:
                 return arguments[0]
             case "cuModuleGetFunction":
                 return f"{arguments[1].decode()} of {arguments[0].decode()} in {self.context}"
+            case "cuFuncGetAttribute":
+                assert arguments[0] == "static"
+                return self.static_bytes
             case "cuFuncSetAttribute":
+                assert arguments[1] == "dynamic"
                 self.permitted.append(arguments[2])
                 return None
             case "cuLaunchKernel":
@@ -76,8 +82,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_in
 
 
-def kernel(cubin: bytes, shared_bytes: int = 0) -> Kernel:
-    return Kernel(cubin, "entry", 32, 0, 0, shared_bytes)
+def kernel(cubin: bytes) -> Kernel:
+    return Kernel(cubin, "entry", 32, 0, 0, 0)
 
 
 def launch(**different) -> Launch:
@@ -136,6 +142,7 @@ def test_code_is_loaded_once_a_context(stand_in: StandIn) -> None:
 
 
 def test_more_shared_memory_than_usual_is_asked_for_and_never_taken_back(stand_in: StandIn) -> None:
+    stand_in.static_bytes = 8 << 10
     for dynamic_bytes in (40 << 10, 41 << 10, 100 << 10, 60 << 10, 0):
-        load(kernel(b"a", 8 << 10), dynamic_bytes)
+        load(kernel(b"a"), dynamic_bytes)
     assert stand_in.permitted == [41 << 10, 100 << 10]
