@@ -201,6 +201,8 @@ def _identify(array: Any) -> Library:
         from nbdnn.array_cuda import NUMBA as library
     elif hasattr(array, "__cuda_array_interface__"):
         from nbdnn.array_cuda import CUDA_ARRAY as library
+    elif hasattr(array, "__dlpack_device__") and not isinstance(array, np.ndarray):
+        from nbdnn.array_cuda import DLPACK as library
     if library is None:
         raise InvalidType(f"{type(array).__name__} is not an array of NumPy, PyTorch, JAX, CuPy or Numba")
     return _LIBRARIES.setdefault(type(array), library)

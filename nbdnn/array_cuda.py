@@ -9,7 +9,7 @@ import numpy as np
 
 from nbdnn import driver
 from nbdnn.array import BY_NAME, Library, View, narrowed, numpy_dtype, widened
-from nbdnn.device_array import DeviceArray
+from nbdnn.device_array import CUDA_KIND, DeviceArray, exported
 from nbdnn.errors import InvalidType
 from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, dense_strides
 
@@ -44,6 +44,30 @@ class CudaArray(Library):
 
     def copy(self, target: Any, source: Any) -> None:
         copy_through_host(self.view(target), self.view(source))
+
+
+class DlpackArray(CudaArray):
+    """What exports DLPack alone, from a GPU."""
+
+    def read(self, array: Any) -> tuple[int, Hashable]:
+        view = self.view(array)
+        return view.pointer, (view[1:], view.pointer & (DEFAULT_ALIGN - 1))
+
+    def gpu(self, array: Any) -> int:
+        kind, index = array.__dlpack_device__()
+        if kind != CUDA_KIND:
+            raise InvalidType(
+                f"a {type(array).__name__} on a device of DLPack's kind {int(kind)}: it must be on CUDA's, 2"
+            )
+        return index
+
+    def view(self, array: Any) -> View:
+        index = self.gpu(array)
+        # 1 is the legacy default stream: what was enqueued on the producer's is waited for by what we enqueue there.
+        return exported(array.__dlpack__(stream=1), index)
+
+    def pointer(self, array: Any) -> int:
+        return array.pointer if isinstance(array, DeviceArray) else self.view(array).pointer
 
 
 class NumbaArray(CudaArray):
@@ -96,4 +120,4 @@ def _on_host(view: View) -> tuple[np.ndarray, np.ndarray]:
     return memory, np.ndarray(view.shape, raw, memory, -low, view.strides)
 
 
-CUDA_ARRAY, NUMBA = CudaArray(), NumbaArray()
+CUDA_ARRAY, DLPACK, NUMBA = CudaArray(), DlpackArray(), NumbaArray()

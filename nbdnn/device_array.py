@@ -7,9 +7,13 @@ from math import prod
 from typing import Any
 
 from nbdnn import driver
-from nbdnn.problem import ITEMSIZE
+from nbdnn.array import View
+from nbdnn.errors import InvalidType
+from nbdnn.problem import ITEMSIZE, dense_strides
 
-_KIND_DL_CUDA, _FLOAT_DL, _BFLOAT_DL = 2, 2, 4
+# DLPack's numbers: of CUDA devices, and of types.
+CUDA_KIND, _FLOAT, _BFLOAT = 2, 2, 4
+_CODES = {"f16": (_FLOAT, 16), "bf16": (_BFLOAT, 16), "f32": (_FLOAT, 32), "f64": (_FLOAT, 64)}
 _TYPESTR = {"f16": "<f2", "f32": "<f4", "f64": "<f8"}
 
 
@@ -38,7 +42,7 @@ class DeviceArray:
         }
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _KIND_DL_CUDA, self.gpu
+        return CUDA_KIND, self.gpu
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         """A capsule that keeps the memory alive; what was enqueued on the device is awaited."""
@@ -91,13 +95,24 @@ _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.c_void_p, c
 _NAME = b"dltensor"
 
 
+def exported(capsule: Any, gpu: int) -> View:
+    """What a capsule of DLPack describes. The capsule is not consumed: whoever made it keeps the memory."""
+    tensor = _Tensor.from_address(_pointer_of(id(capsule), _NAME))
+    dtype = next((d for d, code in _CODES.items() if code == (tensor.code, tensor.bits) and tensor.lanes == 1), None)
+    if dtype is None:
+        raise InvalidType(f"DLPack type {tensor.code} of {tensor.bits} bits is not one of {', '.join(_CODES)}")
+    shape = tuple(tensor.shape[: tensor.ndim])
+    steps = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else dense_strides(shape, False)
+    strides = tuple(step * ITEMSIZE[dtype] for step in steps)
+    return View((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, True, gpu)
+
+
 def _capsule(array: DeviceArray) -> Any:
     ndim = len(array.shape)
     extents = ctypes.c_int64 * ndim
     shape, strides = extents(*array.shape), extents(*array.strides)
-    code = _BFLOAT_DL if array.dtype == "bf16" else _FLOAT_DL
     tensor = _Tensor(
-        array.pointer, _KIND_DL_CUDA, array.gpu, ndim, code, 8 * ITEMSIZE[array.dtype], 1, shape, strides, 0, None,
+        array.pointer, CUDA_KIND, array.gpu, ndim, *_CODES[array.dtype], 1, shape, strides, 0, None,
         ctypes.cast(_delete, ctypes.c_void_p),
     )  # fmt: skip
     address = ctypes.addressof(tensor)

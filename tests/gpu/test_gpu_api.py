@@ -315,3 +315,27 @@ def test_another_context_stays_current() -> None:
     thread.start()
     thread.join()
     assert seen == [0]
+
+
+class Exports:
+    """An array of PyTorch that shows one protocol only."""
+
+    def __init__(self, tensor: Any, *names: str) -> None:
+        self.shape = tuple(tensor.shape)
+        self._tensor, self._names = tensor, names
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._names:
+            return getattr(self._tensor, name)
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize(
+    "names", [("__cuda_array_interface__",), ("__dlpack__", "__dlpack_device__")], ids=["interface", "dlpack"]
+)
+def test_any_array_with_a_protocol_for_gpus(names: tuple[str, ...]) -> None:
+    torch = library("torch")
+    x, w = (Exports(torch.from_numpy(a).cuda(), *names) for a in (X, W))
+    result = dnn_conv(x, w, 1)
+    assert_close(torch.as_tensor(result, device="cuda").cpu().numpy(), Y)
+    assert_close(torch.from_dlpack(result).cpu().numpy(), Y)
