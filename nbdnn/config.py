@@ -51,7 +51,9 @@ METHODS = {
     ("conv_bwd_data", 3): ("none", "deterministic", "fft_tiling", "winograd"),
 }
 
-_VARIABLES = ("NBDNN_FLAGS", "NBDNN_DB", "NBDNN_CACHE_DIR", "NUMBA_NUM_THREADS")
+# What names the root of an installation of cuDNN or of the CUDA toolkit, in the order in which they are searched.
+_CUDA_ROOTS = ("CUDNN_PATH", "CUDA_HOME", "CUDA_ROOT", "CUDA_PATH", "CONDA_PREFIX")
+_VARIABLES = ("NBDNN_FLAGS", "NBDNN_DB", "NBDNN_CACHE_DIR", "NUMBA_NUM_THREADS", *_CUDA_ROOTS)
 _ENVIRONMENT = {name: os.environ.get(name, "") for name in _VARIABLES}
 
 
@@ -179,6 +181,11 @@ def numba_threads() -> int | None:
     """How many threads Numba was told to use, by ``$NUMBA_NUM_THREADS``; None where by nobody."""
     given = _ENVIRONMENT["NUMBA_NUM_THREADS"]
     return int(given) if given else None
+
+
+def cuda_roots() -> dict[str, Path]:
+    """Roots of installations of cuDNN and CUDA that the environment names, by variable."""
+    return {name: Path(_ENVIRONMENT[name]) for name in _CUDA_ROOTS if _ENVIRONMENT[name]}
 
 
 class Settings:
