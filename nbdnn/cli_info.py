@@ -66,12 +66,20 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _cudnn() -> str:
-    from nbdnn.availability import dnn_available, version
+    """The version of cuDNN and its file, or every file that was tried and what is wrong with it."""
+    from nbdnn.availability import dnn_available
+    from nbdnn.cudnn.library import library
+    from nbdnn.errors import CudnnError
 
     try:
-        return f"version {version()}" if dnn_available() else dnn_available.msg
+        found = library()
+    except CudnnError as error:
+        return "; ".join(line.strip() for line in str(error).splitlines())
+    try:
+        used = [] if dnn_available() else [f"not used: {dnn_available.msg}"]
     except RuntimeError as error:
-        return str(error)
+        used = [str(error)]
+    return "; ".join([f"version {found.version}", *used, *map(str, found.tried)])
 
 
 _FORK_ADVICE = {
