@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from stand_ins import stand_in_driver
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -15,3 +16,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.skip(reason="nvidia-cudnn is not installed"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _a_driver_to_be_linked_with() -> None:
+    stand_in_driver()
