@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from ctypes import byref, c_void_p
 from enum import IntEnum
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -16,13 +18,22 @@ from nbdnn.errors import CudnnError
 from nbdnn.problem import parse
 
 
+@cache
+def headers() -> list[Path]:
+    found = sorted(library().path.parent.parent.glob("include/cudnn*.h"))
+    assert found, f"no headers beside {library().path}"
+    return found
+
+
+@cache
+def text_of(header: Path) -> str:
+    return re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(errors="replace"), flags=re.DOTALL)
+
+
 def enumerators() -> Iterator[tuple[str, str, int]]:
     """(type, name, value) of every enumerator in the headers of the installed cuDNN."""
-    headers = sorted(library().path.parent.parent.glob("include/cudnn*.h"))
-    assert headers, f"no headers beside {library().path}"
-    for header in headers:
-        text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text(errors="replace"), flags=re.DOTALL)
-        for body, name in re.findall(r"typedef enum\s*\w*\s*\{([^}]*)\}\s*(\w+)\s*;", text):
+    for header in headers():
+        for body, name in re.findall(r"typedef enum\s*\w*\s*\{([^}]*)\}\s*(\w+)\s*;", text_of(header)):
             known: dict[str, int] = {}
             last = -1
             for word, value in re.findall(r"(CUDNN_\w+)(?:\s+CUDNN_DEPRECATED_ENUM)?\s*(?:=\s*(\w+))?\s*(?:,|$)", body):
@@ -53,9 +64,27 @@ def test_enumerators_are_the_headers(own: type[IntEnum], header: dict[str, dict[
     }
 
 
-def test_every_prototype_is_a_function_of_the_library() -> None:
-    for name in api._PROTOTYPES:
-        assert api.function(name).argtypes
+def declared(name: str) -> str:
+    """The parameters of a function, as a header declares them."""
+    for path in headers():
+        if found := re.search(rf"cudnnStatus_t CUDNNWINAPI\s+{name}\((.*?)\);", text_of(path), re.DOTALL):
+            return found[1]
+    raise AssertionError(f"no header declares {name}")
+
+
+def c_kind(parameter: str) -> str:
+    """What a parameter is for the calling convention."""
+    if re.search(r"\*|\[\]|cudnn\w*Descriptor_t|cudnnHandle_t|cudaStream_t", parameter):
+        return "pointer"
+    return {"size_t": "size_t", "int64_t": "int64"}.get(parameter.split()[-2], "int")
+
+
+@pytest.mark.parametrize("name", api._PROTOTYPES)
+def test_prototypes_are_the_headers(name: str) -> None:
+    kinds = {api.c_void_p: "pointer", api.c_size_t: "size_t", api.c_int64: "int64", api.c_int: "int"}
+    assert [kinds.get(given, "pointer") for given in api.function(name).argtypes] == [
+        c_kind(parameter) for parameter in declared(name).split(",")
+    ]
 
 
 def test_a_refusal_names_the_function_the_status_and_cudnns_words() -> None:
