@@ -7,8 +7,6 @@ so that its order holds among equals.
 
 from __future__ import annotations
 
-from math import prod
-
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, floor_us
 from nbdnn.problem import ConvProblem
@@ -25,8 +23,8 @@ _TURNED = ("f16", "bf16")
 def method_us(problem: ConvProblem, device: Gpu, place: int, tf32: bool = False, slower: float = 1.0) -> float:
     """Microseconds of a method at a place (0 the first) of cuDNN's ranking; `slower` than methods of its kind."""
     share = _SHARE["bf16" if tf32 else problem.dtype]
-    if prod(problem.filter) > 1 and problem.c // problem.groups < 16:
-        share /= 4  # few channels fill no matrix: stems reached 0.1, grouped and depthwise layers as much
+    if 1 < problem.c // problem.groups < 16:
+        share /= 4  # few channels fill no matrix: stems and grouped layers reached about 0.1
     busy_us = floor_us(problem, device, tf32) / share * slower
     if (problem.dtype in _TURNED or tf32) and not problem.channels_last:
         busy_us += 2 * problem.min_bytes / copy_bytes_per_s(device) * 1e6

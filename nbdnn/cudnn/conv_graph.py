@@ -1,0 +1,226 @@
+"""Convolution by cuDNN's engines: the graph API, whose configs are engines with their knobs.
+
+    y = activation(alpha * conv(x, w) + beta * y + residual + bias)       what of it is fused: conv_operations.py
+
+One candidate for each thing that a caller may forbid, as each engine says of itself: `graph` are the engines that are
+deterministic and compute in IEEE arithmetic (16-bit products are summed in float32), `graph_nondeterministic` those
+that add in any order, `graph_tf32` those that round float32 to TF32. Engines that convert their inputs to a narrower
+type, sum in one, or transform the image belong to none of them. Configs come in the order of cuDNN's heuristics. NCHW
+in 16 bits and TF32 contains hidden transposes, which are in the workspace and in the measured time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import lru_cache
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, Candidate, Runner, Support
+from nbdnn.cudnn.api import NumericalNote, failure, function, naming
+from nbdnn.cudnn.conv_operations import Scalars, operations, outside_of_the_pattern
+from nbdnn.cudnn.cost import method_us
+from nbdnn.cudnn.graph import EngineConfig, Packs, Plan, Proposal, operation_graph, plan, proposals
+from nbdnn.cudnn.handle import handle, property_descriptor
+from nbdnn.cudnn.library import loaded_version
+from nbdnn.cudnn.plan_file import stored_plan
+from nbdnn.device import Gpu
+from nbdnn.errors import CudaError, CudnnError
+from nbdnn.problem import ConvProblem
+
+_KNOWN = 4096  # problems whose engines are remembered
+# Worth measuring: the heuristics give up to 45 configs, most of them tiles of one or two engines.
+_MOST_CONFIGS, _MOST_OF_AN_ENGINE = 12, 6
+# Each of these takes 0.3 to 1 s to make.
+_MOST_COMPILED = 2
+# Pairs of alpha and beta that a runner keeps plans for.
+_MOST_SCALARS = 8
+_TRANSFORMING = frozenset(
+    (
+        NumericalNote.FFT,
+        NumericalNote.WINOGRAD,
+        NumericalNote.WINOGRAD_TILE_4x4,
+        NumericalNote.WINOGRAD_TILE_6x6,
+        NumericalNote.WINOGRAD_TILE_13x13,
+    )
+)
+
+
+@lru_cache(_KNOWN)
+def _proposals(problem: ConvProblem, device: Gpu, scalars: Scalars) -> tuple[Proposal, ...]:
+    """What cuDNN proposes for a problem with these factors, in its order."""
+    with naming(problem):
+        graph = operation_graph(operations(problem, scalars).operations)
+        return tuple(proposals(graph, property_descriptor(device)))
+
+
+def _usual(problem: ConvProblem) -> Scalars:
+    """The factors that a runner is prepared for."""
+    return Scalars(1.0, 1.0 if "beta" in problem.epilogue else 0.0)
+
+
+def _unusual(problem: ConvProblem) -> Scalars:
+    """Factors that stand for all others: the engines that take these take any."""
+    return Scalars(0.75, 0.5 if "beta" in problem.epilogue else 0.0)
+
+
+class _Ready(NamedTuple):
+    """A plan for one pair of factors."""
+
+    plan: Plan
+    packs: Packs
+
+
+class _Run:
+    """The plans of one problem in one thread: one engine for the usual factors, one for all others."""
+
+    def __init__(self, problem: ConvProblem, usual: Proposal, other: Proposal, device: Gpu) -> None:
+        self._problem, self._usual, self._other, self._device = problem, usual, other, device
+        self._handle = handle(device)
+        self._execute = function("cudnnBackendExecute")
+        self._ready: dict[Scalars, _Ready] = {}
+        self._scalars: tuple[float, ...] = ()
+        self._take(_usual(problem))
+
+    def __call__(
+        self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int, /
+    ) -> None:  # fmt: skip
+        if scalars != self._scalars:
+            self._take(scalars)
+        self._handle.use(stream)
+        if status := self._execute(self._handle.address, self._plan, self._packs(pointers, workspace)):
+            with naming(self._problem):
+                raise failure("cudnnBackendExecute", status)
+
+    def _take(self, scalars: tuple[float, ...]) -> None:
+        """Run the plan for these factors from now on."""
+        alpha, beta = scalars
+        wanted = Scalars(alpha, beta if "beta" in self._problem.epilogue else 0.0)
+        if wanted not in self._ready:
+            if len(self._ready) >= _MOST_SCALARS:
+                del self._ready[next(iter(self._ready))]
+            with naming(self._problem):
+                self._ready[wanted] = self._made(wanted)
+        ready = self._ready[wanted]
+        self._scalars, self._plan, self._packs = scalars, ready.plan.descriptor.address, ready.packs
+
+    def _made(self, scalars: Scalars) -> _Ready:
+        proposal = self._usual if scalars == _usual(self._problem) else self._other
+        posed = operations(self._problem, scalars)
+
+        def make() -> Plan:
+            return plan(self._handle, operation_graph(posed.operations, self._handle), proposal.config)
+
+        if proposal.compiled_at_run_time:
+            key = (str(self._problem), str(tuple(scalars)), str(proposal.config))
+            made = stored_plan(key, self._device, self._handle, make)
+        else:
+            made = make()
+        if made.workspace_bytes > self._usual.workspace_bytes:
+            raise CudnnError(
+                f"{proposal.config} takes {made.workspace_bytes} bytes of workspace for {tuple(scalars)} as alpha and "
+                f"beta, {self._usual.workspace_bytes} were promised; {self._problem}"
+            )
+        return _Ready(made, Packs(posed.tensors))
+
+
+class Graph(Candidate[EngineConfig, Gpu]):
+    """The engines of one kind, for one direction."""
+
+    provider = "cudnn"
+
+    def __init__(self, op: str, deterministic: bool = True, math: str = "fma") -> None:
+        self.op, self.deterministic, self.math = op, deterministic, math
+        self.algorithm = "graph" + ("" if deterministic else "_nondeterministic") + ("_tf32" if math == "tf32" else "")
+
+    @property
+    def cudnn_version(self) -> int:
+        return loaded_version()
+
+    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
+        if self.math == "tf32" and problem.dtype != "f32":
+            return Support(False, f"TF32 is an arithmetic of f32 data, not of {problem.dtype}")
+        if empty := next((o.name for o in problem.operands if not o.size_elems), None):
+            return Support(False, f"{empty} has 0 elements")
+        if reason := outside_of_the_pattern(problem):
+            return Support(False, reason)
+        try:
+            proposed = _proposals(problem, device, _usual(problem))
+            if _chosen(self, problem, device):
+                return YES
+        except (CudnnError, CudaError) as error:
+            return Support(False, str(error))
+        return Support(False, f"of the {len(proposed)} engine configs that cuDNN proposes, none is of this kind")
+
+    def allows(self, proposal: Proposal, problem: ConvProblem) -> bool:
+        """Whether an engine keeps what this candidate promises."""
+        notes = proposal.notes
+        if notes & _TRANSFORMING or NumericalNote.DOWN_CONVERT_INPUTS in notes:
+            return False
+        if NumericalNote.REDUCED_PRECISION_REDUCTION in notes and problem.compute != "f16":
+            return False
+        if NumericalNote.NONDETERMINISTIC in notes and self.deterministic:
+            return False
+        return self.math == "tf32" or not _is_tf32(proposal, problem)
+
+    def lists(self, proposal: Proposal, problem: ConvProblem) -> bool:
+        """Whether no other candidate lists the engine."""
+        return (
+            self.allows(proposal, problem)
+            and (NumericalNote.NONDETERMINISTIC in proposal.notes) != self.deterministic
+            and _is_tf32(proposal, problem) == (self.math == "tf32")
+        )
+
+    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[EngineConfig, ...]:
+        return tuple(_chosen(self, problem, device))
+
+    def workspace_bytes(self, problem: ConvProblem, config: EngineConfig, device: Gpu) -> int:
+        usual, _ = _chosen(self, problem, device)[config]
+        return usual.workspace_bytes
+
+    def estimate(self, problem: ConvProblem, config: EngineConfig, device: Gpu) -> float:
+        place = list(_chosen(self, problem, device)).index(config)
+        return method_us(problem, device, place, tf32=self.math == "tf32")
+
+    def prepare(self, problem: ConvProblem, config: EngineConfig, device: Gpu) -> Runner:
+        return _Run(problem, *_chosen(self, problem, device)[config], device)
+
+
+@lru_cache(_KNOWN)
+def _chosen(kind: Graph, problem: ConvProblem, device: Gpu) -> dict[EngineConfig, tuple[Proposal, Proposal]]:
+    """The configs of a candidate that are worth measuring: what runs with the usual factors, and what with others."""
+    able = [other for other in _proposals(problem, device, _unusual(problem)) if kind.allows(other, problem)]
+    chosen: dict[EngineConfig, tuple[Proposal, Proposal]] = {}
+    siblings: Counter[int] = Counter()
+    compiled = 0
+    for proposal in _proposals(problem, device, _usual(problem)):
+        engine, other = proposal.config.engine, _for_other_factors(proposal, able)
+        if not kind.lists(proposal, problem) or not other or siblings[engine] == _MOST_OF_AN_ENGINE:
+            continue
+        if len(chosen) == _MOST_CONFIGS or (proposal.compiled_at_run_time and compiled == _MOST_COMPILED):
+            continue
+        chosen[proposal.config] = (proposal, other)
+        siblings[engine] += 1
+        compiled += proposal.compiled_at_run_time
+    return chosen
+
+
+def _for_other_factors(proposal: Proposal, able: list[Proposal]) -> Proposal | None:
+    """The same engine where it takes any alpha and beta, else the first that does, in the same workspace.
+
+    Most engines that are compiled at run time know alpha = 1 and beta = 0 only.
+    """
+    fitting = [other for other in able if other.workspace_bytes <= proposal.workspace_bytes]
+    same = [other for other in fitting if other.config == proposal.config]
+    return next(iter(same + fitting), None)
+
+
+def _is_tf32(proposal: Proposal, problem: ConvProblem) -> bool:
+    """Whether an engine rounds float32 operands to TF32. Tensor cores multiply 16-bit numbers and float64 exactly."""
+    return problem.dtype == "f32" and NumericalNote.TENSOR_CORE in proposal.notes
+
+
+def _of(op: str) -> tuple[Graph, Graph, Graph]:
+    return Graph(op), Graph(op, deterministic=False), Graph(op, math="tf32")
+
+
+FWD, BWD_DATA, BWD_FILTER = _of("conv_fwd"), _of("conv_bwd_data"), _of("conv_bwd_filter")

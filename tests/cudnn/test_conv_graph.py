@@ -1,0 +1,159 @@
+"""Which engines a candidate lists, planned for a GPU that need not be here. On a GPU the matrix runs them."""
+
+from __future__ import annotations
+
+import pytest
+from planned import DEVICE
+
+from nbdnn.cudnn import conv_graph, conv_operations
+from nbdnn.cudnn.api import NumericalNote
+from nbdnn.cudnn.conv_graph import BWD_DATA, BWD_FILTER, FWD, Graph, _chosen, _proposals, _unusual, _usual
+from nbdnn.cudnn.conv_operations import Scalars, operations
+from nbdnn.cudnn.descriptors import Backend
+from nbdnn.cudnn.graph import operation_graph, plan
+from nbdnn.cudnn.handle import property_descriptor
+from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.workloads import edges
+
+KINDS = {"conv_fwd": FWD, "conv_bwd_data": BWD_DATA, "conv_bwd_filter": BWD_FILTER}
+LAYER = "n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross"
+# Dtypes, layouts, modes, directions, groups, strides, dilation, uneven pads, 3-D, alignment, epilogues.
+PROBLEMS = [
+    parse(text)
+    for text in (
+        f"conv_fwd:f32:{LAYER}:nchw",
+        f"conv_fwd:f32:{LAYER}:nhwc",
+        f"conv_fwd:bf16:{LAYER}:nhwc",
+        f"conv_fwd:f16:cf16:{LAYER}:nhwc",
+        f"conv_fwd:f64:{LAYER}:nchw",
+        "conv_fwd:bf16:n32c144h56w56:k144r3s3:p1x1:u1x1:d1x1:g144:conv:nhwc",
+        "conv_fwd:f32:n32c144h56w56:k144r3s3:p1x1:u1x1:d1x1:g144:cross:nhwc",
+        "conv_fwd:f32:n2c16h9w11:k24r3s2:ba1.2x0.3:u2x1:d1x2:g4:conv:nchw",
+        "conv_fwd:f16:n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc:a4",
+        "conv_fwd:bf16:n4c64d16h28w28:k64t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc",
+        f"conv_fwd:f32:{LAYER}:nchw:e:bias+relu",
+        f"conv_fwd:bf16:{LAYER}:nhwc:e:bias+relu+res",
+        f"conv_fwd:f32:{LAYER}:nhwc:e:bias+tanh",
+        f"conv_fwd:f64:{LAYER}:nchw:e:bias+sigmoid+beta",
+        f"conv_bwd_data:f32:{LAYER}:nchw",
+        f"conv_bwd_data:bf16:{LAYER}:nhwc:e:beta",
+        "conv_bwd_data:f32:n4c64d5h6w7:k64t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1:conv:ncdhw",
+        f"conv_bwd_filter:f32:{LAYER}:nchw:e:beta",
+        f"conv_bwd_filter:bf16:{LAYER}:nhwc",
+        f"conv_bwd_filter:f64:{LAYER}:nhwc",
+    )
+]
+SUPPORTED = [
+    pytest.param(candidate, problem, id=f"{candidate.id}-{problem}")
+    for problem in PROBLEMS
+    for candidate in KINDS[problem.op]
+    if candidate.deterministic and (candidate.math == "fma" or problem.dtype == "f32")
+]
+
+
+@pytest.mark.parametrize(("candidate", "problem"), SUPPORTED)
+def test_configs_make_plans_in_the_workspace_they_say(candidate: Graph, problem: ConvProblem) -> None:
+    """With the usual factors and with others; plans whose kernel is compiled are made once a problem."""
+    assert candidate.supports(problem, DEVICE).ok
+    configs = candidate.configs(problem, DEVICE)
+    assert 1 <= len(configs) == len(set(map(str, configs))) <= 12
+    where, compiled = property_descriptor(DEVICE), 0
+    for config in configs:
+        promised = candidate.workspace_bytes(problem, config, DEVICE)
+        usual, other = _chosen(candidate, problem, DEVICE)[config]
+        for proposal, scalars in ((usual, _usual(problem)), (other, _unusual(problem)), (other, Scalars(-2.5, 1.5))):
+            compiled += proposal.compiled_at_run_time
+            if proposal.compiled_at_run_time and compiled > 1:
+                continue
+            factors = scalars if "beta" in problem.epilogue else Scalars(scalars.alpha)
+            graph = operation_graph(operations(problem, factors).operations)
+            assert plan(where, graph, proposal.config).workspace_bytes <= promised
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_a_candidate_lists_only_what_it_may(problem: ConvProblem) -> None:
+    plain, nondeterministic, tf32 = KINDS[problem.op]
+    notes = {proposal.config: proposal.notes for proposal in _proposals(problem, DEVICE, _usual(problem))}
+    for candidate in (plain, nondeterministic, tf32):
+        listed = candidate.configs(problem, DEVICE) if candidate.supports(problem, DEVICE).ok else ()
+        for config in listed:
+            assert (NumericalNote.NONDETERMINISTIC in notes[config]) is (candidate is nondeterministic)
+            rounds = problem.dtype == "f32" and NumericalNote.TENSOR_CORE in notes[config]
+            assert rounds is (candidate is tf32)
+            assert NumericalNote.DOWN_CONVERT_INPUTS not in notes[config]
+            assert problem.compute == "f16" or NumericalNote.REDUCED_PRECISION_REDUCTION not in notes[config]
+    if problem.dtype == "f32":
+        assert set(plain.configs(problem, DEVICE)).isdisjoint(tf32.configs(problem, DEVICE))
+        assert any(NumericalNote.TENSOR_CORE in each for each in notes.values())
+
+
+def test_the_engines_that_add_in_any_order() -> None:
+    for op, engine in (("conv_bwd_data", 25), ("conv_bwd_filter", 20)):
+        problem = parse(f"{op}:f32:n32c144h56w56:k144r3s3:p1x1:u1x1:d1x1:g144:cross:nhwc")
+        _, nondeterministic, _ = KINDS[op]
+        assert not nondeterministic.deterministic and nondeterministic.supports(problem, DEVICE).ok
+        assert {config.engine for config in nondeterministic.configs(problem, DEVICE)} == {engine}
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("e:relu", "the epilogue e:relu is not fused here: cuDNN fuses no activation or residual without a bias"),
+        ("e:res", "the epilogue e:res is not fused here: cuDNN fuses no activation or residual without a bias"),
+        ("e:bias+swish", "the epilogue e:bias+swish is not fused here: cuDNN has no swish after a convolution"),
+        (
+            "e:bias+res+beta",
+            "the epilogue e:bias+res+beta is not fused here: cuDNN adds one tensor besides the bias, not two",
+        ),
+    ],
+)
+def test_epilogues_outside_of_the_pattern(end: str, reason: str) -> None:
+    assert FWD[0].supports(parse(f"conv_fwd:f32:{LAYER}:nchw:{end}"), DEVICE) == (False, reason)
+
+
+def test_other_refusals() -> None:
+    plain, _, tf32 = FWD
+    assert tf32.supports(parse(f"conv_fwd:bf16:{LAYER}:nhwc"), DEVICE).reason == (
+        "TF32 is an arithmetic of f32 data, not of bf16"
+    )
+    assert plain.supports(parse(f"conv_fwd:f32:{LAYER}:nchw".replace("n32", "n0")), DEVICE).reason == "x has 0 elements"
+    without = parse(f"conv_fwd:f16:cf16:{LAYER}:nhwc:e:bias+relu".replace("cross", "conv"))
+    assert plain.supports(without, DEVICE).reason.startswith("of the 0 engine configs that cuDNN proposes, none")
+
+
+@pytest.mark.parametrize("op", CONV_OPS)
+def test_every_edge_case_is_answered(op: str) -> None:
+    """In float32 every convolution without an epilogue has an engine, whatever its shape, mode and layouts."""
+    plain = KINDS[op][0]
+    problems = [p for p in edges(op) if p.dtype == "f32" and not p.epilogue and min(p.n, p.c, p.k)]
+    answers = {str(problem): plain.supports(problem, DEVICE) for problem in problems}
+    assert len(answers) > 60 and {text: answer.reason for text, answer in answers.items() if not answer.ok} == {}
+
+
+def test_scalars_are_part_of_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """y stands for z where alpha needs the sum; a residual is z, with the factor 1."""
+    seen: list[tuple[int, float, float]] = []
+    real = conv_operations._pointwise
+
+    def recording(problem: ConvProblem, stage: conv_operations._Stage, value: Backend, result: Backend) -> Backend:
+        if stage.factors:
+            seen.append((int(stage.mode), *stage.factors))
+        return real(problem, stage, value, result)
+
+    monkeypatch.setattr(conv_operations, "_pointwise", recording)
+    plain, residual, beta = (parse(f"conv_fwd:f32:{LAYER}:nchw:e:bias+{end}") for end in ("relu", "relu+res", "beta"))
+    assert operations(plain, Scalars()).tensors == [(1, 0), (2, 1), (3, 2), (4, 3)] and seen == []
+    assert operations(plain, Scalars(0.5)).tensors[-1] == (9, 2) and seen.pop() == (0, 0.5, 0.0)
+    assert operations(residual, Scalars(0.5)).tensors[-1] == (9, 4) and seen.pop() == (0, 0.5, 1.0)
+    assert operations(beta, Scalars(0.5, 0.25)).tensors[-1] == (9, 2) and seen.pop() == (0, 0.5, 0.25)
+
+
+def test_the_default_guess_is_the_first_config() -> None:
+    problem = PROBLEMS[2]
+    configs = FWD[0].configs(problem, DEVICE)
+    guesses_us = [FWD[0].estimate(problem, config, DEVICE) for config in configs]
+    assert guesses_us == sorted(guesses_us) and 9 < guesses_us[0] < 90  # the floor is 9 us, PyTorch took 25
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    assert conv_graph._proposals.cache_info().maxsize == conv_graph._chosen.cache_info().maxsize == 4096
