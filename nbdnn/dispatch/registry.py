@@ -6,6 +6,7 @@ Importing this module loads the kernel modules and Numba: nothing that ``import 
 from __future__ import annotations
 
 from nbdnn.candidate import Candidate
+from nbdnn.cudnn import conv_graph, conv_legacy
 from nbdnn.errors import InvalidProblem
 from nbdnn.kernels.cpu import (
     conv_channel_gemm,
@@ -32,6 +33,8 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.FWD_TILING,
         conv_fft.FWD,
         conv_im2col.FWD,
+        *conv_graph.FWD,
+        *conv_legacy.FWD,
         conv_direct_cuda.FWD,
         conv_direct.FWD,
     ),
@@ -44,6 +47,8 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.BWD_DATA_TILING,
         conv_fft.BWD_DATA,
         conv_im2col.BWD_DATA,
+        *conv_graph.BWD_DATA,
+        *conv_legacy.BWD_DATA,
         conv_direct_cuda.BWD_DATA,
         conv_direct.BWD_DATA,
     ),
@@ -54,17 +59,12 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.BWD_FILTER_TILING,
         conv_fft.BWD_FILTER,
         conv_im2col.BWD_FILTER,
+        *conv_graph.BWD_FILTER,
+        *conv_legacy.BWD_FILTER,
         conv_direct_cuda.BWD_FILTER,
         conv_direct.BWD_FILTER,
     ),
 }
-
-# The forward through a gradient's candidates: these race only where the caller's direction_hint asks for them.
-_LOWERINGS: dict[str, tuple[Candidate, ...]] = {
-    "bprop weights": tuple(AsBwdFilter(candidate) for candidate in _LISTS["conv_bwd_filter"]),
-    "bprop inputs": tuple(AsBwdData(candidate) for candidate in _LISTS["conv_bwd_data"]),
-}
-
 
 # The kind of device that a provider's candidates run on; others are for the CPU.
 _KINDS = {"cudnn": "cuda", "numba": "cuda"}
@@ -73,6 +73,14 @@ _KINDS = {"cudnn": "cuda", "numba": "cuda"}
 def kind_of(candidate: Candidate) -> str:
     """The ``kind`` of the devices that a candidate is for: 'cpu' or 'cuda'."""
     return _KINDS.get(candidate.provider, "cpu")
+
+
+# The forward through a gradient's candidates: these race only where the caller's direction_hint asks for them. Their
+# transposes run on the CPU.
+_LOWERINGS: dict[str, tuple[Candidate, ...]] = {
+    "bprop weights": tuple(AsBwdFilter(inner) for inner in _LISTS["conv_bwd_filter"] if kind_of(inner) == "cpu"),
+    "bprop inputs": tuple(AsBwdData(inner) for inner in _LISTS["conv_bwd_data"] if kind_of(inner) == "cpu"),
+}
 
 
 def candidates(op: str, hint: str = "", kind: str = "cpu") -> tuple[Candidate, ...]:
