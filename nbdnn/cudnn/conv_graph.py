@@ -148,7 +148,7 @@ class Graph(Candidate[EngineConfig, Gpu]):
             if _chosen(self, problem, device):
                 return YES
         except (CudnnError, CudaError) as error:
-            return Support(False, str(error))
+            return Support(False, str(error).partition("\n")[0])
         return Support(False, f"of the {len(proposed)} engine configs that cuDNN proposes, none is of this kind")
 
     def allows(self, proposal: Proposal, problem: ConvProblem) -> bool:

@@ -152,7 +152,7 @@ class Legacy(Candidate[NoConfig, Gpu]):
         try:
             needed = _workspace(problem, device, self._value)
         except (CudnnError, CudaError) as error:
-            return Support(False, str(error))
+            return Support(False, str(error).partition("\n")[0])
         return YES if isinstance(needed, int) else Support(False, needed)
 
     def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Gpu) -> int:

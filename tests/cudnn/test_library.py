@@ -11,11 +11,16 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
+from gpus import H200
 from stand_ins import fake_cudnn
 
-from nbdnn.cudnn import search
+from nbdnn.cudnn import api, search
+from nbdnn.cudnn.conv_graph import FWD
+from nbdnn.cudnn.library import _Process as Process
 from nbdnn.cudnn.library import library
 from nbdnn.cudnn.search import SONAME, refusal
+from nbdnn.errors import CudnnError
+from nbdnn.problem import parse
 
 # A process loads cuDNN once: each case has its own.
 _LOAD = """
@@ -188,3 +193,13 @@ def test_a_file_that_is_no_library(tmp_path: Path) -> None:
 def test_what_it_opens_later_is_loaded_with_it() -> None:
     assert library() is library()
     assert all(map(search.loaded, (SONAME, "libcublasLt.so", "libnvrtc.so")))
+
+
+def test_candidates_say_in_a_line_that_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message lists every path that was tried; a refusal is one line of a table."""
+    absent = CudnnError("no cuDNN that works here was found\n  /nowhere: no such file")
+    monkeypatch.setattr(Process, "outcome", absent)
+    api.function.cache_clear()
+    problem = parse("conv_fwd:f32:n7c2h8w8:k3r3s3:p1x1:u1x1:d1x1:g1:cross:nchw")
+    assert FWD[0].supports(problem, H200) == (False, "no cuDNN that works here was found")
+    assert FWD[0].cudnn_version == 0
