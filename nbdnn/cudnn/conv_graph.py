@@ -1,6 +1,6 @@
 """Convolution by cuDNN's engines: the graph API, whose configs are engines with their knobs.
 
-    y = activation(alpha * conv(x, w) + beta * y + residual + bias)       what of it is fused: conv_operations.py
+    y = activation(alpha * conv(x, w) + beta * y + residual + bias)       without swish: conv_operations.py
 
 One candidate for each thing that a caller may forbid, as each engine says of itself: `graph` are the engines that are
 deterministic and compute in IEEE arithmetic (16-bit products are summed in float32), `graph_nondeterministic` those
@@ -15,9 +15,12 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
+from nbdnn import driver
 from nbdnn.candidate import YES, Candidate, Runner, Support
 from nbdnn.cudnn.api import NumericalNote, failure, function, naming
-from nbdnn.cudnn.conv_operations import Scalars, operations, outside_of_the_pattern
+from nbdnn.cudnn.conv_operations import Scalars, operations, outside_of_the_pattern, zero_bias_bytes
 from nbdnn.cudnn.cost import method_us
 from nbdnn.cudnn.graph import EngineConfig, Packs, Plan, Proposal, operation_graph, plan, proposals
 from nbdnn.cudnn.handle import handle, property_descriptor
@@ -76,6 +79,7 @@ class _Run:
     def __init__(self, problem: ConvProblem, usual: Proposal, other: Proposal, device: Gpu) -> None:
         self._problem, self._usual, self._other, self._device = problem, usual, other, device
         self._handle = handle(device)
+        self._zeros = _zeros(zero_bias_bytes(problem), device)
         self._execute = function("cudnnBackendExecute")
         self._ready: dict[Scalars, _Ready] = {}
         self._scalars: tuple[float, ...] = ()
@@ -120,7 +124,17 @@ class _Run:
                 f"{proposal.config} takes {made.workspace_bytes} bytes of workspace for {tuple(scalars)} as alpha and "
                 f"beta, {self._usual.workspace_bytes} were promised; {self._problem}"
             )
-        return _Ready(made, Packs(posed.tensors))
+        own = (self._zeros.address,) if self._zeros else ()
+        return _Ready(made, Packs(posed.tensors, own))
+
+
+def _zeros(size_bytes: int, device: Gpu) -> driver.Memory | None:
+    """So many zero bytes of the GPU."""
+    if not size_bytes:
+        return None
+    memory = driver.Memory(device.index, size_bytes)
+    driver.upload(memory.address, np.zeros(size_bytes, np.uint8))
+    return memory
 
 
 class Graph(Candidate[EngineConfig, Gpu]):

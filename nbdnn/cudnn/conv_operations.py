@@ -1,12 +1,13 @@
 """Convolution problems as graphs of cuDNN's backend operations.
 
-    no epilogue:   y = alpha * conv(x, w) + beta * y                        one operation, also for both gradients
-    with a bias:   y = activation(alpha * conv(x, w) + c * z + bias)        up to four; z is y, with c = beta, or the
-                                                                            residual, with c = 1
+    no epilogue:  y = alpha * conv(x, w) + beta * y                       one operation, also for both gradients
+    epilogue:     y = activation(alpha * conv(x, w) + c * z + bias)       up to four; z is y, with c = beta, or the
+                                                                          residual, with c = 1
 
 The second is the pattern for which cuDNN has compiled kernels in both layouts, activation None or relu; one general
-engine takes sigmoid and tanh. Every other epilogue exists only as a kernel compiled at run time, for channels-last
-data and alpha = 1, and is refused. alpha and the rest are part of an operation, so there is a graph for each value.
+engine takes sigmoid and tanh. It has no kernels without the bias: where there is none, zeros stand for it. Every other
+epilogue exists only as a kernel compiled at run time, for channels-last data and alpha = 1, and is refused. alpha and
+beta are part of an operation, so there is a graph for each value.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from nbdnn.cudnn.api import Attribute, AttributeType, DescriptorType, PointwiseMode
 from nbdnn.cudnn.descriptors import DATA_TYPE, MODE, Backend
-from nbdnn.problem import ConvProblem, Operand, dense_strides
+from nbdnn.problem import ITEMSIZE, ConvProblem, Operand, dense_strides
 
 _ACTIVATION = {"relu": PointwiseMode.RELU_FWD, "sigmoid": PointwiseMode.SIGMOID_FWD, "tanh": PointwiseMode.TANH_FWD}
 # Unique ids of the tensors that have memory: 1 up in the order of the problem's operands, and z.
@@ -86,7 +87,10 @@ class _Stage(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """Operations in order, and for each tensor with memory (unique id, place among the problem's operands)."""
+    """Operations in order, and for each tensor with memory (unique id, place among the problem's operands).
+
+    The place after the last operand is that of a bias of zeros, which the caller owns.
+    """
 
     operations: list[Backend]
     tensors: list[tuple[int, int]]
@@ -98,8 +102,6 @@ def outside_of_the_pattern(problem: ConvProblem) -> str:
     told = f"the epilogue e:{'+'.join(tokens)} is not fused here: "
     if tokens in ((), ("beta",)):
         return ""
-    if "bias" not in tokens:
-        return told + "cuDNN fuses no activation or residual without a bias"
     if "res" in tokens and "beta" in tokens:
         return told + "cuDNN adds one tensor besides the bias, not two"
     if problem.activation not in (None, *_ACTIVATION):
@@ -114,19 +116,25 @@ def operations(problem: ConvProblem, scalars: Scalars) -> Operations:
     return _fused(problem, scalars)
 
 
+def zero_bias_bytes(problem: ConvProblem) -> int:
+    """The size of the zeros that stand for a bias; 0 where none do."""
+    has_own = "bias" in problem.epilogue or problem.epilogue in ((), ("beta",))
+    return 0 if has_own else problem.k * ITEMSIZE[problem.dtype]
+
+
 def _fused(problem: ConvProblem, scalars: Scalars) -> Operations:
-    y, bias, *residual = problem.operands[2:]
-    reads_z = bool(residual) or "beta" in problem.epilogue or scalars.alpha != 1.0
-    tensors = [(1, 0), (2, 1), (3, 2), (4, 3)]
+    places = {operand.name: place for place, operand in enumerate(problem.operands)}
+    y, bias_at, has_residual = problem.operands[2], places.get("bias", len(places)), "residual" in places
+    tensors = [(1, 0), (2, 1), (3, 2), (4, bias_at)]
     stages: list[_Stage] = []
-    if reads_z:
+    if has_residual or "beta" in problem.epilogue or scalars.alpha != 1.0:
         # Where alpha alone needs the sum, y with the factor 0 stands for z; cuDNN does not read it then.
-        factors = Scalars(scalars.alpha, 1.0) if residual else scalars
-        tensors.append((_Z, 4 if residual else 2))
-        stages.append(_Stage(PointwiseMode.ADD, _tensor(residual[0] if residual else y, _Z, problem), factors))
+        factors = Scalars(scalars.alpha, 1.0) if has_residual else scalars
+        tensors.append((_Z, places.get("residual", 2)))
+        stages.append(_Stage(PointwiseMode.ADD, _tensor(y, _Z, problem), factors))
     one_pixel = (1, problem.k, *(1,) * problem.ndim)
-    flat = Operand("bias", one_pixel, dense_strides(one_pixel, problem.y_channels_last), bias.dtype)
-    stages.append(_Stage(PointwiseMode.ADD, _tensor(flat, 4, problem)))
+    bias = Operand("bias", one_pixel, dense_strides(one_pixel, problem.y_channels_last), problem.dtype)
+    stages.append(_Stage(PointwiseMode.ADD, _tensor(bias, 4, problem)))
     if problem.activation:
         stages.append(_Stage(_ACTIVATION[problem.activation]))
     made, value = [], _tensor(y, _FIRST_VIRTUAL, problem, virtual=True)

@@ -139,10 +139,14 @@ def plan(where: Handle | Backend, graph: Backend, config: EngineConfig) -> Plan:
 
 
 class Packs:
-    """Variant packs: for tensors with the given unique ids, at places among the pointers of a call; the last used."""
+    """Variant packs: for tensors with the given unique ids, at places among the pointers of a call; the last used.
 
-    def __init__(self, tensors: Sequence[tuple[int, int]]) -> None:
+    `own` are pointers that every call has, behind those that it is given.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[int, int]], own: tuple[int, ...] = ()) -> None:
         self._ids, self._places = zip(*tensors, strict=True)
+        self._own = own
         self._packs: dict[tuple[tuple[int, ...], int], Backend] = {}
 
     def __call__(self, pointers: tuple[int, ...], workspace: int) -> int:
@@ -158,7 +162,8 @@ class Packs:
 
     def _made(self, pointers: tuple[int, ...], workspace: int) -> Backend:
         pack = Backend(DescriptorType.VARIANT_PACK)
-        picked = [pointers[place] for place in self._places]
+        every = (*pointers, *self._own)
+        picked = [every[place] for place in self._places]
         pack.set(Attribute.VARIANT_PACK_DATA_POINTERS, picked, AttributeType.VOID_PTR)
         pack.set(Attribute.VARIANT_PACK_UNIQUE_IDS, self._ids)
         pack.set(Attribute.VARIANT_PACK_WORKSPACE, [workspace], AttributeType.VOID_PTR)

@@ -18,6 +18,7 @@ from nbdnn.workloads import edges
 KINDS = {"conv_fwd": FWD, "conv_bwd_data": BWD_DATA, "conv_bwd_filter": BWD_FILTER}
 LAYER = "n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross"
 # Dtypes, layouts, modes, directions, groups, strides, dilation, uneven pads, 3-D, alignment, epilogues.
+_NOT_FUSED = {"bias+swish", "res+beta", "bias+relu+res+beta"}
 PROBLEMS = [
     parse(text)
     for text in (
@@ -35,6 +36,9 @@ PROBLEMS = [
         f"conv_fwd:bf16:{LAYER}:nhwc:e:bias+relu+res",
         f"conv_fwd:f32:{LAYER}:nhwc:e:bias+tanh",
         f"conv_fwd:f64:{LAYER}:nchw:e:bias+sigmoid+beta",
+        f"conv_fwd:f32:{LAYER}:nchw:e:relu",
+        f"conv_fwd:bf16:{LAYER}:nchw:e:relu+res",
+        f"conv_fwd:f16:{LAYER}:nhwc:e:res",
         f"conv_bwd_data:f32:{LAYER}:nchw",
         f"conv_bwd_data:bf16:{LAYER}:nhwc:e:beta",
         "conv_bwd_data:f32:n4c64d5h6w7:k64t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1:conv:ncdhw",
@@ -98,8 +102,6 @@ def test_the_engines_that_add_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        ("e:relu", "the epilogue e:relu is not fused here: cuDNN fuses no activation or residual without a bias"),
-        ("e:res", "the epilogue e:res is not fused here: cuDNN fuses no activation or residual without a bias"),
         ("e:bias+swish", "the epilogue e:bias+swish is not fused here: cuDNN has no swish after a convolution"),
         (
             "e:bias+res+beta",
@@ -123,11 +125,10 @@ def test_other_refusals() -> None:
 
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_every_edge_case_is_answered(op: str) -> None:
-    """In float32 every convolution without an epilogue has an engine, whatever its shape, mode and layouts."""
+    """Every convolution has an engine, whatever its dtype, shape, mode and layouts; but for a few epilogues."""
     plain = KINDS[op][0]
-    problems = [p for p in edges(op) if p.dtype == "f32" and not p.epilogue and min(p.n, p.c, p.k)]
-    answers = {str(problem): plain.supports(problem, DEVICE) for problem in problems}
-    assert len(answers) > 60 and {text: answer.reason for text, answer in answers.items() if not answer.ok} == {}
+    refused = [p for p in edges(op) if min(p.n, p.c, p.k) and not plain.supports(p, DEVICE).ok]
+    assert {"+".join(problem.epilogue) for problem in refused} == (_NOT_FUSED if op == "conv_fwd" else set())
 
 
 def test_scalars_are_part_of_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,6 +147,12 @@ def test_scalars_are_part_of_the_operations(monkeypatch: pytest.MonkeyPatch) -> 
     assert operations(plain, Scalars(0.5)).tensors[-1] == (9, 2) and seen.pop() == (0, 0.5, 0.0)
     assert operations(residual, Scalars(0.5)).tensors[-1] == (9, 4) and seen.pop() == (0, 0.5, 1.0)
     assert operations(beta, Scalars(0.5, 0.25)).tensors[-1] == (9, 2) and seen.pop() == (0, 0.5, 0.25)
+
+
+def test_zeros_stand_for_a_bias() -> None:
+    own, none, plain = (parse(f"conv_fwd:f16:{LAYER}:nhwc{end}") for end in (":e:bias+relu", ":e:relu+res", ""))
+    assert [conv_operations.zero_bias_bytes(problem) for problem in (own, none, plain)] == [0, 64 * 2, 0]
+    assert operations(none, Scalars()).tensors == [(1, 0), (2, 1), (3, 2), (4, 4), (9, 3)]
 
 
 def test_the_default_guess_is_the_first_config() -> None:

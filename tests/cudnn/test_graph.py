@@ -85,11 +85,11 @@ def test_packs_hold_pointers_by_id_and_are_kept(monkeypatch: pytest.MonkeyPatch)
         return real(self, attribute, values, *kind)
 
     monkeypatch.setattr(Backend, "set", recording)
-    packs = Packs([(1, 0), (2, 1), (3, 2), (9, 2)])
+    packs = Packs([(1, 0), (2, 1), (3, 2), (4, 3), (9, 2)], own=(4096,))
     first = packs((256, 512, 768), 1024)
     assert told == [
-        (Attribute.VARIANT_PACK_DATA_POINTERS, [256, 512, 768, 768]),
-        (Attribute.VARIANT_PACK_UNIQUE_IDS, [1, 2, 3, 9]),
+        (Attribute.VARIANT_PACK_DATA_POINTERS, [256, 512, 768, 4096, 768]),
+        (Attribute.VARIANT_PACK_UNIQUE_IDS, [1, 2, 3, 4, 9]),
         (Attribute.VARIANT_PACK_WORKSPACE, [1024]),
     ]
     assert packs((256, 512, 768), 1024) == first and len(told) == 3
