@@ -279,9 +279,9 @@ class StatusError(CudnnError):
         self.status = status
 
     @property
-    def is_unsupported(self) -> bool:
-        """Whether cuDNN says that it cannot do this, not that the call was wrong or went wrong."""
-        return self.status // 1000 == Status.NOT_SUPPORTED // 1000
+    def kind(self) -> int:
+        """The status without its details, such as Status.NOT_SUPPORTED."""
+        return self.status // 1000 * 1000
 
 
 @cache

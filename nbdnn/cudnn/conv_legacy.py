@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from nbdnn import driver
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
-from nbdnn.cudnn.api import BwdDataAlgo, BwdFilterAlgo, FwdAlgo, StatusError, call, failure, function, naming
+from nbdnn.cudnn.api import BwdDataAlgo, BwdFilterAlgo, FwdAlgo, Status, StatusError, call, failure, function, naming
 from nbdnn.cudnn.cost import method_us
 from nbdnn.cudnn.descriptors import conv_descriptors
 from nbdnn.cudnn.handle import handle
@@ -76,19 +76,22 @@ def _workspace(problem: ConvProblem, device: Gpu, algorithm: int) -> int | str:
             described = (first.address, second.address, convolution.address, third.address)
             call(name, at, *described, algorithm, byref(needed_bytes))
         except StatusError as error:
+            if error.kind not in (Status.BAD_PARAM, Status.NOT_SUPPORTED):
+                raise  # no answer to remember
             return str(error)
     return needed_bytes.value
 
 
 @lru_cache(_KNOWN)
 def _ranking(problem: ConvProblem, device: Gpu) -> tuple[int, ...]:
-    """The algorithms that cuDNN would try, its first choice first."""
+    """The algorithms that cuDNN would try, its first choice first; none where it has no opinion."""
     room, returned = (_Rank * 10)(), c_int()
     (first, second, third), convolution = conv_descriptors(problem)
     described = (first.address, second.address, convolution.address, third.address)
     name = f"cudnnGetConvolution{_DIRECTION[problem.op]}Algorithm_v7"
     with driver.Current(device.index):
-        call(name, handle(device).address, *described, len(room), byref(returned), room)
+        if function(name)(handle(device).address, *described, len(room), byref(returned), room):
+            return ()
     return tuple(dict.fromkeys(rank.algo for rank in room[: returned.value] if rank.status == 0))
 
 

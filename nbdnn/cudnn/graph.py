@@ -18,6 +18,7 @@ from nbdnn.cudnn.api import (
     BehaviorNote,
     DescriptorType,
     HeurMode,
+    Status,
     StatusError,
 )
 from nbdnn.cudnn.descriptors import Backend
@@ -72,12 +73,14 @@ def proposals(graph: Backend, properties: Backend) -> list[Proposal]:
         try:
             results = heuristics.finalize().get_parts(Attribute.ENGINEHEUR_RESULTS, DescriptorType.ENGINECFG)
         except StatusError as error:
-            if error.is_unsupported:  # of a graph that no engine runs, one mode says so and the other is empty
-                continue
-            raise
+            if error.kind != Status.NOT_SUPPORTED:
+                raise
+            continue  # of a graph that no engine runs, one mode says so and the other is empty
         for result in results:
             proposal = _described(result)
-            found.setdefault(proposal.config, proposal)
+            # What cuDNN only falls back on is not worth a compilation beside an engine that it falls back on as well.
+            if mode == HeurMode.A or not proposal.compiled_at_run_time:
+                found.setdefault(proposal.config, proposal)
     return list(found.values())
 
 

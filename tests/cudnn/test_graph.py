@@ -107,7 +107,7 @@ def test_packs_are_bounded_and_forget_what_was_used_longest_ago(monkeypatch: pyt
 class TestStoredPlans:
     """A plan whose kernel is compiled: kept on disk, and compiled again where the file is no good."""
 
-    TEXT = f"conv_fwd:bf16:{LAYER}:nhwc"
+    TEXT = "conv_fwd:f32:n32c144h56w56:k144r3s3:p1x1:u1x1:d1x1:g144:cross:nhwc"
 
     @pytest.fixture
     def make(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Plan]:
