@@ -59,7 +59,12 @@ def assert_says_something(problem: ConvProblem, expected: reference.Sample) -> N
 
 
 def assert_exact(candidate: Candidate, problem: ConvProblem, got: np.ndarray, expected: reference.Sample) -> None:
-    """Bit for bit; FFT and all Winograds but F(2x2), whose matrices are small binary fractions, after rounding."""
+    """Bit for bit; FFT and all Winograds but F(2x2), whose matrices are small binary fractions, after rounding.
+
+    cuDNN does not owe it where the caller permits narrower sums: compute in f16, TF32.
+    """
+    if candidate.provider == "cudnn" and (problem.compute == "f16" or candidate.math == "tf32"):
+        return
     flat = got[expected.index].astype(np.float64)
 
     def rounded(value: np.ndarray) -> np.ndarray:

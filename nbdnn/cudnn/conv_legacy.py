@@ -98,7 +98,7 @@ def _ranking(problem: ConvProblem, device: Gpu) -> tuple[int, ...]:
 class _Run:
     """One prepared call. Its arguments stay where they are; alpha and beta are written before each call."""
 
-    __slots__ = ("_alpha", "_arguments", "_beta", "_convolve", "_device", "_handle", "_keep", "_problem")
+    __slots__ = ("_alpha", "_arguments", "_beta", "_convolve", "_device", "_handle", "_keep", "_problem", "_reads_out")
 
     def __init__(self, problem: ConvProblem, device: Gpu, algorithm: int) -> None:
         self._problem = problem
@@ -106,6 +106,7 @@ class _Run:
         self._handle = handle(device)
         number = ctypes.c_double if problem.dtype == "f64" else ctypes.c_float
         self._alpha, self._beta = number(), number()
+        self._reads_out = "beta" in problem.epilogue
         self._keep = described = conv_descriptors(problem)
         workspace_bytes = _workspace(problem, device, algorithm)
         assert isinstance(workspace_bytes, int), workspace_bytes
@@ -124,7 +125,9 @@ class _Run:
         self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int, /
     ) -> None:  # fmt: skip
         handle_, alpha, first, second, third, convolution, algorithm, workspace_bytes, beta = self._arguments
-        self._alpha.value, self._beta.value = scalars
+        self._alpha.value = scalars[0]
+        if self._reads_out:
+            self._beta.value = scalars[1]
         self._handle.use(stream)
         p1, p2, p3 = pointers
         status = self._convolve(

@@ -34,7 +34,7 @@ PROBLEMS = [
         "conv_fwd:bf16:n4c64d16h28w28:k64t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc",
         f"conv_fwd:f32:{LAYER}:nchw:e:bias+relu",
         f"conv_fwd:bf16:{LAYER}:nhwc:e:bias+relu+res",
-        f"conv_fwd:f32:{LAYER}:nhwc:e:bias+tanh",
+        f"conv_fwd:f32:{LAYER}:nhwc:e:bias+sigmoid",
         f"conv_fwd:f64:{LAYER}:nchw:e:bias+sigmoid+beta",
         f"conv_fwd:f32:{LAYER}:nchw:e:relu",
         f"conv_fwd:bf16:{LAYER}:nchw:e:relu+res",
