@@ -29,14 +29,18 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 class Torch(Library):
     def read(self, array: Any) -> tuple[int, Hashable]:
-        if not (array.is_cuda or array.is_cpu) or array.layout is not _strided:
-            raise InvalidType(f"a {array.layout} tensor on {array.device}: it must be dense, on a CPU or CUDA device")
+        if array.layout is not _strided:
+            raise InvalidType(f"a {array.layout} tensor: it must be dense")
         pointer = array.data_ptr()
         alignment = pointer & (DEFAULT_ALIGN - 1)
         return pointer, (array.shape, array.stride(), array.dtype, alignment, array.get_device())
 
     def gpu(self, array: Any) -> int:
-        return array.get_device()
+        if array.is_cuda:
+            return array.get_device()
+        if not array.is_cpu:
+            raise InvalidType(f"a tensor on {array.device}: it must be on a CPU or CUDA device")
+        return -1
 
     def stream(self, gpu: int) -> int:
         return _raw_stream(gpu)
@@ -49,7 +53,7 @@ class Torch(Library):
         if dtype is None:
             raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(BY_NAME)}")
         strides = tuple(step * ITEMSIZE[dtype] for step in array.stride())
-        return View(array.data_ptr(), tuple(array.shape), strides, dtype, True, array.get_device())
+        return View(array.data_ptr(), tuple(array.shape), strides, dtype, True, self.gpu(array))
 
     def pointer(self, array: Any) -> int:
         return array.data_ptr()

@@ -53,44 +53,51 @@ def compute(arguments: tuple, arrays: Sequence[Any], alpha: float, beta: float, 
     arguments: the fields of `Arguments`, a plain tuple because it is the memo's key. arrays: both factors, bias,
     residual and out, the last three None where absent. stream: what the caller gave, for arrays on a GPU.
     """
+    first = arrays[_FIRST]
     try:
-        library = library_of(arrays[_FIRST])
+        library = library_of(first)
+        read_one, kind = library.read, type(first)
+        pointers, key = [], [arguments, beta == 0]
+        for array in arrays:
+            if array is None:
+                pointer, facts = _ABSENT
+            else:
+                pointer, facts = read_one(array) if type(array) is kind else read(array)
+            pointers.append(pointer)
+            key.append(facts)
     except InvalidType:
         _name_unreadable(arguments[0], arrays)
         raise
-    gpu = library.gpu(arrays[_FIRST])
+    scalars = float(alpha), float(beta)
+    gpu = library.gpu(first)
     if gpu < 0:
-        return _computed(dispatcher.context(), arguments, arrays, alpha, beta, 0)
+        context = dispatcher.context()
+        call = _call(context, tuple(key), arguments, arrays, scalars[1])
+        return call.run(context, arrays, pointers, scalars, 0)
     changed = driver.enter(gpu)
     try:
         context = dispatcher.context(gpu)
+        call = _call(context, tuple(key), arguments, arrays, scalars[1])
         if stream is None:
-            return _computed(context, arguments, arrays, alpha, beta, library.stream(gpu))
+            return call.run(context, arrays, pointers, scalars, library.stream(gpu))
         handle = stream_handle(stream)
         with library.on_stream(gpu, handle):
-            return _computed(context, arguments, arrays, alpha, beta, handle)
+            return call.run(context, arrays, pointers, scalars, handle)
     finally:
         if changed:
             driver.leave()
 
 
-def _computed(
-    context: dispatcher.Context, arguments: tuple, arrays: Sequence[Any], alpha: float, beta: float, stream: int
-) -> Any:
-    try:
-        reads = [_ABSENT if array is None else read(array) for array in arrays]
-    except InvalidType:
-        _name_unreadable(arguments[0], arrays)
-        raise
-    key = (arguments, beta == 0, *[key for _, key in reads])
+def _call(context: dispatcher.Context, key: tuple, arguments: tuple, arrays: Sequence[Any], beta: float) -> _Call:
+    """What runs calls with this key: made of the first of them."""
     try:
         call = context.memo.get(key)
     except TypeError:  # unhashable, as a list is: the checks say what should have been there
         call = None
     if call is None:
-        call = _prepare(Arguments(*arguments), arrays, float(beta))
+        call = _prepare(Arguments(*arguments), arrays, beta)
         context.remember(key, call)
-    return call.run(context, arrays, [pointer for pointer, _ in reads], (float(alpha), float(beta)), stream)
+    return call
 
 
 class _Runs(Protocol):
@@ -103,7 +110,8 @@ class _Call:
 
     library, allocate: make the result; or where out= is not dense (staged), what is computed before it is copied there.
     order: the arrays whose addresses the runner takes, as it takes them. copies: (array, its name, channels-last?) of
-    each that cannot be used as it is. bounds: offsets from each address to its array's first byte and past its last.
+    each that cannot be used as it is. span: offsets from the address of out to its first byte and past its last.
+    inputs: (array, the same two of it) of every input that is not empty.
     """
 
     problem: ConvProblem
@@ -113,7 +121,8 @@ class _Call:
     staged: bool
     order: tuple[int, ...]
     copies: list[tuple[int, str, bool]]
-    bounds: list[tuple[int, int]]
+    span: tuple[int, int]
+    inputs: list[tuple[int, int, int]]
     plan: _Runs | None = None
 
     def run(
@@ -166,11 +175,11 @@ class _Call:
         return copied
 
     def _refuse_overlap(self, pointers: list[int]) -> None:
-        low, high = self.bounds[_OUT]
-        low, high = low + pointers[_OUT], high + pointers[_OUT]
-        for i in self.order:
-            first, end = self.bounds[i]
-            if i != _OUT and max(low, pointers[i] + first) < min(high, pointers[i] + end):
+        start, (low, high) = pointers[_OUT], self.span
+        low, high = low + start, high + start
+        for i, first, end in self.inputs:
+            pointer = pointers[i]
+            if pointer + first < high and low < pointer + end:
                 raise InvalidProblem(f"out overlaps {_names(self.problem.op)[i]} in memory")
 
 
@@ -269,7 +278,8 @@ def _prepare(given: Arguments, arrays: Sequence[Any], beta: float) -> _Call:
         staged,
         (_FIRST, _SECOND, _OUT, *(i for i in (_BIAS, _RESIDUAL) if arrays[i] is not None)),
         copies,
-        [(0, 0) if each is None else each.bounds for each in views],
+        (0, 0) if out is None else out.bounds,
+        [(i, *each.bounds) for i, each in enumerate(views) if i != _OUT and each is not None and any(each.bounds)],
     )
 
 

@@ -70,8 +70,11 @@ def use(index: int) -> None:
 def enter(index: int) -> bool:
     """Make the GPU's context current; True where another one was, which `leave` brings back. On the path of a call."""
     current = _pointer()
-    _current_context()(_byref(current))
-    if current.value == _context_handle(index):
+    (_current_context or _load_current_context())(_byref(current))
+    if current.value == _handles.get(index):
+        return False
+    _handles[index] = int(primary_context(index))
+    if current.value == _handles[index]:
         return False
     call("cuCtxPushCurrent", primary_context(index))
     return True
@@ -80,16 +83,16 @@ def enter(index: int) -> bool:
 _pointer, _byref = ctypes.c_void_p, ctypes.byref
 
 
-@cache
-def _context_handle(index: int) -> int:
-    return int(primary_context(index))
+_handles: dict[int, int] = {}  # of the primary contexts that were entered, by GPU
+_current_context: Any = None
 
 
-@cache
-def _current_context() -> Any:
+def _load_current_context() -> Any:
     """cuCtxGetCurrent without the objects that cuda-python makes of its result: 0.3 us instead of 1."""
+    global _current_context
     bindings()
-    return ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuCtxGetCurrent
+    _current_context = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuCtxGetCurrent
+    return _current_context
 
 
 def leave() -> None:

@@ -5,7 +5,7 @@ the partial sums grow like a random walk, so they stay of the size m = sqrt(sum 
 independent, and their sum is about eps/2 * sqrt(K) * m; the coefficient 8 is 16 times that: it covers the largest of
 10^7 outputs and any order of summation, and stays below what one lost or doubled product does, about m / sqrt(K), for
 every K up to 10^6. On data with a mean the only bound is the classical
-K * eps * sum |products|.
+K * eps * sum |products|. A candidate that may be chosen by name only keeps that one alone.
 
 Methods that transform the image (FFT, Winograd) sum products of *transformed* values: one large value of a tile leaves
 its rounding error in every output of the tile. There the largest m of the image stands in for the output's own; the
@@ -40,10 +40,12 @@ def allowed(
     """
     eps = EPS["tf32" if candidate.math == "tf32" else problem.compute]
     length = max(1, problem.reduction_length + len(problem.epilogue))
+    bound = COEFFICIENT * eps * np.sqrt(length) * _seen_by(problem, candidate, sample, sample.rss)
+    classical = length * eps * _seen_by(problem, candidate, sample, sample.sum_abs)
     if any_data:
-        bound = length * eps * _seen_by(problem, candidate, sample, sample.sum_abs)
-    else:
-        bound = COEFFICIENT * eps * np.sqrt(length) * _seen_by(problem, candidate, sample, sample.rss)
+        bound = classical
+    elif candidate.by_name_only:
+        bound = np.maximum(bound, classical)
     if problem.activation not in (None, "relu"):
         bound = _STEEPEST * bound + _ACTIVATION_ULPS * eps * abs(sample.value)
     if problem.dtype in _NARROW:

@@ -33,7 +33,7 @@ def check(candidate: Candidate, problem: ConvProblem, config: Hashable, device: 
         fault = tolerance.fault(problem, candidate, first, expected)
         assert not fault, f"{kind}, config {config}: {fault}"
         if kind == "integers" and problem.activation in (None, "relu"):
-            assert_exact(candidate, problem, first, expected)
+            assert_exact(candidate, problem, first, expected, f"config {config}")
 
         operands.reset()
         runner(operands.pointers, scalars, workspace.address, 0)
@@ -58,7 +58,9 @@ def assert_says_something(problem: ConvProblem, expected: reference.Sample) -> N
     assert alive >= 0.3 * np.count_nonzero(reached) > 0 or len(reached) < 10, f"{problem}: the reference is mostly zero"
 
 
-def assert_exact(candidate: Candidate, problem: ConvProblem, got: np.ndarray, expected: reference.Sample) -> None:
+def assert_exact(
+    candidate: Candidate, problem: ConvProblem, got: np.ndarray, expected: reference.Sample, what: str
+) -> None:
     """Bit for bit; FFT and all Winograds but F(2x2), whose matrices are small binary fractions, after rounding.
 
     cuDNN does not owe it where the caller permits narrower sums: compute in f16, TF32.
@@ -76,4 +78,4 @@ def assert_exact(candidate: Candidate, problem: ConvProblem, got: np.ndarray, ex
         exact = np.logical_or.reduce([np.rint(flat) == neighbour for neighbour in either])
     else:
         exact = flat == rounded(expected.value)
-    assert exact.all(), "a sum of small integers is not exact"
+    assert exact.all(), f"{what}: a sum of small integers is not exact"

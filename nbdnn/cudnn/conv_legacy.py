@@ -2,8 +2,9 @@
 
     y = alpha * conv(x, w) + beta * y,   and so for both gradients
 
-These are the methods that Theano named. The API is deprecated since cuDNN 9.0 and complete; FFT_TILING and
-WINOGRAD_NONFUSED, which the graph API does not offer, are the fastest float32 methods on many 3x3 and 5x5 layers.
+These are the methods that Theano named. The API is deprecated since cuDNN 9.0 and complete; FFT_TILING,
+which the graph API does not offer, is the fastest IEEE float32 method on many 3x3 and 5x5 layers. The Winograds are less
+accurate than a default choice must be, and run by name only.
 Nothing but alpha and beta is fused, and an axis is padded equally at both ends. float32 is IEEE (CUDNN_FMA_MATH): the
 graph API serves TF32. Which algorithm runs what is cuDNN's to say: it is asked for the workspace.
 """
@@ -32,6 +33,7 @@ _MOST_ELEMS = 2**31 - 1
 # Kernels are chosen for pointers this well aligned; the API cannot be told of others.
 _ALIGN_BYTES = 16
 _KNOWN = 4096  # answers kept: a program with more shapes than that asks again
+_WINOGRAD_TAPS = 3
 # 16-bit backward in NHWC falls back to kernels that took up to 100 times as long as the graph's.
 _SLOW_16_BIT_NHWC = 100.0
 
@@ -50,14 +52,18 @@ class _Rank(ctypes.Structure):
     )
 
 
-def _outside_of_the_api(problem: ConvProblem) -> str:
-    """What the legacy API cannot express; '' if nothing."""
+def _outside_of_the_api(problem: ConvProblem, name: str) -> str:
+    """What the legacy API cannot express, or an algorithm of it was seen to compute wrongly; '' if nothing."""
     if fused := [token for token in problem.epilogue if token != "beta"]:
         return f"the epilogue e:{'+'.join(fused)} is not fused here"
     if uneven := [pair for pair in problem.pad if pair[0] != pair[1]]:
         return f"pads of {uneven[0][0]} before and {uneven[0][1]} after an axis: the legacy API takes one number"
     if problem.align < _ALIGN_BYTES:
         return f"pointers are multiples of {problem.align} bytes only, not of {_ALIGN_BYTES}"
+    if problem.dtype in ("f16", "bf16") and name == "ALGO_0" and problem.op != "conv_fwd":
+        return f"it adds the parts of a sum in {problem.dtype}"
+    if "WINOGRAD" in name and max(problem.filter) > _WINOGRAD_TAPS:
+        return f"a filter extent of {max(problem.filter)}: sums were off by 0.4 of a small integer with 5"
     for operand in problem.operands:
         if not 0 < operand.size_elems <= _MOST_ELEMS:
             return f"{operand.name} has {operand.size_elems} elements, the legacy API takes 1 to {_MOST_ELEMS}"
@@ -145,15 +151,18 @@ class Legacy(Candidate[NoConfig, Gpu]):
 
     def __init__(self, op: str, value: IntEnum, algo: str | None, deterministic: bool = True) -> None:
         self.op, self._value, self.algo, self.deterministic = op, int(value), algo, deterministic
+        self._name = value.name
         name = value.name.lower()
         self.algorithm = name if name[-1].isdigit() else name.removeprefix("algo_")
+        # Single outputs of 3x3 layers had 1.24 times the error that a default choice may have (an H200, cuDNN 9.19).
+        self.by_name_only = "winograd" in name
 
     @property
     def cudnn_version(self) -> int:
         return loaded_version()
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        if reason := _outside_of_the_api(problem):
+        if reason := _outside_of_the_api(problem, self._name):
             return Support(False, reason)
         try:
             needed = _workspace(problem, device, self._value)

@@ -106,7 +106,7 @@ def outside_of_the_pattern(problem: ConvProblem) -> str:
     if "res" in tokens and "beta" in tokens:
         return told + "cuDNN adds one tensor besides the bias, not two"
     if problem.activation not in (None, *_ACTIVATION):
-        return told + f"cuDNN has no {problem.activation} after a convolution that is right for every number"
+        return told + f"cuDNN has no {problem.activation} after a convolution that is right"
     return ""
 
 

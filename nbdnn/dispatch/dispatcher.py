@@ -111,6 +111,8 @@ class Context:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.contexts: dict[tuple[config.Settings, str, int], Context] = {}
+        # The last one used of each GPU (-1: the CPU), with the settings and threads that it is for.
+        self.latest: dict[int, tuple[config.Settings, int, Context]] = {}
 
 
 _thread = _Thread()
@@ -120,14 +122,25 @@ _lock = threading.Lock()
 
 def context(index: int = -1) -> Context:
     """The calling thread's context for the flags as they are now: of that GPU, or of the CPU and its threads (-1)."""
-    key = (config.current(), "cpu", thread_count()) if index < 0 else (config.current(), "cuda", index)
+    settings, threads = config.current(), thread_count() if index < 0 else 0
+    latest = _thread.latest.get(index)
+    if latest is not None and latest[0] is settings and latest[1] == threads:
+        found = latest[2]
+    else:
+        found = _context(settings, threads, index)
+        _thread.latest[index] = settings, threads, found
+    if found.generation != found.database.generation:
+        found.refresh()
+    return found
+
+
+def _context(settings: config.Settings, threads: int, index: int) -> Context:
+    key = (settings, "cpu", threads) if index < 0 else (settings, "cuda", index)
     found = _thread.contexts.get(key)
     if found is None:
         if len(_thread.contexts) >= _MAX_CONTEXTS:
             _thread.contexts.clear()
         found = _thread.contexts[key] = Context(cpu_device() if index < 0 else gpu(index), database())
-    if found.generation != found.database.generation:
-        found.refresh()
     return found
 
 
@@ -148,4 +161,5 @@ def empty_cache() -> None:
     for each in _thread.contexts.values():
         each.forget()
     _thread.contexts.clear()
+    _thread.latest.clear()
     workspace.empty()
