@@ -2,11 +2,11 @@
 
     y = alpha * conv(x, w) + beta * y,   and so for both gradients
 
-These are the methods that Theano named. The API is deprecated since cuDNN 9.0 and complete; FFT_TILING,
-which the graph API does not offer, is the fastest IEEE float32 method on many 3x3 and 5x5 layers. The Winograds are less
-accurate than a default choice must be, and run by name only.
-Nothing but alpha and beta is fused, and an axis is padded equally at both ends. float32 is IEEE (CUDNN_FMA_MATH): the
-graph API serves TF32. Which algorithm runs what is cuDNN's to say: it is asked for the workspace.
+These are the methods that Theano named. The API is deprecated since cuDNN 9.0 and complete; FFT_TILING, which the graph
+API does not offer, is the fastest IEEE float32 method on many 3x3 and 5x5 layers. The Winograds are less accurate than
+a default choice must be, and run by name only. Nothing but alpha and beta is fused, and an axis is padded equally at
+both ends. float32 is IEEE (CUDNN_FMA_MATH): the graph API serves TF32. Which algorithm runs what is cuDNN's to say: it
+is asked for the workspace.
 """
 
 from __future__ import annotations

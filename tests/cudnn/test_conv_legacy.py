@@ -95,7 +95,10 @@ def no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cudnns_refusal_is_the_reason(candidate: Legacy, dtype: str, no_handle: None) -> None:
     support = candidate.supports(parse(f"{candidate.op}:{dtype}:{SHAPE}"), H200)
     assert not support.ok
-    assert re.match(r"cudnnGetConvolution\w+WorkspaceSize -> CUDNN_STATUS_BAD_PARAM\w* \(2\d+\)", support.reason)
+    if candidate.algorithm == "algo_0" and dtype in ("f16", "bf16"):
+        assert support.reason == f"it adds the parts of a sum in {dtype}"
+    else:
+        assert re.match(r"cudnnGetConvolution\w+WorkspaceSize -> CUDNN_STATUS_BAD_PARAM\w* \(2\d+\)", support.reason)
 
 
 @pytest.mark.parametrize("candidate", [FWD[0], BWD_DATA[0], BWD_FILTER[0]], ids=lambda candidate: candidate.id)
