@@ -145,6 +145,7 @@ class Peer(Samples):
 
     def __init__(self, calls: Sequence[Callable[[], Any]]) -> None:
         super().__init__()
+        self._calls_alive = calls  # and with them their tensors, which the graph does not keep
         for call in calls[:1] * 3:  # cudnn.benchmark measures, compilers compile
             call()
         torch.cuda.synchronize()

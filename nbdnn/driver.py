@@ -71,10 +71,10 @@ def enter(index: int) -> bool:
     """Make the GPU's context current; True where another one was, which `leave` brings back. On the path of a call."""
     current = _pointer()
     (_current_context or _load_current_context())(_byref(current))
-    if current.value == _handles.get(index):
-        return False
-    _handles[index] = int(primary_context(index))
-    if current.value == _handles[index]:
+    wanted = _handles.get(index)
+    if wanted is None:
+        wanted = _handles[index] = int(primary_context(index))
+    if current.value == wanted:
         return False
     call("cuCtxPushCurrent", primary_context(index))
     return True

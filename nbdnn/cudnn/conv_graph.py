@@ -23,7 +23,7 @@ from nbdnn.cudnn.api import NumericalNote, failure, function, naming
 from nbdnn.cudnn.conv_operations import Scalars, operations, outside_of_the_pattern, zero_bias_bytes
 from nbdnn.cudnn.cost import method_us
 from nbdnn.cudnn.graph import EngineConfig, Packs, Plan, Proposal, operation_graph, plan, proposals
-from nbdnn.cudnn.handle import handle, property_descriptor
+from nbdnn.cudnn.handle import Handle, handle, planner, property_descriptor
 from nbdnn.cudnn.library import loaded_version
 from nbdnn.cudnn.plan_file import stored_plan
 from nbdnn.device import Gpu
@@ -74,7 +74,7 @@ def _is_wrong(engine: int, problem: ConvProblem) -> bool:
     return (
         (engine in (1, 20) and uneven)  # as if the padding were even
         or (engine == 17 and problem.dtype == "f32")  # a Winograd that does not say so: 5x5 sums were off by 0.1
-        or (engine in (47, 61) and problem.groups > 1)  # parts of a sum are rounded to 16 bits
+        or (engine in (17, 47, 61) and problem.groups > 1)  # parts of a sum are rounded to 16 bits
     )
 
 
@@ -131,10 +131,11 @@ class _Run:
             made = stored_plan(key, self._device, self._handle, make)
         else:
             made = make()
-        if made.workspace_bytes > self._usual.workspace_bytes:
+        promised = max(self._usual.workspace_bytes, self._other.workspace_bytes)
+        if made.workspace_bytes > promised:
             raise CudnnError(
                 f"{proposal.config} takes {made.workspace_bytes} bytes of workspace for {tuple(scalars)} as alpha and "
-                f"beta, {self._usual.workspace_bytes} were promised; {self._problem}"
+                f"beta, {promised} were promised; {self._problem}"
             )
         own = (self._zeros.address,) if self._zeros else ()
         return _Ready(made, Packs(posed.tensors, own))
@@ -200,8 +201,7 @@ class Graph(Candidate[EngineConfig, Gpu]):
         return tuple(_chosen(self, problem, device))
 
     def workspace_bytes(self, problem: ConvProblem, config: EngineConfig, device: Gpu) -> int:
-        usual, _ = _chosen(self, problem, device)[config]
-        return usual.workspace_bytes
+        return max(proposal.workspace_bytes for proposal in _chosen(self, problem, device)[config])
 
     def estimate(self, problem: ConvProblem, config: EngineConfig, device: Gpu) -> float:
         place = list(_chosen(self, problem, device)).index(config)
@@ -230,10 +230,26 @@ def _chosen(kind: Graph, problem: ConvProblem, device: Gpu) -> dict[EngineConfig
             continue
         if len(chosen) == _MOST_CONFIGS or (proposal.compiled_at_run_time and compiled == _MOST_COMPILED):
             continue
-        chosen[proposal.config] = (proposal, other)
+        chosen[proposal.config] = (
+            _planned(proposal, problem, device, _usual(problem)),
+            _planned(other, problem, device, _unusual(problem)),
+        )
         siblings[engine] += 1
         compiled += proposal.compiled_at_run_time
     return chosen
+
+
+def _planned(proposal: Proposal, problem: ConvProblem, device: Gpu, scalars: Scalars) -> Proposal:
+    """The proposal with the workspace of its plan: in TF32 that was up to ten times what the proposal says.
+
+    Where the plan is compiled at run time, what the proposal says must do.
+    """
+    if proposal.compiled_at_run_time:
+        return proposal
+    where = planner(device)
+    posed = operations(problem, scalars).operations
+    made = plan(where, operation_graph(posed, where if isinstance(where, Handle) else None), proposal.config)
+    return proposal._replace(workspace_bytes=made.workspace_bytes)
 
 
 def _for_other_factors(proposal: Proposal, able: list[Proposal]) -> Proposal | None:

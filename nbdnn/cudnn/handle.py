@@ -35,6 +35,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _described: dict[str, bytes] = {}
+_absent: set[str] = set()
 
 
 def handle(device: Gpu) -> Handle:
@@ -48,6 +49,7 @@ def handle(device: Gpu) -> Handle:
 def describe(device: Gpu, properties: bytes) -> None:
     """Plan for a GPU that is not here: `properties` is cuDNN's JSON of such a device."""
     _described[device.fingerprint] = properties
+    _absent.add(device.fingerprint)
 
 
 def properties(device: Gpu) -> bytes:
@@ -58,6 +60,11 @@ def properties(device: Gpu) -> bytes:
             asked.set(Attribute.DEVICEPROP_HANDLE, [handle(device).address], AttributeType.HANDLE).finalize()
         _described[device.fingerprint] = asked.get_text(Attribute.DEVICEPROP_JSON_REPRESENTATION)
     return _described[device.fingerprint]
+
+
+def planner(device: Gpu) -> Handle | Backend:
+    """What plans are made with: the thread's handle, or the properties of a GPU that is not here."""
+    return property_descriptor(device) if device.fingerprint in _absent else handle(device)
 
 
 def property_descriptor(device: Gpu) -> Backend:
