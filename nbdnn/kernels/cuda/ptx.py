@@ -1,12 +1,14 @@
 """What Numba has no words for: instructions of PTX and LLVM as intrinsics, and the types that kernels are made of.
 
-Importing this module imports numba-cuda, so only builders of kernels do, inside functions. Beside `ptx_tile.py` and
-`compile.py` nothing touches numba-cuda. Data of 16 bits are uint16 in memory and float32 in registers; vectors are
-uint32 words, alone or in tuples. A table of intrinsics is looked up in the builder, not in the kernel.
+Importing this module imports numba-cuda, so only builders of kernels do, inside functions. Beside `ptx_tile.py`,
+`ptx_matrix.py` and `compile.py` nothing touches numba-cuda. Data of 16 bits are uint16 in memory and float32 in
+registers; vectors are uint32 words, alone or in tuples. A table of intrinsics is looked up in the builder, not in the
+kernel.
 
 Three habits keep kernels fast, each seen in PTX: Numba makes int64 of an operation on two int32, so an index is cast
-back at once, ``I(i * stride + j)``, which LLVM narrows to 32-bit instructions; division does not narrow, so it is
-`divided`; and ``for i in range(n)`` with `n` unknown costs four instructions a round, which ``while`` does not.
+back at once, ``I(i * stride + j)``, which LLVM narrows to 32-bit instructions; division and a shift by what is not
+known do not narrow, so they are `divided` and `shift_left`; and ``for i in range(n)`` with `n` unknown costs four
+instructions a round, which ``while`` does not.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ I32, I64, F16, F32 = ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType
 ELEMENT = {"f16": types.uint16, "bf16": types.uint16, "f32": types.float32, "f64": types.float64}
 REAL = {"f32": types.float32, "f64": types.float64}
 INTEGER = {32: types.int32, 64: types.int64}
+WORD = types.uint32
 
 # Decorates device functions: inlined into what calls them, before types are inferred. Numba's own words for what it
 # does well are reached as `ptx.cuda.syncthreads()`, `ptx.cuda.local.array`, `ptx.cuda.shared.array`.
@@ -97,6 +100,26 @@ def divided(typingctx, dividend, divisor):
         return packed(builder, [quotient, builder.sub(args[0], builder.mul(quotient, args[1]))])
 
     return signature(pair, dividend, dividend), codegen
+
+
+@intrinsic
+def inside(typingctx, position, extent):
+    """1 where 0 <= position < extent, else 0: one comparison of unsigned integers."""
+
+    def codegen(context, builder, sig, args):
+        return builder.zext(builder.icmp_unsigned("<", *args), I32)
+
+    return signature(types.int32, position, position), codegen
+
+
+@intrinsic
+def shift_left(typingctx, value, count):
+    """The bits of an integer moved up by a count less than their number."""
+
+    def codegen(context, builder, sig, args):
+        return builder.shl(*args)
+
+    return signature(value, value, value), codegen
 
 
 @intrinsic

@@ -191,6 +191,9 @@ def copy_async_wait(groups: int):
 
 # ---- matrices of a warp ----------------------------------------------------------------------------------------------
 
+# What one instruction multiplies.
+_SHAPES = {"f16": "m16n8k16", "bf16": "m16n8k16", "tf32": "m16n8k8"}
+
 
 def _load_matrices(trans):
     text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
@@ -212,11 +215,18 @@ def _load_matrices(trans):
 load_matrices, load_matrices_transposed = _load_matrices(""), _load_matrices(".trans")
 
 
-def _multiply(shape, dtype):
+def product(builder, dtype, operands):
+    """a @ b + c from its 4 + 2 + 4 registers: a list of 4."""
     text = (
-        f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32 "
+        f"mma.sync.aligned.{_SHAPES[dtype]}.row.col.f32.{dtype}.{dtype}.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
     )
+    four = ir.LiteralStructType([F32] * 4)
+    sums = asm(builder, four, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", operands, WARP)
+    return unpacked(builder, sums, 4)
+
+
+def _multiply(dtype):
     four_floats = types.UniTuple(types.float32, 4)
 
     @intrinsic
@@ -227,9 +237,7 @@ def _multiply(shape, dtype):
             operands = [
                 part for arg, count in zip(args, (4, 2, 4), strict=True) for part in unpacked(builder, arg, count)
             ]
-            four = ir.LiteralStructType([F32] * 4)
-            product = asm(builder, four, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", operands, WARP)
-            return packed(builder, unpacked(builder, product, 4))
+            return packed(builder, product(builder, dtype, operands))
 
         words = (types.UniTuple(types.uint32, 4), types.UniTuple(types.uint32, 2))
         return signature(four_floats, *words, four_floats), codegen
@@ -237,9 +245,4 @@ def _multiply(shape, dtype):
     return multiply
 
 
-# m16n8k16 of 16-bit elements, m16n8k8 of TF32.
-MULTIPLY = {
-    "f16": _multiply("m16n8k16", "f16"),
-    "bf16": _multiply("m16n8k16", "bf16"),
-    "tf32": _multiply("m16n8k8", "tf32"),
-}
+MULTIPLY = {dtype: _multiply(dtype) for dtype in _SHAPES}
