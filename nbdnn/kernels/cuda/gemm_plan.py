@@ -1,0 +1,141 @@
+"""Which tiles the implicit GEMMs on mma.sync are tried with, in how many parts, and what that should cost."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import peaks
+from nbdnn.kernels.cuda.gemm_store import parts_bytes
+from nbdnn.kernels.cuda.gemm_tile import CHUNK_BYTES, Tile
+from nbdnn.kernels.cuda.geometry import index_bits
+from nbdnn.kernels.cuda.launch import LaunchedCandidate
+from nbdnn.problem import ITEMSIZE, ConvProblem
+
+_FIRST_CAPABILITY = (8, 0)  # of bf16 and TF32 in mma.sync, and of asynchronous copies
+_LEAST_STAGES = 4  # of a part: below, filling the pipeline costs as much as the products
+_MOST_PARTS = 128
+_MOST_CONFIGS = 6
+_WORTH_A_TRY = 2.5  # times the best estimate
+_LAUNCH_US = 3.0
+_FILL_STAGES = 4  # that a block waits for its first stage and stores its sums
+# Priors. Of the tensor cores' peak mma.sync reaches at most this part by generation (wgmma and later reach the rest),
+# and of that a warp with so many sums a thread reaches so much: it loads (warp_m + warp_n) for warp_m * warp_n.
+_MMA_SHARE = {8: 0.95, 9: 0.6, 10: 0.25, 11: 0.25, 12: 0.95}
+_SUMS_SHARE = {128: 0.65, 64: 0.5, 32: 0.4}
+
+
+class Config(NamedTuple):
+    """The tile of a block, and into how many parts the reduction is cut."""
+
+    tile: Tile
+    parts: int
+
+    def __str__(self) -> str:
+        parts = f"/{self.parts}" if self.parts > 1 else ""
+        return f"{self.tile.m}x{self.tile.n}x{self.tile.k_bytes}{parts}"
+
+
+class Work(NamedTuple):
+    """Blocks of a tile, not counting parts, and stages of one on average."""
+
+    blocks: int
+    stages: float
+
+
+def staged(m: int, n: int, warps_m: int, warps_n: int, k_bytes: int, min_blocks: int) -> Tile:
+    """A tile with as many stages as hide the memory: three of 128 bytes, four of 64."""
+    return Tile(m, n, k_bytes, warps_m, warps_n, 3 if k_bytes == 128 else 4, min_blocks)
+
+
+def fitting(tiles: tuple[Tile, ...], rows: int, columns: int) -> tuple[Tile, ...]:
+    """Those that a product of so many rows and columns fills at least half, and the smallest of each extent."""
+    narrow = min(each.n for each in tiles)
+    wide_enough = [each for each in tiles if each.n == narrow or 2 * columns > each.n]
+    low = min(each.m for each in wide_enough)
+    return tuple(each for each in wide_enough if each.m == low or 2 * rows > each.m)
+
+
+def data_type(problem: ConvProblem) -> str:
+    """Of the matrix instruction's factors."""
+    return "tf32" if problem.dtype == "f32" else problem.dtype
+
+
+class MmaCandidate(LaunchedCandidate[Config]):
+    """What the three directions share: dtypes, layouts, configs and their cost."""
+
+    algorithm, algo = "mma_gemm", "small"
+
+    def __init__(self, op: str, *, tf32: bool = False) -> None:
+        self.op = op
+        self._dtypes = ("f32",) if tf32 else ("f16", "bf16")
+        if tf32:
+            self.algorithm, self.math = "mma_gemm_tf32", "tf32"
+
+    @abstractmethod
+    def integers(self, problem: ConvProblem, config: Config) -> tuple[int, ...]:
+        """What the kernel is launched with."""
+
+    @abstractmethod
+    def tiles(self, problem: ConvProblem) -> tuple[Tile, ...]:
+        """Those worth a thought."""
+
+    @abstractmethod
+    def work(self, problem: ConvProblem, tile: Tile) -> Work:
+        """What a launch in one part does."""
+
+    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
+        if problem.dtype not in self._dtypes:
+            return Support(False, f"dtype {problem.dtype} is not {' or '.join(self._dtypes)}")
+        if device.capability < _FIRST_CAPABILITY:
+            return Support(False, f"capability {device.capability} is below {_FIRST_CAPABILITY}")
+        layouts = (problem.layout, problem.w_layout, problem.y_layout)
+        if not (problem.channels_last and problem.w_channels_last and problem.y_channels_last):
+            return Support(False, f"layouts {', '.join(layouts)} are not all channels-last")
+        if problem.align < CHUNK_BYTES:
+            return Support(False, f"alignment of {problem.align} bytes is below {CHUNK_BYTES}")
+        multiple = CHUNK_BYTES // ITEMSIZE[problem.dtype]
+        for name, channels in (("input", problem.c), ("output", problem.k)):
+            each = channels // problem.groups
+            if each % multiple or not each:
+                return Support(False, f"{each} {name} channels a group are not a multiple of {multiple}")
+        if problem.n == 0:
+            return Support(False, "a batch of 0 images")
+        if index_bits(problem, self.integers(problem, Config(self.tiles(problem)[0], 1))) != 32:
+            largest = max(operand.size_elems for operand in problem.operands)
+            return Support(False, f"{largest} elements are more than int32 counts")
+        return YES
+
+    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
+        every = []
+        for candidate in self.tiles(problem):
+            work = self.work(problem, candidate)
+            every += [Config(candidate, parts) for parts in _parts(candidate, work, device)]
+        costs = {config: self.estimate(problem, config, device) for config in every}
+        best = min(costs.values())
+        ranked = sorted(every, key=lambda config: costs[config])
+        return tuple(config for config in ranked if costs[config] <= _WORTH_A_TRY * best)[:_MOST_CONFIGS]
+
+    def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:
+        return parts_bytes(problem, config.parts)
+
+    def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
+        tile, parts = config
+        blocks, stages = self.work(problem, tile)
+        flops_per_s = peaks.tensor_flops_per_s(device, problem.dtype, problem.dtype == "f32") / device.sms
+        share = _MMA_SHARE.get(device.capability[0], min(_MMA_SHARE.values())) * _SUMS_SHARE[tile.sums]
+        stage_us = 2 * tile.m * tile.n * tile.k_elems(data_type(problem)) / (flops_per_s * share) * 1e6
+        products_us = ceil(blocks * parts / device.sms) * (stages / parts + _FILL_STAGES) * stage_us
+        bytes_per_us = peaks.copy_bytes_per_s(device) / 1e6
+        us = _LAUNCH_US + max(products_us, problem.min_bytes / bytes_per_us)
+        return us + (_LAUNCH_US + 2 * parts_bytes(problem, parts) / bytes_per_us if parts > 1 else 0.0)
+
+
+def _parts(tile: Tile, work: Work, device: Gpu) -> list[int]:
+    """One part, and as many as fill the multiprocessors once."""
+    fill = device.sms * tile.min_blocks // work.blocks
+    most = min(fill, int(work.stages) // _LEAST_STAGES, _MOST_PARTS)
+    return [1, most] if most > 1 else [1]
