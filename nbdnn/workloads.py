@@ -278,11 +278,24 @@ EDGES_3D = (
     Edge("n2c3d5h2w3:k2t3r1s1:p0x0x0:u3x1x1:d2x1x1:g1", "the same along the depth"),
     Edge("n1c9d4h6w7:k9t3r3s3:p1x1x1:u1x1x1:d1x1x1:g9", "depthwise in 3-D"),
 )
+# Channels in multiples of 8, which matrix units take; posed channels-last, in float32 and bfloat16.
+EDGES_MATRIX = (
+    Edge("n2c72h5w6:k40r3s3:p1x1:u2x2:d1x1:g1", "channels beyond a stage with a remainder, stride 2"),
+    Edge("n1c16h7w9:k32r3s2:ba1.2x0.3:u2x1:d1x2:g2", "asymmetric in every parameter, groups of unequal width"),
+    Edge("n1c8h9w8:k8r2s2:p0x0:u3x3:d1x1:g1", "stride beyond the filter: gradients that no tap reaches"),
+    Edge("n1c16h10w11:k8r3s3:p2x2:u2x4:d2x2:g1", "stride and dilation with a common factor: every second tap or none"),
+    Edge("n1c136h5w5:k72r1s1:p1x1:u1x1:d1x1:g1", "1x1 with padding, a remainder behind several tiles"),
+    Edge("n1c256h3w4:k24r3s3:p1x1:u1x1:d1x1:g1", "few outputs of a long reduction, which is cut into parts"),
+    Edge("n1c64h17w19:k248r3s3:p1x1:u1x1:d1x1:g1", "several tiles on every axis"),
+    Edge("n1c24d3h4w5:k16t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1", "stride 2 in 3-D"),
+    Edge("n2c16d5h6w7:k32t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2", "asymmetric in every parameter, grouped, 3-D"),
+)
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
 
 
 def edges(op: str) -> list[ConvProblem]:
-    """The edge cases of one op: all in float32 and both layouts; the core in every dtype, mode and epilogue."""
+    """The edge cases of one op: all in float32 and both layouts; the core in every dtype, mode and epilogue; those of
+    matrix units in bfloat16 too."""
     plain, last = {2: "nchw", 3: "ncdhw"}, {2: "nhwc", 3: "ndhwc"}
     problems = [_posed(op, "f32", edge, layout) for edge in EDGES_2D for layout in ("nchw", "nhwc")]
     problems += [_posed(op, "f32", edge, layout) for edge in EDGES_3D for layout in ("ncdhw", "ndhwc")]
@@ -302,6 +315,9 @@ def edges(op: str) -> list[ConvProblem]:
             replace(contiguous, align=4),
             replace(channels_last, align=4),
         ]
+    for edge in EDGES_MATRIX:
+        posed = _posed(op, "f32", edge, last[3 if "d" in edge.shape.partition(":")[0] else 2])
+        problems += [posed, replace(posed, dtype="bf16", mode="conv", compute="")]
     epilogues = EPILOGUES if op == "conv_fwd" else ("beta",)
     problems += [
         replace(_posed(op, "f32", edge, layout), epilogue=tuple(epilogue.split("+")))

@@ -52,10 +52,16 @@ _EVERY_DTYPE, _EVERY_LAYOUT = "f16 bf16 f32 f64", "nchw nhwc ncdhw ndhwc"
 _FORWARD_ENDS = "e:bias e:bias+relu e:swish e:sigmoid e:tanh e:bias+relu+res+beta a4"
 _FORWARD = Covers(_EVERY_DTYPE, _EVERY_LAYOUT, ", ".join(_SHAPES_2D), _FORWARD_ENDS)
 _GRADIENT = _FORWARD._replace(ends="e:beta a4")
+# Matrix units: channels of a group in multiples of 8 (TF32: 4), in memory next to each other.
+_OF_MATRIX = "3x3, 1x1, 5x5, stride, dilation, asymmetric, conv mode, one pixel"
+_MATRIX = Covers("f16 bf16", "nhwc ndhwc", _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
+_MATRIX_TF32 = Covers("f32", "nhwc ndhwc", _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
 _OF_FFT = f"{_OF_WINOGRAD}, 1x1, 5x5, depthwise"
 
 COVERAGE: dict[str, Covers] = {
+    "conv_fwd/numba/mma_gemm": _MATRIX,
+    "conv_fwd/numba/mma_gemm_tf32": _MATRIX_TF32,
     "conv_fwd/numba/direct": _FORWARD,
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
@@ -66,6 +72,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/fft": _FORWARD._replace(shapes=_OF_FFT),
     "conv_fwd/cpu/im2col": _FORWARD,
     "conv_fwd/cpu/depthwise": _FORWARD._replace(shapes="depthwise"),
+    "conv_bwd_data/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
+    "conv_bwd_data/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
     "conv_bwd_data/numba/direct": _GRADIENT,
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
@@ -76,6 +84,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/fft": _GRADIENT._replace(shapes=_OF_FFT),
     "conv_bwd_data/cpu/im2col": _GRADIENT,
     "conv_bwd_data/cpu/depthwise": _GRADIENT._replace(shapes="depthwise"),
+    "conv_bwd_filter/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
+    "conv_bwd_filter/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
     "conv_bwd_filter/numba/direct": _GRADIENT,
     "conv_bwd_filter/cpu/direct": _GRADIENT,
     "conv_bwd_filter/cpu/filter_gemm": _GRADIENT,

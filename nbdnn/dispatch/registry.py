@@ -22,6 +22,7 @@ from nbdnn.kernels.cpu import (
 )
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
 from nbdnn.kernels.cuda import conv_direct as conv_direct_cuda
+from nbdnn.kernels.cuda import conv_mma_gemm, conv_mma_gemm_filter
 
 _LISTS: dict[str, tuple[Candidate, ...]] = {
     "conv_fwd": (
@@ -35,6 +36,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_im2col.FWD,
         *conv_graph.FWD,
         *conv_legacy.FWD,
+        *conv_mma_gemm.FWD,
         conv_direct_cuda.FWD,
         conv_direct.FWD,
     ),
@@ -49,6 +51,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_im2col.BWD_DATA,
         *conv_graph.BWD_DATA,
         *conv_legacy.BWD_DATA,
+        *conv_mma_gemm.BWD_DATA,
         conv_direct_cuda.BWD_DATA,
         conv_direct.BWD_DATA,
     ),
@@ -61,6 +64,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_im2col.BWD_FILTER,
         *conv_graph.BWD_FILTER,
         *conv_legacy.BWD_FILTER,
+        *conv_mma_gemm_filter.BWD_FILTER,
         conv_direct_cuda.BWD_FILTER,
         conv_direct.BWD_FILTER,
     ),
