@@ -62,6 +62,7 @@ _OF_FFT = f"{_OF_WINOGRAD}, 1x1, 5x5, depthwise"
 COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/mma_gemm": _MATRIX,
     "conv_fwd/numba/mma_gemm_tf32": _MATRIX_TF32,
+    "conv_fwd/numba/depthwise": _FORWARD._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_fwd/numba/direct": _FORWARD,
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
@@ -74,6 +75,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/depthwise": _FORWARD._replace(shapes="depthwise"),
     "conv_bwd_data/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_data/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
+    "conv_bwd_data/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_bwd_data/numba/direct": _GRADIENT,
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
@@ -86,6 +88,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/depthwise": _GRADIENT._replace(shapes="depthwise"),
     "conv_bwd_filter/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_filter/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
+    "conv_bwd_filter/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_bwd_filter/numba/direct": _GRADIENT,
     "conv_bwd_filter/cpu/direct": _GRADIENT,
     "conv_bwd_filter/cpu/filter_gemm": _GRADIENT,

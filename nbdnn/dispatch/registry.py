@@ -21,6 +21,8 @@ from nbdnn.kernels.cpu import (
     conv_winograd_filter,
 )
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
+from nbdnn.kernels.cuda import conv_depthwise as conv_depthwise_cuda
+from nbdnn.kernels.cuda import conv_depthwise_filter as conv_depthwise_filter_cuda
 from nbdnn.kernels.cuda import conv_direct as conv_direct_cuda
 from nbdnn.kernels.cuda import conv_mma_gemm, conv_mma_gemm_filter
 
@@ -34,6 +36,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.FWD_TILING,
         conv_fft.FWD,
         conv_im2col.FWD,
+        conv_depthwise_cuda.FWD,
         *conv_graph.FWD,
         *conv_legacy.FWD,
         *conv_mma_gemm.FWD,
@@ -49,6 +52,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.BWD_DATA_TILING,
         conv_fft.BWD_DATA,
         conv_im2col.BWD_DATA,
+        conv_depthwise_cuda.BWD_DATA,
         *conv_graph.BWD_DATA,
         *conv_legacy.BWD_DATA,
         *conv_mma_gemm.BWD_DATA,
@@ -62,6 +66,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.BWD_FILTER_TILING,
         conv_fft.BWD_FILTER,
         conv_im2col.BWD_FILTER,
+        conv_depthwise_filter_cuda.BWD_FILTER,
         *conv_graph.BWD_FILTER,
         *conv_legacy.BWD_FILTER,
         *conv_mma_gemm_filter.BWD_FILTER,

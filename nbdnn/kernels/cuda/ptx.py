@@ -1,9 +1,8 @@
 """What Numba has no words for: instructions of PTX and LLVM as intrinsics, and the types that kernels are made of.
 
-Importing this module imports numba-cuda, so only builders of kernels do, inside functions. Beside `ptx_tile.py`,
-`ptx_matrix.py` and `compile.py` nothing touches numba-cuda. Data of 16 bits are uint16 in memory and float32 in
-registers; vectors are uint32 words, alone or in tuples. A table of intrinsics is looked up in the builder, not in the
-kernel.
+Importing this module imports numba-cuda, so only builders of kernels do, inside functions. Beside `ptx_*.py` and
+`compile.py` nothing touches numba-cuda. Data of 16 bits are uint16 in memory and float32 in registers; vectors are
+uint32 words, alone or in tuples. A table of intrinsics is looked up in the builder, not in the kernel.
 
 Three habits keep kernels fast, each seen in PTX: Numba makes int64 of an operation on two int32, so an index is cast
 back at once, ``I(i * stride + j)``, which LLVM narrows to 32-bit instructions; division and a shift by what is not

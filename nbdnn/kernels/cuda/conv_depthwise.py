@@ -1,0 +1,278 @@
+"""Depthwise convolution: one filter a channel, forward and bwd_data, planar and channels-last, 2-D and 3-D.
+
+    y[n, k, p, q] = sum over r, s of  x[n, k // m, p*u + r*d - pad, q*u + s*d - pad] * w[k, r, s],   k < c*m
+
+bwd_data is the same gather from dy, with the positions that a stride skips left out: both are tables of what each tap
+of a tile meets, known when the kernel is compiled. A thread has a tile of outputs in registers, of one channel or,
+channels-last, of a vector of channels:
+
+    rows in turn    small filters: all weights are in registers; each row of the input is loaded once, multiplied with
+                    the weights of every output row it reaches, and an output row is stored after its last
+    taps in turn    other filters: one row of outputs; a filter row at a time, in pieces of 8 taps
+
+A vector is up to 16 bytes a load. Neighbouring threads are neighbours in memory. Channels-last, a block's weights come
+through shared memory, turned so that a vector of channels is one load. Traffic: x, w and y once from memory; the halo
+of a tile again from cache, a 4x4 tile of 3x3 taps 2.25 times. Accumulates in float32, one rounding a product and sum.
+Source: own.
+"""
+
+from __future__ import annotations
+
+from math import ceil, prod
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cpu.geometry import spatial3
+from nbdnn.kernels.cuda import depthwise_plan as plan
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
+from nbdnn.kernels.cuda.depthwise_tile import Tile, Tiles, Variant
+from nbdnn.kernels.cuda.geometry import filter_strides, index_bits
+from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
+from nbdnn.problem import ConvProblem
+
+_MOST_STRIDE_W = 8  # of bwd_data, where a tile is a multiple of it
+_MOST_WEIGHT_BYTES = 96 << 10  # of shared memory in a block
+_MOST_VECTORS = {True: 16, False: 8}  # of channels in a block: few where a block has many weights to turn
+_ROWS_IN_TURN = ((4, 4), (8, 4), (4, 2), (2, 4), (2, 2))
+_TAPS_IN_TURN = ((1, 7), (1, 8), (1, 4))
+
+
+def _kernel(*specialised_on):
+    from nbdnn.kernels.cuda import depthwise_tile, ptx, ptx_tile, ptx_vector
+    from nbdnn.kernels.cuda.geometry import input_reached
+
+    v = Variant(*specialised_on)
+    integer, u32 = ptx.INTEGER[v.bits], ptx.types.uint32
+    (tile_h, tile_w), step_h, step_w, lanes, taps = v.tile, v.step_h, v.step_w, v.lanes, v.taps
+    zeros, reached, flat = ptx_vector.zeros(tile_h * tile_w * v.width), input_reached(v.forward, v.bits), v.flat
+    planar_in, planar_out = not v.in_last, not v.out_last
+    source_type, target_type = ptx_vector.Source, ptx_vector.Target
+    bias_at = depthwise_tile.bias_of(v)
+
+    # 1. Where a thread is: (n and tile of the image, or -1; channel; where its weights are).
+    if v.out_last:
+        turn = depthwise_tile.turned_weights(v)
+
+        @ptx.inline
+        def place(w, f):
+            block, slab = ptx.divided(integer(ptx.block_x()), f.slabs)
+            in_block, vector = ptx.divided(integer(ptx.thread_x()), f.vectors)
+            shared, first = ptx_tile.dynamic_shared(), integer(slab * f.vectors * lanes)
+            turn(w, first, shared, f)
+            tile, channel = integer(block * f.block_tiles + in_block), integer(first + vector * lanes)
+            inside = in_block < f.block_tiles and tile < f.tiles and channel < f.out_c
+            return tile if inside else integer(-1), channel, u32(shared + u32(4 * vector * lanes))
+
+        @ptx.inline
+        def weights_at(start, channel, summed, t, plane, f):
+            return u32(start + u32(4 * f.pitch * taps * plane))
+    else:
+
+        @ptx.inline
+        def place(w, f):
+            thread = integer(integer(ptx.block_x()) * THREADS + ptx.thread_x())
+            image, tile = ptx.divided(thread, f.image_tiles)
+            n, channel = ptx.divided(image, f.out_c)
+            return integer(n * f.image_tiles + tile) if thread < f.tiles else integer(-1), channel, f.w_first
+
+        @ptx.inline
+        def weights_at(start, channel, summed, t, plane, f):
+            return integer(start + (channel * f.group_in + summed) * f.taps + f.w_step * t * taps)
+
+    # 2. What it sums of one plane of taps: (depth, -1 where there is none; the image and where its weights are).
+    @ptx.inline
+    def plane_at(n, channel, d, plane, start, f):
+        summed, t = ptx.divided(plane, f.taps_d)
+        group, _ = ptx.divided(channel, f.group_out)
+        at_d = d if flat else reached(d, t, f.stride_d, f.pad_d, f.dilation_d, f.extent_d)
+        at = integer(n * f.in_n + (group * f.group_in + summed) * f.in_c + at_d * f.in_d)
+        return at_d, at, weights_at(start, channel, summed, t, plane, f)
+
+    @ptx.inline
+    def source_of(image, at, row, column, f):
+        step = integer(1) if planar_in else f.in_w
+        first_row, first_column = integer(row * step_h), integer(column * step_w)
+        return source_type(image, at, first_row, f.in_h, f.extent_h, first_column, step, f.extent_w)
+
+    # 3. All planes, and the tile stored.
+    end = depthwise_tile.end_of(v)
+    if v.unrolled and flat:
+        tile_of = depthwise_tile.rows_in_turn(v, end)
+
+        @ptx.inline
+        def gather(image, w, n, channel, d, start, row, column, target, f):
+            _, at, where = plane_at(n, channel, d, integer(0), start, f)
+            tile_of(zeros(), w, where, f, source_of(image, at, row, column, f), target)
+    else:
+        plane_of = depthwise_tile.rows_in_turn(v) if v.unrolled else depthwise_tile.taps_in_turn(v)
+        store = ptx_vector.store_rows(end, tile_h)
+
+        @ptx.inline
+        def gather(image, w, n, channel, d, start, row, column, target, f):
+            sums, plane = zeros(), integer(0)
+            while plane < f.planes:
+                at_d, at, where = plane_at(n, channel, d, plane, start, f)
+                if at_d >= 0:
+                    sums = plane_of(sums, w, where, f, source_of(image, at, row, column, f), target)
+                plane = integer(plane + 1)
+            store(sums, target)
+
+    def depthwise(image, w, out, bias, residual, alpha, beta, f):
+        tile, channel, start = place(w, f)
+        if tile < 0:
+            return
+        rest, column = ptx.divided(tile, f.tiles_w)
+        rest, row = ptx.divided(rest, f.tiles_h)
+        n, d = ptx.divided(rest, f.out_d)
+        at = integer(n * f.y_n + channel * f.y_c + d * f.y_d)
+        step = integer(1) if planar_out else f.y_w
+        out_row, out_column, shift = integer(row * tile_h), integer(column * tile_w), bias_at(bias, channel)
+        target = target_type(out, residual, at, out_row, f.y_h, f.out_h, out_column, step, f.out_w, shift, alpha, beta)
+        gather(image, w, n, channel, d, start, row, column, target, f)
+
+    data, real = ptx.pointer(v.dtype), ptx.REAL["f32"]
+    return depthwise, (data, data, data, data, data, real, real, ptx.record(Tiles, v.bits))
+
+
+def _lanes(problem: ConvProblem) -> int:
+    if problem.y_channels_last:
+        return plan.vector_lanes(problem, 4)
+    # A bwd_data's tile is a multiple of the lanes times the stride.
+    return plan.vector_lanes(problem, 8 if problem.op == "conv_fwd" else max(1, 16 // problem.stride[-1]))
+
+
+def _variants(problem: ConvProblem) -> list[Variant]:
+    """Every tile whose sums, weights and row fit into registers; else the smallest with its taps in turn."""
+    depth, rows, columns = plan.axes(problem)
+    forward, lanes, last = problem.op == "conv_fwd", _lanes(problem), problem.y_channels_last
+    flat = depth == Axis(1, 1, 0, 1) and (forward or problem.k == problem.c)
+    in_last, unit_h, unit_w = problem.channels_last, 1, lanes if not last else 1
+    if not forward:
+        unit_h, unit_w = rows.stride, unit_w * columns.stride
+
+    def variant(unrolled: bool, tile_h: int, tile_w: int) -> Variant:
+        tile = Tile(ceil(tile_h / unit_h) * unit_h if unrolled else 1, ceil(tile_w / unit_w) * unit_w)
+        # Of 32 bits until its integers are known.
+        taken = (forward, problem.dtype, in_last, last, lanes, tile, rows, columns, unrolled, flat)
+        return Variant(*taken, problem.epilogue, 32)
+
+    fitting = [v for tile in _ROWS_IN_TURN if (v := variant(True, *tile)).fits]
+    if not fitting:
+        fitting = [v for tile in _TAPS_IN_TURN if (v := variant(False, *tile)).fits]
+    return list(dict.fromkeys(fitting)) or [variant(False, 1, 1)]
+
+
+def _tiles(problem: ConvProblem, v: Variant) -> Tiles:
+    forward = problem.op == "conv_fwd"
+    source, target = (problem.operands[0], problem.operands[2]) if forward else problem.operands[1:3]
+    multiplier = problem.k // problem.c
+    depth = plan.axes(problem)[0]
+    out_d, out_h, out_w = spatial3(target.shape[2:])
+    tiles_h, tiles_w = ceil(out_h / v.tile.rows), ceil(out_w / v.tile.columns)
+    planes = depth.taps * (1 if forward else multiplier)
+    vectors = _vectors(target.shape[1], v, planes) if v.out_last else 1
+    start, _, _, _, _, w_s = filter_strides(problem)
+    image_tiles = out_d * tiles_h * tiles_w
+    return Tiles(
+        tiles=problem.n * image_tiles * (1 if v.out_last else target.shape[1]),
+        image_tiles=image_tiles,
+        tiles_h=tiles_h,
+        tiles_w=tiles_w,
+        slabs=ceil(target.shape[1] / (vectors * v.lanes)),
+        vectors=vectors,
+        block_tiles=THREADS // vectors,
+        pitch=_pitch(vectors, v.lanes),
+        planes=planes,
+        group_out=multiplier if forward else 1,
+        group_in=1 if forward else multiplier,
+        out_c=target.shape[1],
+        out_d=out_d,
+        out_h=out_h,
+        out_w=out_w,
+        **plan.strides("y", target.shape, problem.y_channels_last),
+        **plan.strides("in", source.shape, problem.channels_last),
+        **dict(zip(("extent_d", "extent_h", "extent_w"), spatial3(source.shape[2:]), strict=True)),
+        taps=prod(problem.filter),
+        taps_d=depth.taps,
+        stride_d=depth.stride,
+        pad_d=depth.pad,
+        dilation_d=depth.dilation,
+        w_first=start,
+        w_step=1 if w_s > 0 else -1,
+    )
+
+
+def _pitch(vectors: int, lanes: int) -> int:
+    """Floats between a block's weights of neighbouring taps: a vector more than there are, against bank conflicts."""
+    return (vectors + 1) * lanes
+
+
+def _vectors(channels: int, v: Variant, planes: int) -> int:
+    """Vectors of channels of a block."""
+    most = _MOST_VECTORS[v.unrolled]
+    while most > 1 and 4 * planes * v.taps * _pitch(most, v.lanes) > plan.WEIGHTS_BYTES:
+        most //= 2
+    return plan.vectors_a_block(ceil(channels / v.lanes), most)
+
+
+class Depthwise(LaunchedCandidate[Tile]):
+    """One filter a channel; forward and bwd_data."""
+
+    algorithm = "depthwise"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
+        refused = plan.refusal(problem)
+        if refused:
+            return Support(False, refused)
+        if self.op == "conv_bwd_data" and problem.stride[-1] > _MOST_STRIDE_W:
+            return Support(False, f"the column stride {problem.stride[-1]} is more than {_MOST_STRIDE_W}")
+        multiplier = 1 if self.op == "conv_fwd" else problem.k // problem.c
+        size_bytes = 4 * prod(problem.filter) * multiplier * _pitch(1, _lanes(problem))
+        if problem.y_channels_last and size_bytes > _MOST_WEIGHT_BYTES:
+            return Support(False, f"a vector's weights take {size_bytes} bytes, more than {_MOST_WEIGHT_BYTES}")
+        return YES
+
+    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
+        return plan.worth_measuring([(self._guess_us(problem, v, device), v.tile) for v in _variants(problem)])
+
+    def estimate(self, problem: ConvProblem, config: Tile, device: Gpu) -> float:
+        return self._guess_us(problem, self._variant(problem, config), device)
+
+    def launches(self, problem: ConvProblem, config: Tile, device: Gpu) -> list[Launch]:
+        v = self._variant(problem, config)
+        integers = _tiles(problem, v)
+        v = v._replace(bits=index_bits(problem, integers))
+        names = [operand.name for operand in problem.operands]
+        bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
+        image, w = (0, 1) if self.op == "conv_fwd" else (1, 0)
+        a_block = integers.block_tiles if v.out_last else THREADS
+        return [
+            Launch(
+                source=Source(_kernel, v, THREADS, v.held.min_blocks),
+                grid=(
+                    integers.slabs * ceil(integers.tiles / a_block) if v.out_last else ceil(integers.tiles / a_block),
+                    1,
+                    1,
+                ),
+                pointers=(image, w, 2, bias, residual),
+                scalars="f32",
+                integers=integers,
+                integer_bits=v.bits,
+                dynamic_shared_bytes=4 * integers.planes * v.taps * integers.pitch if v.out_last else 0,
+            )
+        ]
+
+    def _variant(self, problem: ConvProblem, config: Tile) -> Variant:
+        return next(v for v in _variants(problem) if v.tile == config)
+
+    def _guess_us(self, problem: ConvProblem, v: Variant, device: Gpu) -> float:
+        integers = _tiles(problem, v)
+        threads = integers.tiles * (ceil(integers.out_c / v.lanes) if v.out_last else 1)
+        return plan.kernel_us(problem, device, threads, integers.planes * v.instructions)
+
+
+FWD, BWD_DATA = Depthwise("conv_fwd"), Depthwise("conv_bwd_data")

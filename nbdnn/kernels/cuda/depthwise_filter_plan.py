@@ -1,0 +1,210 @@
+"""What the kernel of depthwise filter gradients is compiled for and told: tiles of dy, roles of threads, splits.
+
+A thread sums a few taps of a channel or vector of channels over its tiles: all of 3x3; of larger filters a row, or 8
+taps of one. These are its role. Source: own.
+"""
+
+from __future__ import annotations
+
+from math import ceil, prod
+from typing import NamedTuple
+
+from nbdnn.device import Gpu
+from nbdnn.kernels.cpu.geometry import spatial3
+from nbdnn.kernels.cuda import depthwise_plan as plan
+from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
+from nbdnn.problem import ConvProblem
+
+_PIECE = 8  # taps of a filter row that a thread sums
+_BLOCK_ROLES = 8  # rows or pieces of a filter in a block, at most
+_TILES = ((2, 4), (4, 4), (1, 4), (4, 2), (1, 7), (1, 8))
+
+
+class Split(NamedTuple):
+    """Rows and columns of dy that a thread takes at once, and how often over the grid could fill the GPU."""
+
+    rows: int
+    columns: int
+    waves: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}:{self.waves}"
+
+
+class Variant(NamedTuple):
+    """What the first kernel is compiled for: rows and columns have the taps that one thread sums.
+
+    team: threads that add the sums of one tap of a block.
+    """
+
+    dtype: str
+    x_last: bool
+    y_last: bool
+    lanes: int
+    tile: tuple[int, int]
+    rows: Axis
+    columns: Axis
+    team: int
+    bits: int
+
+    @property
+    def width(self) -> int:
+        """Sums of a tap in a thread."""
+        return self.lanes if self.y_last else 1
+
+    @property
+    def sums(self) -> int:
+        return self.rows.taps * self.columns.taps * self.width
+
+    @property
+    def row(self) -> plan.Row:
+        """What a row of x is multiplied with: (element of a row of dy, of the row of x, tap)."""
+        return plan.row(plan.reaches(True, self.columns, self.tile[1]), self.lanes, self.y_last)
+
+    @property
+    def steps(self):
+        """For `ptx_vector.Rows`: each row of x with every row of dy that a tap takes there."""
+        reaches, row = plan.reaches(True, self.rows, self.tile[0]), self.row
+        of_dy, of_taps = self.tile[1] * self.width, self.columns.taps * self.width
+        return tuple(
+            (
+                position,
+                tuple(
+                    (reach.tap * of_taps + k, j, reach.output * of_dy + i)
+                    for reach in reaches
+                    if reach.position == position
+                    for i, j, k in row.products
+                ),
+                (),
+            )
+            for position in sorted({reach.position for reach in reaches})
+        )
+
+    @property
+    def held(self) -> plan.Held:
+        """Sums, dy and two rows of x, if there are two."""
+        dy, vector = prod(self.tile) * self.width, plan.vector_registers(self.dtype, self.lanes)
+        inputs = min(2, len(self.steps)) * len(self.row.offsets) * self.lanes
+        loaded = vector * (dy // self.lanes + len(self.steps) * len(self.row.offsets))
+        return plan.Held(self.sums + dy + inputs, loaded)
+
+    @property
+    def instructions(self) -> float:
+        """Of a thread and tile, about."""
+        widening = 0 if self.dtype == "f32" else self.lanes
+        loads = prod(self.tile) * self.width / self.lanes + len(self.steps) * len(self.row.offsets)
+        return loads * (3 + widening) + sum(len(table) for _, table, _ in self.steps) + 40
+
+
+class Sums(NamedTuple):
+    """The integers of the first kernel.
+
+    tiles of dy, tiles_h x tiles_w of a plane, are split into runs of `chunk`. A block takes one of `slabs` slabs of
+    `vectors` vectors of channels and `block_roles` of `roles` roles: one of role_w pieces of one of role_h groups of
+    rows of a depth tap of the filter.
+    """
+
+    tiles: int
+    tiles_h: int
+    tiles_w: int
+    chunk: int
+    splits: int
+    slabs: int
+    vectors: int
+    block_tiles: int
+    role_blocks: int
+    block_roles: int
+    roles: int
+    role_h: int
+    role_w: int
+    k: int
+    group_k: int
+    out_d: int
+    out_h: int
+    out_w: int
+    y_n: int
+    y_c: int
+    y_d: int
+    y_h: int
+    y_w: int
+    x_n: int
+    x_c: int
+    x_d: int
+    x_h: int
+    x_w: int
+    extent_d: int
+    extent_h: int
+    extent_w: int
+    taps: int
+    taps_h: int
+    taps_w: int
+    stride_d: int
+    pad_d: int
+    dilation_d: int
+
+
+def _lanes(problem: ConvProblem) -> int:
+    return plan.vector_lanes(problem, 4 if problem.y_channels_last else 8)
+
+
+def variants(problem: ConvProblem) -> list[Variant]:
+    """Every tile whose sums and rows fit into registers; where none does, the smallest."""
+    _, rows, columns = plan.axes(problem)
+    lanes, last = _lanes(problem), problem.y_channels_last
+    taps_w = min(columns.taps, _PIECE)
+    all_rows = rows.taps * taps_w * (lanes if last else 1) <= plan.REGISTER_TAPS
+    held_rows, unit = rows._replace(taps=rows.taps if all_rows else 1), 1 if last else lanes
+
+    def variant(tile_h: int, tile_w: int) -> Variant:
+        tile = (tile_h, ceil(tile_w / unit) * unit)
+        taken = (problem.dtype, problem.channels_last, last, lanes, tile, held_rows, columns._replace(taps=taps_w))
+        return Variant(*taken, 1, 32)
+
+    every = [variant(*tile) for tile in _TILES if tile[0] == 1 or all_rows]
+    fitting = [v for v in every if v.held.fits and v.instructions <= plan.MOST_PRODUCTS]
+    return list(dict.fromkeys(fitting)) or [variant(1, 1)]
+
+
+def sums(problem: ConvProblem, v: Variant, config: Split, device: Gpu) -> Sums:
+    x, dy, _ = problem.operands
+    depth, rows, columns = plan.axes(problem)
+    out_d, out_h, out_w = spatial3(problem.out_spatial)
+    tiles_h, tiles_w = ceil(out_h / config.rows), ceil(out_w / config.columns)
+    tiles = problem.n * out_d * tiles_h * tiles_w
+    role_h, role_w = rows.taps // v.rows.taps, ceil(columns.taps / v.columns.taps)
+    roles = depth.taps * role_h * role_w
+    block_roles = ceil(roles / ceil(roles / _BLOCK_ROLES))
+    vectors = plan.vectors_a_block(problem.k // v.lanes, 16 if block_roles == 1 else 8) if v.y_last else 1
+    slabs, role_blocks = ceil(problem.k / (vectors * v.width)), ceil(roles / block_roles)
+    block_tiles = THREADS // (vectors * block_roles)
+    blocks = max(1, config.waves * v.held.min_blocks * device.sms // (slabs * role_blocks))
+    chunk = max(1, ceil(tiles / blocks), min(block_tiles, tiles))
+    return Sums(
+        tiles=tiles,
+        tiles_h=tiles_h,
+        tiles_w=tiles_w,
+        chunk=chunk,
+        splits=max(1, ceil(tiles / chunk)),
+        slabs=slabs,
+        vectors=vectors,
+        block_tiles=block_tiles,
+        role_blocks=role_blocks,
+        block_roles=block_roles,
+        roles=roles,
+        role_h=role_h,
+        role_w=role_w,
+        k=problem.k,
+        group_k=problem.k // problem.c,
+        out_d=out_d,
+        out_h=out_h,
+        out_w=out_w,
+        **plan.strides("y", dy.shape, problem.y_channels_last),
+        **plan.strides("x", x.shape, problem.channels_last),
+        **dict(zip(("extent_d", "extent_h", "extent_w"), spatial3(problem.spatial), strict=True)),
+        taps=prod(problem.filter),
+        taps_h=rows.taps,
+        taps_w=columns.taps,
+        stride_d=depth.stride,
+        pad_d=depth.pad,
+        dilation_d=depth.dilation,
+    )
