@@ -1,82 +1,131 @@
 """THE ordered lists: every candidate of every op, in the order that breaks ties. Each ends with one that runs all.
 
-Importing this module loads the kernel modules and Numba: nothing that ``import nbdnn`` loads may import it.
+There is one table for each kind of device, and it is made when a problem of that kind is asked for: the CPU's loads its
+kernels and with them Numba, which a program on a GPU that finds its kernels on disk never needs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+
 from nbdnn.candidate import Candidate
-from nbdnn.cudnn import conv_graph, conv_legacy
 from nbdnn.errors import InvalidProblem
-from nbdnn.kernels.cpu import (
-    conv_channel_gemm,
-    conv_depthwise,
-    conv_depthwise_filter,
-    conv_direct,
-    conv_fft,
-    conv_filter_gemm,
-    conv_im2col,
-    conv_pixel_gemm,
-    conv_winograd,
-    conv_winograd_filter,
-)
-from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
-from nbdnn.kernels.cuda import conv_depthwise as conv_depthwise_cuda
-from nbdnn.kernels.cuda import conv_depthwise_filter as conv_depthwise_filter_cuda
-from nbdnn.kernels.cuda import conv_direct as conv_direct_cuda
-from nbdnn.kernels.cuda import conv_mma_gemm, conv_mma_gemm_filter
 
-_LISTS: dict[str, tuple[Candidate, ...]] = {
-    "conv_fwd": (
-        conv_depthwise.FWD,
-        conv_winograd.FWD_4X4,
-        conv_winograd.FWD_2X2,
-        conv_pixel_gemm.FWD,
-        conv_channel_gemm.FWD,
-        conv_fft.FWD_TILING,
-        conv_fft.FWD,
-        conv_im2col.FWD,
-        conv_depthwise_cuda.FWD,
-        *conv_graph.FWD,
-        *conv_legacy.FWD,
-        *conv_mma_gemm.FWD,
-        conv_direct_cuda.FWD,
-        conv_direct.FWD,
-    ),
-    "conv_bwd_data": (
-        conv_depthwise.BWD_DATA,
-        conv_winograd.BWD_DATA_4X4,
-        conv_winograd.BWD_DATA_2X2,
-        conv_pixel_gemm.BWD_DATA,
-        conv_channel_gemm.BWD_DATA,
-        conv_fft.BWD_DATA_TILING,
-        conv_fft.BWD_DATA,
-        conv_im2col.BWD_DATA,
-        conv_depthwise_cuda.BWD_DATA,
-        *conv_graph.BWD_DATA,
-        *conv_legacy.BWD_DATA,
-        *conv_mma_gemm.BWD_DATA,
-        conv_direct_cuda.BWD_DATA,
-        conv_direct.BWD_DATA,
-    ),
-    "conv_bwd_filter": (
-        conv_depthwise_filter.BWD_FILTER,
-        conv_winograd_filter.BWD_FILTER,
-        conv_filter_gemm.BWD_FILTER,
-        conv_fft.BWD_FILTER_TILING,
-        conv_fft.BWD_FILTER,
-        conv_im2col.BWD_FILTER,
-        conv_depthwise_filter_cuda.BWD_FILTER,
-        *conv_graph.BWD_FILTER,
-        *conv_legacy.BWD_FILTER,
-        *conv_mma_gemm_filter.BWD_FILTER,
-        conv_direct_cuda.BWD_FILTER,
-        conv_direct.BWD_FILTER,
-    ),
-}
-
+_Lists = Mapping[str, tuple[Candidate, ...]]
 # The kind of device that a provider's candidates run on; others are for the CPU.
 _KINDS = {"cudnn": "cuda", "numba": "cuda"}
+
+
+def _cpu_lists() -> _Lists:
+    from nbdnn.kernels.cpu import (
+        conv_channel_gemm,
+        conv_depthwise,
+        conv_depthwise_filter,
+        conv_direct,
+        conv_fft,
+        conv_filter_gemm,
+        conv_im2col,
+        conv_pixel_gemm,
+        conv_winograd,
+        conv_winograd_filter,
+    )
+
+    return {
+        "conv_fwd": (
+            conv_depthwise.FWD,
+            conv_winograd.FWD_4X4,
+            conv_winograd.FWD_2X2,
+            conv_pixel_gemm.FWD,
+            conv_channel_gemm.FWD,
+            conv_fft.FWD_TILING,
+            conv_fft.FWD,
+            conv_im2col.FWD,
+            conv_direct.FWD,
+        ),
+        "conv_bwd_data": (
+            conv_depthwise.BWD_DATA,
+            conv_winograd.BWD_DATA_4X4,
+            conv_winograd.BWD_DATA_2X2,
+            conv_pixel_gemm.BWD_DATA,
+            conv_channel_gemm.BWD_DATA,
+            conv_fft.BWD_DATA_TILING,
+            conv_fft.BWD_DATA,
+            conv_im2col.BWD_DATA,
+            conv_direct.BWD_DATA,
+        ),
+        "conv_bwd_filter": (
+            conv_depthwise_filter.BWD_FILTER,
+            conv_winograd_filter.BWD_FILTER,
+            conv_filter_gemm.BWD_FILTER,
+            conv_fft.BWD_FILTER_TILING,
+            conv_fft.BWD_FILTER,
+            conv_im2col.BWD_FILTER,
+            conv_direct.BWD_FILTER,
+        ),
+    }
+
+
+def _cuda_lists() -> _Lists:
+    from nbdnn.cudnn import conv_graph, conv_legacy
+    from nbdnn.kernels.cuda import (
+        conv_depthwise,
+        conv_depthwise_filter,
+        conv_direct,
+        conv_mma_gemm,
+        conv_mma_gemm_filter,
+    )
+
+    return {
+        "conv_fwd": (
+            conv_depthwise.FWD,
+            *conv_graph.FWD,
+            *conv_legacy.FWD,
+            *conv_mma_gemm.FWD,
+            conv_direct.FWD,
+        ),
+        "conv_bwd_data": (
+            conv_depthwise.BWD_DATA,
+            *conv_graph.BWD_DATA,
+            *conv_legacy.BWD_DATA,
+            *conv_mma_gemm.BWD_DATA,
+            conv_direct.BWD_DATA,
+        ),
+        "conv_bwd_filter": (
+            conv_depthwise_filter.BWD_FILTER,
+            *conv_graph.BWD_FILTER,
+            *conv_legacy.BWD_FILTER,
+            *conv_mma_gemm_filter.BWD_FILTER,
+            conv_direct.BWD_FILTER,
+        ),
+    }
+
+
+class Table:
+    """The candidates for one kind of device.
+
+    lists: by op. lowerings: the forward through a gradient's candidates, by direction hint: these race only where the
+    caller asks for them; their transposes run on the CPU. by_id: all of them.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.lists = dict(_cpu_lists() if kind == "cpu" else _cuda_lists())
+        self.lowerings: dict[str, tuple[Candidate, ...]] = {}
+        if kind == "cpu":
+            from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
+
+            self.lowerings = {
+                "bprop weights": tuple(map(AsBwdFilter, self.lists["conv_bwd_filter"])),
+                "bprop inputs": tuple(map(AsBwdData, self.lists["conv_bwd_data"])),
+            }
+        groups = (*self.lists.values(), *self.lowerings.values())
+        self.by_id = {member.id: member for group in groups for member in group}
+
+
+@cache
+def table(kind: str) -> Table:
+    """The candidates for devices of a kind: 'cpu' or 'cuda'."""
+    return Table(kind)
 
 
 def kind_of(candidate: Candidate) -> str:
@@ -84,28 +133,19 @@ def kind_of(candidate: Candidate) -> str:
     return _KINDS.get(candidate.provider, "cpu")
 
 
-# The forward through a gradient's candidates: these race only where the caller's direction_hint asks for them. Their
-# transposes run on the CPU.
-_LOWERINGS: dict[str, tuple[Candidate, ...]] = {
-    "bprop weights": tuple(AsBwdFilter(inner) for inner in _LISTS["conv_bwd_filter"] if kind_of(inner) == "cpu"),
-    "bprop inputs": tuple(AsBwdData(inner) for inner in _LISTS["conv_bwd_data"] if kind_of(inner) == "cpu"),
-}
-
-
 def candidates(op: str, hint: str = "", kind: str = "cpu") -> tuple[Candidate, ...]:
     """The candidates of `op` for a kind of device, in order; with a direction hint, that lowering's come before the
     last of them."""
-    own = [candidate for candidate in _LISTS[op] if kind_of(candidate) == kind]
-    lowered = [candidate for candidate in _LOWERINGS.get(hint, ()) if kind_of(candidate) == kind]
-    return (*own[:-1], *lowered, *own[-1:])
+    *specialised, general = table(kind).lists[op]
+    return (*specialised, *table(kind).lowerings.get(hint, ()), general)
 
 
 def candidate(id: str) -> Candidate:
     """The candidate of that id; InvalidProblem lists the ids of its op."""
-    if found := _BY_ID.get(id):
+    op, _, rest = id.partition("/")
+    by_id = table(_KINDS.get(rest.partition("/")[0], "cpu")).by_id
+    if found := by_id.get(id):
         return found
-    known = [known for known in _BY_ID if known.startswith(id.partition("/")[0] + "/")]
-    raise InvalidProblem(f"no candidate {id!r}; there are {', '.join(known or _BY_ID)}")
-
-
-_BY_ID = {member.id: member for group in (*_LISTS.values(), *_LOWERINGS.values()) for member in group}
+    every = [known for kind in ("cpu", "cuda") for known in table(kind).by_id]
+    known = [known for known in every if known.startswith(f"{op}/")]
+    raise InvalidProblem(f"no candidate {id!r}; there are {', '.join(known or every)}")

@@ -89,9 +89,10 @@ class Fake(Candidate):
 def register(monkeypatch: pytest.MonkeyPatch, *candidates: Candidate) -> None:
     """Make `candidates` the whole list of their op; whatever their provider, they run on the CPU."""
     monkeypatch.setattr(registry, "kind_of", lambda candidate: "cpu")
-    monkeypatch.setitem(registry._LISTS, candidates[0].op, candidates)
+    monkeypatch.setattr(registry, "_KINDS", {})
+    monkeypatch.setitem(registry.table("cpu").lists, candidates[0].op, candidates)
     for candidate in candidates:
-        monkeypatch.setitem(registry._BY_ID, candidate.id, candidate)
+        monkeypatch.setitem(registry.table("cpu").by_id, candidate.id, candidate)
 
 
 def ids(log: list, kind: str) -> list[str]:
