@@ -86,6 +86,33 @@ def word_of(typingctx, value):
     return signature(types.uint32, types.float32), lambda context, builder, sig, args: builder.bitcast(args[0], I32)
 
 
+@intrinsic
+def words_of(typingctx, values):
+    """The bits of a tuple of float32."""
+    words = types.UniTuple(types.uint32, values.count)
+
+    def codegen(context, builder, sig, args):
+        return packed(builder, [builder.bitcast(value, I32) for value in unpacked(builder, args[0], values.count)])
+
+    return signature(words, values), codegen
+
+
+# ---- products of the FMA units ---------------------------------------------------------------------------------------
+
+
+@intrinsic
+def add_outer_product(typingctx, sums, a, b):
+    """sums[i, j] + a[i] * b[j], each in one rounding: 4 x 4 float32 by rows, and the words of 4 and 4."""
+    sixteen, four = types.UniTuple(types.float32, 16), types.UniTuple(types.uint32, 4)
+
+    def codegen(context, builder, sig, args):
+        before = unpacked(builder, args[0], 16)
+        rows, columns = ([builder.bitcast(word, F32) for word in unpacked(builder, arg, 4)] for arg in args[1:])
+        return packed(builder, [builder.fma(rows[i // 4], columns[i % 4], before[i]) for i in range(16)])
+
+    return signature(sixteen, sixteen, four, four), codegen
+
+
 # ---- shared memory: 32-bit addresses ---------------------------------------------------------------------------------
 
 

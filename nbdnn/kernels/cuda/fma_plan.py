@@ -1,0 +1,68 @@
+"""What a matrix product on the FMA units may be cut into, and a guess at how long each way takes.
+
+A multiprocessor holds 512 to 384 threads of these kernels; with fewer than 256 it waits for memory and multiplies the
+slower. So a product with few tiles is cut along its sum, too, whose parts are added afterwards.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.fma_tile import STAGE_K, Tile
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s
+
+TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
+_EFFICIENCY = 0.7  # of the FMA units' rate, by count of the instructions of a stage
+_BUSY_WARPS = 8.0  # of a multiprocessor, from which on it reaches that
+LAUNCH_US = 2.5
+_STAGES_OF_START = 6  # what filling the pipeline and storing a tile cost, in stages
+MOST_PARTS = 128
+MOST_PART_BYTES = 256 << 20
+
+
+class Config(NamedTuple):
+    """A block's tile, and in how many parts each sum is split."""
+
+    tile: Tile
+    parts: int
+
+    def __str__(self) -> str:
+        return f"{self.tile.m}x{self.tile.n}/{self.parts}"
+
+
+class Product(NamedTuple):
+    """`count` products of m x n outputs, each summing `stages` stages; out_elems of all together."""
+
+    count: int
+    m: int
+    n: int
+    stages: int
+    out_elems: int
+
+
+def product_us(product: Product, config: Config, device: Gpu) -> float:
+    """Microseconds of the product and of the addition of its parts."""
+    tile, parts = config
+    blocks = product.count * ceil(product.m / tile.m) * ceil(product.n / tile.n) * parts
+    stages = ceil(product.stages / parts) + _STAGES_OF_START
+    on_one = ceil(blocks / device.sms)
+    warps = min(on_one, tile.min_blocks) * tile.threads / 32
+    rate = _EFFICIENCY * min(1.0, warps / _BUSY_WARPS) * fma_flops_per_s(device, "f32") / device.sms
+    us = LAUNCH_US + on_one * stages * 2 * tile.m * tile.n * STAGE_K / rate * 1e6
+    if parts > 1:
+        us += LAUNCH_US + (2 * parts + 1) * product.out_elems * 4 / copy_bytes_per_s(device) * 1e6
+    return us
+
+
+def configs(product: Product, device: Gpu) -> tuple[Config, ...]:
+    """For each tile that is not mostly empty the whole sum and the best split, the fastest by the guess first."""
+    fitting = [t for t in TILES if t.n < 2 * product.n and t.m < 2 * product.m] or [TILES[-1]]
+    most = min(MOST_PARTS, product.stages // 4, MOST_PART_BYTES // max(1, 4 * product.out_elems))
+    found = []
+    for tile in fitting:
+        splits = [Config(tile, parts) for parts in range(2, most + 1)]
+        best = min(splits, key=lambda config: product_us(product, config, device), default=None)
+        found += [Config(tile, 1), *([best] if best else [])]
+    return tuple(sorted(found, key=lambda config: product_us(product, config, device))[:4])
