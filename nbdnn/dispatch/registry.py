@@ -21,6 +21,7 @@ from nbdnn.kernels.cpu import (
 )
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
 from nbdnn.kernels.cuda import conv_direct as conv_direct_cuda
+from nbdnn.kernels.cuda import conv_fma_gemm, conv_fma_gemm_filter
 
 _LISTS: dict[str, tuple[Candidate, ...]] = {
     "conv_fwd": (
@@ -32,6 +33,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.FWD_TILING,
         conv_fft.FWD,
         conv_im2col.FWD,
+        conv_fma_gemm.FWD,
         conv_direct_cuda.FWD,
         conv_direct.FWD,
     ),
@@ -44,6 +46,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.BWD_DATA_TILING,
         conv_fft.BWD_DATA,
         conv_im2col.BWD_DATA,
+        conv_fma_gemm.BWD_DATA,
         conv_direct_cuda.BWD_DATA,
         conv_direct.BWD_DATA,
     ),
@@ -54,6 +57,7 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.BWD_FILTER_TILING,
         conv_fft.BWD_FILTER,
         conv_im2col.BWD_FILTER,
+        conv_fma_gemm_filter.BWD_FILTER,
         conv_direct_cuda.BWD_FILTER,
         conv_direct.BWD_FILTER,
     ),

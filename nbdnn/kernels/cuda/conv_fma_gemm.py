@@ -32,6 +32,7 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.turn_filter import turn_filter, turned_elems, turned_strides
 from nbdnn.problem import ConvProblem
 
+_TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
 _FEWEST_CHANNELS = 4  # of a group's input: a stage has 8
 _INT32_END = 2**31 - 2**16  # what an index reaches: the last tile counts on beyond the last pixel
 _MOST_BLOCKS = 65535  # of a grid's second and third extent
@@ -48,7 +49,7 @@ def refusal(problem: ConvProblem) -> str:
         return f"groups is {problem.groups}, a grid has at most {_MOST_BLOCKS}"
     padded = [extent + sum(pad) for extent, pad in zip(problem.spatial, problem.pad, strict=True)]
     workspace = fma_plan.MOST_PART_BYTES // 4 + 2 * prod(problem.w_shape)
-    largest = max(*(operand.size_elems for operand in problem.operands), *padded, workspace)
+    largest = max(*(operand.size_elems for operand in problem.operands), *(2 * extent for extent in padded), workspace)
     return f"an index reaches {largest}, this kernel's end at {_INT32_END}" if largest >= _INT32_END else ""
 
 
@@ -68,7 +69,7 @@ class Gemm(LaunchedCandidate[Config]):
         return YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
-        return fma_plan.configs(_product(problem), device)
+        return fma_plan.configs(_product(problem), _TILES, device)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:
         return 4 * (_parts_elems(problem, config) + (turned_elems(problem) if _is_turned(problem) else 0))
@@ -99,7 +100,11 @@ def _product(problem: ConvProblem) -> Product:
     group_out, group_in = (k, c) if forward else (c, k)
     taps = max(1, prod(problem.filter) // classes)
     return Product(
-        problem.groups * classes, _pixels(problem), group_out, taps * ceil(group_in / STAGE_K), problem.operands[2].size_elems
+        problem.groups * classes,
+        _pixels(problem),
+        group_out,
+        taps * ceil(group_in / STAGE_K),
+        problem.operands[2].size_elems,
     )
 
 

@@ -1,9 +1,9 @@
 """The kernel of forward and bwd_data: a tile of output pixels by output channels, read where the taps reach.
 
-    1. which tile, of which group, residue class and part of the sum this block computes
-    2. where its pixels lie, in a table in shared memory: a row each of (element, depth, height, width) in the input
-    3. the product: a stage is 8 channels of one tap; a tap moves every pixel by the same distance
-    4. the tile to the output, finished, or as it is where it is a part of a split sum
+1. which tile, of which group, residue class and part of the sum this block computes
+2. where its pixels lie, in a table in shared memory: a row each of (element, depth, height, width) in the input
+3. the product: a stage is 8 channels of one tap; a tap moves every pixel by the same distance
+4. the tile to the output, finished, or as it is where it is a part of a split sum
 """
 
 from __future__ import annotations
@@ -245,8 +245,18 @@ def _copy_stage(variant: Variant):
 
     integer, word, threads = ptx.INTEGER[32], ptx.cuda.types.uint32, variant.tile.threads
     a, b, reach, b_bytes = variant.image, variant.filter, _reach(variant), variant.tile.b_bytes
-    a_copy, a_place, a_count, a_pitch = ptx_tile.COPY_ASYNC[4 * a.words], copy_place(a, threads), a.count(threads), pitch_bytes(a.extent)
-    b_copy, b_place, b_count, b_pitch = ptx_tile.COPY_ASYNC[4 * b.words], copy_place(b, threads), b.count(threads), pitch_bytes(b.extent)
+    a_copy, a_place, a_count, a_pitch = (
+        ptx_tile.COPY_ASYNC[4 * a.words],
+        copy_place(a, threads),
+        a.count(threads),
+        pitch_bytes(a.extent),
+    )
+    b_copy, b_place, b_count, b_pitch = (
+        ptx_tile.COPY_ASYNC[4 * b.words],
+        copy_place(b, threads),
+        b.count(threads),
+        pitch_bytes(b.extent),
+    )
     a_next, a_along_k, b_along_k = int(a.lines(threads) > 1), a.along_k, b.along_k
     a_size, b_size = integer(4 * a.words), integer(4 * b.words)
 

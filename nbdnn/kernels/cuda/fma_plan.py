@@ -13,7 +13,6 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.fma_tile import STAGE_K, Tile
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s
 
-TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
 _EFFICIENCY = 0.7  # of the FMA units' rate, by count of the instructions of a stage
 _BUSY_WARPS = 8.0  # of a multiprocessor, from which on it reaches that
 LAUNCH_US = 2.5
@@ -56,9 +55,9 @@ def product_us(product: Product, config: Config, device: Gpu) -> float:
     return us
 
 
-def configs(product: Product, device: Gpu) -> tuple[Config, ...]:
+def configs(product: Product, tiles: tuple[Tile, ...], device: Gpu) -> tuple[Config, ...]:
     """For each tile that is not mostly empty the whole sum and the best split, the fastest by the guess first."""
-    fitting = [t for t in TILES if t.n < 2 * product.n and t.m < 2 * product.m] or [TILES[-1]]
+    fitting = [t for t in tiles if t.n < 2 * product.n and t.m < 2 * product.m] or [tiles[-1]]
     most = min(MOST_PARTS, product.stages // 4, MOST_PART_BYTES // max(1, 4 * product.out_elems))
     found = []
     for tile in fitting:
