@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from math import nan, prod
+from operator import add
 from types import SimpleNamespace
 
 import numpy as np
@@ -157,11 +158,19 @@ class Block:
     def fma(a: float, b: float, c: float) -> float:
         return a * b + c
 
-    @staticmethod
-    def add_outer_product(sums: tuple, a: tuple, b: tuple) -> tuple:
-        b0, b1, b2, b3 = b
-        products = [x for ai in a for x in (ai * b0, ai * b1, ai * b2, ai * b3)]
-        return tuple(map(float.__add__, sums, products))
+    def outer_products(self, depth: int, a_bytes: tuple[int, int], b_bytes: tuple[int, int]):
+        load = self.LOAD_SHARED[4]
+
+        def multiply(sums: tuple, a: int, b: int) -> tuple:
+            for k in range(depth):
+                rows = [load(a + k * a_bytes[0] + half) for half in (0, a_bytes[1])]
+                columns = [load(b + k * b_bytes[0] + half) for half in (0, b_bytes[1])]
+                pairs = [(row, column) for row in rows for column in columns]
+                products = ([x * y for x in row for y in column] for row, column in pairs)
+                sums = tuple(tuple(map(add, old, new)) for old, new in zip(sums, products, strict=True))
+            return sums
+
+        return multiply
 
     @staticmethod
     def _load(count: int):

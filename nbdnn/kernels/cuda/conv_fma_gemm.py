@@ -78,7 +78,7 @@ class Gemm(LaunchedCandidate[Config]):
         us = fma_plan.product_us(_product(problem), config, device)
         if _is_turned(problem):
             us += fma_plan.LAUNCH_US + 2 * 4 * turned_elems(problem) / copy_bytes_per_s(device) * 1e6
-        return us
+        return max(us, problem.min_bytes / copy_bytes_per_s(device) * 1e6)
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         turn = [turn_filter(problem, _parts_elems(problem, config))] if _is_turned(problem) else []

@@ -24,9 +24,10 @@ from nbdnn.kernels.cuda.fma_plan import Config, Product
 from nbdnn.kernels.cuda.fma_store import Store
 from nbdnn.kernels.cuda.fma_tile import STAGE_K, Copies, Tile
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.problem import ConvProblem
 
-_TILES = (Tile(128, 128), Tile(64, 128), Tile(64, 64))
+_TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 128), Tile(64, 64))
 
 
 class FilterGemm(LaunchedCandidate[Config]):
@@ -45,7 +46,8 @@ class FilterGemm(LaunchedCandidate[Config]):
         return 4 * config.parts * part_elems(problem) if config.parts > 1 else 0
 
     def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
-        return fma_plan.product_us(_product(problem), config, device)
+        us = fma_plan.product_us(_product(problem), config, device)
+        return max(us, problem.min_bytes / copy_bytes_per_s(device) * 1e6)
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         tile, fields, variant = config.tile, _fields(problem, config), _variant(problem, config)

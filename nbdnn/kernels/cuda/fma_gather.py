@@ -212,7 +212,7 @@ def _place_rows(tile: Tile):
 
 @cache
 def _reach(variant: Variant):
-    """Device function (context): what the thread's pixels read at a tap (-1: nothing), and where the tap lies in the filter."""
+    """Device function (context): what the thread's pixels read at a tap (-1: nothing), and where its filter begins."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, word, tile, classes = ptx.INTEGER[32], ptx.cuda.types.uint32, variant.tile, variant.classes
@@ -240,7 +240,7 @@ def _reach(variant: Variant):
 
 @cache
 def _copy_stage(variant: Variant):
-    """Device function (context, shared address) that starts the copies of the next stage, and goes on to the one after."""
+    """Device function (context, shared address) that starts the copies of the next stage, and moves on."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, word, threads = ptx.INTEGER[32], ptx.cuda.types.uint32, variant.tile.threads

@@ -114,32 +114,6 @@ def lane_place(tile: Tile):
 
 
 @cache
-def _multiply(tile: Tile):
-    """Device function (quarters, addresses of the lane's A and B in a stage) -> quarters."""
-    from nbdnn.kernels.cuda import ptx, ptx_tile
-
-    word, load, add = ptx.cuda.types.uint32, ptx_tile.LOAD_SHARED[4], ptx_tile.add_outer_product
-    a_pitch, b_pitch, a_half, b_half = pitch_bytes(tile.m), pitch_bytes(tile.n), 2 * tile.m, 2 * tile.n
-
-    @ptx.inline
-    def one_k(quarters, a_at, b_at, k):
-        c00, c01, c10, c11 = quarters
-        a0, a1 = load(word(a_at + k * a_pitch)), load(word(a_at + (k * a_pitch + a_half)))
-        b0, b1 = load(word(b_at + k * b_pitch)), load(word(b_at + (k * b_pitch + b_half)))
-        return add(c00, a0, b0), add(c01, a0, b1), add(c10, a1, b0), add(c11, a1, b1)
-
-    @ptx.inline
-    def multiplied(quarters, a_at, b_at):
-        """Unrolled by hand: LLVM leaves the loop a loop."""
-        quarters = one_k(one_k(quarters, a_at, b_at, 0), a_at, b_at, 1)
-        quarters = one_k(one_k(quarters, a_at, b_at, 2), a_at, b_at, 3)
-        quarters = one_k(one_k(quarters, a_at, b_at, 4), a_at, b_at, 5)
-        return one_k(one_k(quarters, a_at, b_at, 6), a_at, b_at, 7)
-
-    return multiplied
-
-
-@cache
 def pipeline(tile: Tile, copy_stage):
     """Device function (shared address, thread, stages, context) -> the lane's quarters of C.
 
@@ -150,7 +124,9 @@ def pipeline(tile: Tile, copy_stage):
 
     integer, word, zero = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"](0.0)
     commit, wait = ptx_tile.copy_async_commit, ptx_tile.copy_async_wait(STAGES - 2)
-    stage_bytes, b_bytes, placed, multiply = tile.stage_bytes, tile.b_bytes, lane_place(tile), _multiply(tile)
+    stage_bytes, b_bytes, placed = tile.stage_bytes, tile.b_bytes, lane_place(tile)
+    rows, columns = (pitch_bytes(tile.m), 2 * tile.m), (pitch_bytes(tile.n), 2 * tile.n)
+    multiply = ptx_tile.outer_products(STAGE_K, rows, columns)
     zeros = (zero,) * 16
 
     @ptx.inline

@@ -97,22 +97,6 @@ def words_of(typingctx, values):
     return signature(words, values), codegen
 
 
-# ---- products of the FMA units ---------------------------------------------------------------------------------------
-
-
-@intrinsic
-def add_outer_product(typingctx, sums, a, b):
-    """sums[i, j] + a[i] * b[j], each in one rounding: 4 x 4 float32 by rows, and the words of 4 and 4."""
-    sixteen, four = types.UniTuple(types.float32, 16), types.UniTuple(types.uint32, 4)
-
-    def codegen(context, builder, sig, args):
-        before = unpacked(builder, args[0], 16)
-        rows, columns = ([builder.bitcast(word, F32) for word in unpacked(builder, arg, 4)] for arg in args[1:])
-        return packed(builder, [builder.fma(rows[i // 4], columns[i % 4], before[i]) for i in range(16)])
-
-    return signature(sixteen, sixteen, four, four), codegen
-
-
 # ---- shared memory: 32-bit addresses ---------------------------------------------------------------------------------
 
 
@@ -171,6 +155,39 @@ def _store_shared(count):
 # By the number of 32-bit words: 1, 2, 4.
 LOAD_SHARED = {count: _load_shared(count) for count in (1, 2, 4)}
 STORE_SHARED = {count: _store_shared(count) for count in (1, 2, 4)}
+
+
+# ---- products of the FMA units ---------------------------------------------------------------------------------------
+
+
+@cache
+def outer_products(depth: int, a_bytes: tuple[int, int], b_bytes: tuple[int, int]):
+    """Intrinsic (sums, shared address of A, of B) -> sums + A^T B: `depth` rows of A and B, of 2 x 4 float32 each.
+
+    bytes: from a row to the next, and from its first four elements to the others. sums: four tuples of 16, by rows:
+    the first four of A by the first and by the other four of B, then the others of A by both.
+    """
+
+    def load(builder, where, offset):
+        at = builder.inttoptr(builder.add(where, I32(offset)), I32.as_pointer(3))
+        return [builder.bitcast(word, F32) for word in unpacked(builder, load_words(builder, at, 4), 4)]
+
+    @intrinsic
+    def multiply(typingctx, sums, a, b):
+        def codegen(context, builder, sig, args):
+            quarters = [unpacked(builder, quarter, 16) for quarter in unpacked(builder, args[0], 4)]
+            for k in range(depth):
+                (a_row, a_half), (b_row, b_half) = a_bytes, b_bytes
+                rows = [load(builder, args[1], k * a_row + half) for half in (0, a_half)]
+                columns = [load(builder, args[2], k * b_row + half) for half in (0, b_half)]
+                for q, quarter in enumerate(quarters):
+                    for i in range(16):
+                        quarter[i] = builder.fma(rows[q // 2][i // 4], columns[q % 2][i % 4], quarter[i])
+            return packed(builder, [packed(builder, quarter) for quarter in quarters])
+
+        return signature(sums, sums, types.uint32, types.uint32), codegen
+
+    return multiply
 
 
 # ---- asynchronous copies from global to shared memory ----------------------------------------------------------------
