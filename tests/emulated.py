@@ -11,11 +11,18 @@ import threading
 from collections.abc import Callable
 from math import nan, prod
 from operator import add
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
+from guarded import values
 
-from nbdnn.problem import Operand
+import nbdnn.kernels.cuda
+from nbdnn import reference
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.launch import LaunchedCandidate
+from nbdnn.problem import ConvProblem, Operand
 
 _SHARED_WORDS = 1 << 16
 
@@ -173,6 +180,16 @@ class Block:
         return multiply
 
     @staticmethod
+    def sandwich(matrix: tuple[tuple[float, ...], ...]):
+        factor = np.array(matrix)
+
+        def transform(source: list[float], target: list[float]) -> None:
+            extent = factor.shape[1]
+            target[:] = (factor @ np.reshape(source, (extent, extent)) @ factor.T).ravel().tolist()
+
+        return transform
+
+    @staticmethod
     def _load(count: int):
         def load(base: Pointer, index: int):
             assert index % count == 0, f"{count} words at element {index}"
@@ -251,7 +268,36 @@ class SharedArray:
         self._block.shared[self.start + index] = value
 
 
-def places(grid: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+def _places(grid: tuple[int, int, int]) -> list[tuple[int, int, int]]:
     """Every block of a grid."""
     x, y, _ = grid
     return [(i % x, i // x % y, i // (x * y)) for i in range(prod(grid))]
+
+
+def install(block: Block, modules: tuple[ModuleType, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, kernels that these modules build are for `block`."""
+    monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx", block)
+    monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx_tile", block)
+    for module in modules:
+        for name, built in list(vars(module).items()):
+            if hasattr(built, "cache_clear"):
+                monkeypatch.setattr(module, name, built.__wrapped__)
+
+
+def result(candidate: LaunchedCandidate, problem: ConvProblem, config: Any, device: Gpu, block: Block) -> tuple:
+    """(the output's elements, those expected) of all blocks of all launches; each was written once, and nothing else.
+
+    The operands are small integers, alpha is 1 and beta -1.
+    """
+    given, scalars = values(problem, "integers"), (1.0, -1.0)
+    operands = {operand.name: Pointer(operand, given.get(operand.name)) for operand in problem.operands}
+    every = [*operands.values(), Memory(candidate.workspace_bytes(problem, config, device) // 4), None]
+    for launch in candidate.launches(problem, config, device):
+        kernel, _ = launch.source.builder(*launch.source.specialised_on)
+        arguments = [*(every[at] for at in launch.pointers), *(scalars if launch.scalars else ()), launch.integers]
+        for place in _places(launch.grid):
+            block.run(kernel, arguments, launch.source.threads, place)
+    (out,) = (operand for operand in problem.operands if operand.role == "out")
+    for name, operand in operands.items():
+        assert sorted(operand.written) == (list(range(out.size_elems)) if name == out.name else [])
+    return operands[out.name].flat, Pointer(out, reference.compute(problem, given, scalars)).flat

@@ -22,6 +22,7 @@ from nbdnn.kernels.cpu import (
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
 from nbdnn.kernels.cuda import conv_direct as conv_direct_cuda
 from nbdnn.kernels.cuda import conv_fma_gemm, conv_fma_gemm_filter
+from nbdnn.kernels.cuda import conv_winograd as conv_winograd_cuda
 
 _LISTS: dict[str, tuple[Candidate, ...]] = {
     "conv_fwd": (
@@ -33,6 +34,8 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.FWD_TILING,
         conv_fft.FWD,
         conv_im2col.FWD,
+        conv_winograd_cuda.FWD_4X4,
+        conv_winograd_cuda.FWD_2X2,
         conv_fma_gemm.FWD,
         conv_direct_cuda.FWD,
         conv_direct.FWD,
@@ -46,6 +49,8 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_fft.BWD_DATA_TILING,
         conv_fft.BWD_DATA,
         conv_im2col.BWD_DATA,
+        conv_winograd_cuda.BWD_DATA_4X4,
+        conv_winograd_cuda.BWD_DATA_2X2,
         conv_fma_gemm.BWD_DATA,
         conv_direct_cuda.BWD_DATA,
         conv_direct.BWD_DATA,

@@ -9,13 +9,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from emulated import Block, Memory, Pointer, places
+from emulated import Block, install, result
 from gpus import H200
-from guarded import values
 from libraries import library
 
-import nbdnn.kernels.cuda
-from nbdnn import reference
 from nbdnn.kernels.cuda import (
     add_parts,
     conv_fma_gemm,
@@ -32,30 +29,13 @@ from nbdnn.kernels.cuda.fma_tile import Tile
 from nbdnn.problem import CONV_OPS, ConvProblem, parse
 
 CANDIDATES = {c.op: c for c in (conv_fma_gemm.FWD, conv_fma_gemm.BWD_DATA, conv_fma_gemm_filter.BWD_FILTER)}
-_SCALARS = (1.0, -1.0)
 
 
 def run(problem: ConvProblem, config: Config, block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of all launches of a candidate; the output must be exact, and each element written once."""
-    monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx", block)
-    monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx_tile", block)
-    for module in (add_parts, epilogue, fma_filter, fma_gather, fma_store, fma_tile):
-        for name, built in list(vars(module).items()):
-            if hasattr(built, "cache_clear"):
-                monkeypatch.setattr(module, name, built.__wrapped__)
-    candidate = CANDIDATES[problem.op]
-    given = values(problem, "integers")
-    operands = {operand.name: Pointer(operand, given.get(operand.name)) for operand in problem.operands}
-    every = [*operands.values(), Memory(candidate.workspace_bytes(problem, config, H200) // 4), None]
-    for launch in candidate.launches(problem, config, H200):
-        kernel, _ = launch.source.builder(*launch.source.specialised_on)
-        arguments = [*(every[at] for at in launch.pointers), *(_SCALARS if launch.scalars else ()), launch.integers]
-        for place in places(launch.grid):
-            block.run(kernel, arguments, launch.source.threads, place)
-    (out,) = (operand for operand in problem.operands if operand.role == "out")
-    expected = Pointer(out, reference.compute(problem, given, _SCALARS))
-    assert operands[out.name].flat == expected.flat
-    assert sorted(operands[out.name].written) == list(range(out.size_elems))
+    """All blocks of all launches of a candidate: the output must be exact."""
+    install(block, (add_parts, epilogue, fma_filter, fma_gather, fma_store, fma_tile), monkeypatch)
+    got, expected = result(CANDIDATES[problem.op], problem, config, H200, block)
+    assert got == expected
 
 
 EVERY_DIRECTION = (

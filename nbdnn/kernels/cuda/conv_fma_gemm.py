@@ -176,11 +176,13 @@ def _fields(problem: ConvProblem, config: Config) -> Fields:
     before = spatial3(tuple(pad for pad, _ in problem.pad), 0)
     common = tuple(map(gcd, stride, dilation))
     ones = (1, 1, 1)
+    in_strides = tensor_strides(source.shape, problem.channels_last)
+    out_strides = tensor_strides(target.shape, problem.y_channels_last)
     return Fields._make((
         problem.n, group_out, group_in, ceil(group_out / config.tile.n), config.parts, part_elems(problem),
-        *spatial3(target.shape[2:]), *tensor_strides(target.shape, problem.y_channels_last),
+        *spatial3(target.shape[2:]), 0, group_out * out_strides[1], *out_strides,
         *(ones if forward else stride),
-        *tensor_strides(source.shape, problem.channels_last), *spatial3(source.shape[2:]),
+        group_in * in_strides[1], *in_strides, *spatial3(source.shape[2:]),
         *(stride if forward else ones),
         *(tuple(-pad for pad in before) if forward else before),
         *(dilation if forward else tuple(-d // g for d, g in zip(dilation, common, strict=True))),

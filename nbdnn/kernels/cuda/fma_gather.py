@@ -42,6 +42,8 @@ class Fields(NamedTuple):
     count_d: int
     count_h: int
     count_w: int
+    out_start: int
+    out_g: int
     out_n: int
     out_c: int
     out_d: int
@@ -50,6 +52,7 @@ class Fields(NamedTuple):
     step_d: int
     step_h: int
     step_w: int
+    in_g: int
     in_n: int
     in_c: int
     in_d: int
@@ -117,8 +120,8 @@ def gather_kernel(*specialised_on):
         shared = ptx_tile.shared_address(ptx.cuda.shared.array(stage_words, real, 16))
         table = ptx_tile.shared_address(ptx.cuda.shared.array(table_words, real, 16))
         rows = ptx_tile.shared_address(ptx.cuda.shared.array(tile_m, real, 16))
-        channel = integer(group * f.group_out + first_n)
-        starts = (integer(group * f.group_in * f.in_c), integer(part * f.part_elems + channel * f.out_c))
+        out_at = integer(f.out_start + part * f.part_elems + group * f.out_g + first_n * f.out_c)
+        starts = (integer(group * f.in_g), out_at)
         place_rows(table, rows, thread, first_m, starts, (axis_d, axis_h, axis_w), (phase_d, phase_h, phase_w), f)
         ptx.cuda.syncthreads()
 
@@ -141,7 +144,7 @@ def gather_kernel(*specialised_on):
         quarters = run(shared, thread, min(share, integer(stages - first)), context)
 
         # 4. To the output.
-        place = (columns, f.out_c, channel)
+        place = (columns, f.out_c, integer(group * f.group_out + first_n))
         store(shared, rows, thread, quarters, (out, bias, residual), (alpha, beta), place)
 
     data = ptx.pointer("f32")

@@ -35,9 +35,9 @@ class Config(NamedTuple):
 
 
 class Product(NamedTuple):
-    """`count` products of m x n outputs, each summing `stages` stages; out_elems of all together."""
+    """`products` of m x n outputs, each summing `stages` stages; out_elems of all together."""
 
-    count: int
+    products: int
     m: int
     n: int
     stages: int
@@ -47,7 +47,7 @@ class Product(NamedTuple):
 def product_us(product: Product, config: Config, device: Gpu) -> float:
     """Microseconds of the product and of the addition of its parts."""
     tile, parts = config
-    blocks = product.count * ceil(product.m / tile.m) * ceil(product.n / tile.n) * parts
+    blocks = product.products * ceil(product.m / tile.m) * ceil(product.n / tile.n) * parts
     stages = ceil(product.stages / parts) + _STAGES_OF_START
     on_one = ceil(blocks / device.sms)
     warps = min(on_one, tile.min_blocks) * tile.threads / 32

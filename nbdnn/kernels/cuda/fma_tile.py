@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     @property
     def min_blocks(self) -> int:
         """Blocks of a multiprocessor at once, which bounds the registers."""
-        return 65536 // ((_REGISTERS_LARGE if self.threads > 64 else _REGISTERS_SMALL) * self.threads)
+        return 65536 // ((_REGISTERS_LARGE if self.threads > 128 else _REGISTERS_SMALL) * self.threads)
 
     @property
     def stage_bytes(self) -> int:

@@ -190,6 +190,46 @@ def outer_products(depth: int, a_bytes: tuple[int, int], b_bytes: tuple[int, int
     return multiply
 
 
+@cache
+def sandwich(matrix: tuple[tuple[float, ...], ...]):
+    """Intrinsic (source, target): target = matrix @ source @ its transpose, of local arrays of float32, by rows.
+
+    The matrix is part of the code: nothing is done for a 0, and an addition for 1 and -1.
+    """
+    rows, columns = len(matrix), len(matrix[0])
+
+    def combination(builder, row, values):
+        total = None
+        for coefficient, value in zip(row, values, strict=True):
+            if coefficient == 0:
+                continue
+            if total is None:
+                total = value if coefficient == 1 else builder.fmul(F32(coefficient), value)
+            elif abs(coefficient) == 1:
+                total = (builder.fadd if coefficient == 1 else builder.fsub)(total, value)
+            else:
+                total = builder.fma(F32(coefficient), value, total)
+        return total
+
+    @intrinsic
+    def transform(typingctx, source, target):
+        def codegen(context, builder, sig, args):
+            before, after = (
+                context.make_array(kind)(context, builder, array).data
+                for kind, array in zip(sig.args, args, strict=True)
+            )
+            elements = [builder.load(builder.gep(before, [I32(i)])) for i in range(columns * columns)]
+            by_column = [[combination(builder, row, elements[j::columns]) for j in range(columns)] for row in matrix]
+            for i in range(rows):
+                for j, row in enumerate(matrix):
+                    builder.store(combination(builder, row, by_column[i]), builder.gep(after, [I32(i * rows + j)]))
+            return context.get_dummy_value()
+
+        return signature(types.none, source, target), codegen
+
+    return transform
+
+
 # ---- asynchronous copies from global to shared memory ----------------------------------------------------------------
 
 
