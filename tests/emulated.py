@@ -235,7 +235,7 @@ class Block:
         def copy(shared: int, source: tuple[Pointer, int], source_bytes: int) -> None:
             base, index = source
             present = source_bytes // 4
-            assert shared % (4 * count) == 0 and (present == 0 or index % count == 0)
+            assert shared % (4 * count) == 0 and index % count == 0, f"{count} words from element {index} to {shared}"
             words = [base[index + i] for i in range(present)] + [0.0] * (count - present)
             if self.early:
                 self.shared[shared // 4 : shared // 4 + count] = words

@@ -168,7 +168,8 @@ def _place_columns(tile: Tile, channels_last: bool):
 def _place_pixel(tile: Tile):
     """Device function that locates a pixel: a row of five, where it reaches in x, on which axes' positions, and in dy.
 
-    A pixel that does not exist gets -1 in dy, and a depth in x from which no tap comes back.
+    A pixel that does not exist gets -4 in dy, a multiple of 16 bytes like every source, and a depth in x from
+    which no tap comes back.
     """
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
@@ -185,7 +186,7 @@ def _place_pixel(tile: Tile):
         w = integer(w * f.stride_w - f.pad_w)
         at = integer(starts[0] + n * f.x_n + d * f.x_d + h * f.x_h + w * f.x_w)
         if pixel >= f.positions:
-            d, y_at = f.extent_d, integer(-1)
+            d, y_at = f.extent_d, integer(-4)
         put_four(word(pixels + thread * 16), (word(at), word(d), word(h), word(w)))
         put(word(pixels + (threads * 16 + thread * 4)), word(y_at))
 

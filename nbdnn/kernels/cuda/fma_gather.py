@@ -215,7 +215,10 @@ def _place_rows(tile: Tile):
 
 @cache
 def _reach(variant: Variant):
-    """Device function (context): what the thread's pixels read at a tap (-1: nothing), and where its filter begins."""
+    """Device function (context): what the thread's pixels read at a tap, and where its filter begins.
+
+    A pixel that reads nothing there gets -4: copies of 16 bytes need a multiple of that even to copy none.
+    """
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, word, tile, classes = ptx.INTEGER[32], ptx.cuda.types.uint32, variant.tile, variant.classes
@@ -233,7 +236,7 @@ def _reach(variant: Variant):
             start, d, h, w = load(word(table + row * 16))
             d, h, w = integer(integer(d) + to_d), integer(integer(h) + to_h), integer(integer(w) + to_w)
             inside = d >= 0 and d < f.extent_d and h >= 0 and h < f.extent_h and w >= 0 and w < f.extent_w
-            at[i] = integer(integer(start) + shift) if inside else integer(-1)
+            at[i] = integer(integer(start) + shift) if inside else integer(-4)
         if classes:
             t, r, s = integer(t * f.tap_step_d), integer(r * f.tap_step_h), integer(s * f.tap_step_w)
         walk[_FILTER_AT] = integer(w_first + t * f.w_t + r * f.w_r + s * f.w_s)
