@@ -72,8 +72,11 @@ def _cuda_lists() -> _Lists:
         conv_depthwise,
         conv_depthwise_filter,
         conv_direct,
+        conv_fma_gemm,
+        conv_fma_gemm_filter,
         conv_mma_gemm,
         conv_mma_gemm_filter,
+        conv_winograd,
     )
 
     return {
@@ -82,6 +85,9 @@ def _cuda_lists() -> _Lists:
             *conv_graph.FWD,
             *conv_legacy.FWD,
             *conv_mma_gemm.FWD,
+            conv_winograd.FWD_4X4,
+            conv_winograd.FWD_2X2,
+            conv_fma_gemm.FWD,
             conv_direct.FWD,
         ),
         "conv_bwd_data": (
@@ -89,6 +95,9 @@ def _cuda_lists() -> _Lists:
             *conv_graph.BWD_DATA,
             *conv_legacy.BWD_DATA,
             *conv_mma_gemm.BWD_DATA,
+            conv_winograd.BWD_DATA_4X4,
+            conv_winograd.BWD_DATA_2X2,
+            conv_fma_gemm.BWD_DATA,
             conv_direct.BWD_DATA,
         ),
         "conv_bwd_filter": (
@@ -96,6 +105,7 @@ def _cuda_lists() -> _Lists:
             *conv_graph.BWD_FILTER,
             *conv_legacy.BWD_FILTER,
             *conv_mma_gemm_filter.BWD_FILTER,
+            conv_fma_gemm_filter.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
     }

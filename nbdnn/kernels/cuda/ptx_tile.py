@@ -86,6 +86,17 @@ def word_of(typingctx, value):
     return signature(types.uint32, types.float32), lambda context, builder, sig, args: builder.bitcast(args[0], I32)
 
 
+@intrinsic
+def words_of(typingctx, values):
+    """The bits of a tuple of float32."""
+    words = types.UniTuple(types.uint32, values.count)
+
+    def codegen(context, builder, sig, args):
+        return packed(builder, [builder.bitcast(value, I32) for value in unpacked(builder, args[0], values.count)])
+
+    return signature(words, values), codegen
+
+
 # ---- shared memory: 32-bit addresses ---------------------------------------------------------------------------------
 
 
@@ -144,6 +155,79 @@ def _store_shared(count):
 # By the number of 32-bit words: 1, 2, 4.
 LOAD_SHARED = {count: _load_shared(count) for count in (1, 2, 4)}
 STORE_SHARED = {count: _store_shared(count) for count in (1, 2, 4)}
+
+
+# ---- products of the FMA units ---------------------------------------------------------------------------------------
+
+
+@cache
+def outer_products(depth: int, a_bytes: tuple[int, int], b_bytes: tuple[int, int]):
+    """Intrinsic (sums, shared address of A, of B) -> sums + A^T B: `depth` rows of A and B, of 2 x 4 float32 each.
+
+    bytes: from a row to the next, and from its first four elements to the others. sums: four tuples of 16, by rows:
+    the first four of A by the first and by the other four of B, then the others of A by both.
+    """
+
+    def load(builder, where, offset):
+        at = builder.inttoptr(builder.add(where, I32(offset)), I32.as_pointer(3))
+        return [builder.bitcast(word, F32) for word in unpacked(builder, load_words(builder, at, 4), 4)]
+
+    @intrinsic
+    def multiply(typingctx, sums, a, b):
+        def codegen(context, builder, sig, args):
+            quarters = [unpacked(builder, quarter, 16) for quarter in unpacked(builder, args[0], 4)]
+            for k in range(depth):
+                (a_row, a_half), (b_row, b_half) = a_bytes, b_bytes
+                rows = [load(builder, args[1], k * a_row + half) for half in (0, a_half)]
+                columns = [load(builder, args[2], k * b_row + half) for half in (0, b_half)]
+                for q, quarter in enumerate(quarters):
+                    for i in range(16):
+                        quarter[i] = builder.fma(rows[q // 2][i // 4], columns[q % 2][i % 4], quarter[i])
+            return packed(builder, [packed(builder, quarter) for quarter in quarters])
+
+        return signature(sums, sums, types.uint32, types.uint32), codegen
+
+    return multiply
+
+
+@cache
+def sandwich(matrix: tuple[tuple[float, ...], ...]):
+    """Intrinsic (source, target): target = matrix @ source @ its transpose, of local arrays of float32, by rows.
+
+    The matrix is part of the code: nothing is done for a 0, and an addition for 1 and -1.
+    """
+    rows, columns = len(matrix), len(matrix[0])
+
+    def combination(builder, row, values):
+        total = None
+        for coefficient, value in zip(row, values, strict=True):
+            if coefficient == 0:
+                continue
+            if total is None:
+                total = value if coefficient == 1 else builder.fmul(F32(coefficient), value)
+            elif abs(coefficient) == 1:
+                total = (builder.fadd if coefficient == 1 else builder.fsub)(total, value)
+            else:
+                total = builder.fma(F32(coefficient), value, total)
+        return total
+
+    @intrinsic
+    def transform(typingctx, source, target):
+        def codegen(context, builder, sig, args):
+            before, after = (
+                context.make_array(kind)(context, builder, array).data
+                for kind, array in zip(sig.args, args, strict=True)
+            )
+            elements = [builder.load(builder.gep(before, [I32(i)])) for i in range(columns * columns)]
+            by_column = [[combination(builder, row, elements[j::columns]) for j in range(columns)] for row in matrix]
+            for i in range(rows):
+                for j, row in enumerate(matrix):
+                    builder.store(combination(builder, row, by_column[i]), builder.gep(after, [I32(i * rows + j)]))
+            return context.get_dummy_value()
+
+        return signature(types.none, source, target), codegen
+
+    return transform
 
 
 # ---- asynchronous copies from global to shared memory ----------------------------------------------------------------

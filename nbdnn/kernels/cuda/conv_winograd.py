@@ -1,0 +1,209 @@
+"""Winograd convolution in float32 on the FMA units: 3x3 filters of stride 1, in tiles of m x m outputs.
+
+    Y = A^T [ sum over c of (G w G^T) * (B^T x B) ] A        for every tile, products elementwise
+
+    x tile --B^T x B--> V[xi, tile, c] \\
+                                         M[xi, tile, k] = V[xi] U[xi], one matrix product for each xi --A^T M A--> y
+    w 3x3  --G w G^T--> U[xi, k, c]    /
+
+The (m + 2)^2 products are one launch of the kernel of `fma_gather.py`, a group each. Multiplications an output:
+(m + 2)^2 / m^2 instead of 9: 2.25 for m = 4. Traffic: U, V and M written and read once, of which much stays in the
+second-level cache. bwd_data is the same with the filter turned by half a turn. Error: of the order of
+eps * sqrt(C) times the largest root sum of squares in the image. Source: Lavin and Gray, arXiv:1509.09308.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cpu.geometry import tensor_strides
+from nbdnn.kernels.cuda import fma_plan
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.fma_gather import Fields, gather_kernel
+from nbdnn.kernels.cuda.fma_gather import Variant as GatherVariant
+from nbdnn.kernels.cuda.fma_plan import Config, Product
+from nbdnn.kernels.cuda.fma_store import Store
+from nbdnn.kernels.cuda.fma_tile import STAGE_K, Copies, Tile
+from nbdnn.kernels.cuda.geometry import filter_strides
+from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.kernels.cuda.winograd_transforms import (
+    THREADS,
+    FilterFields,
+    ImageFields,
+    Variant,
+    filter_kernel,
+    input_kernel,
+    output_kernel,
+)
+from nbdnn.problem import ConvProblem
+
+_TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
+_INT32_END = 2**31 - 2**16
+
+
+class _Plan(NamedTuple):
+    """Tiles of all images, their pitch in a planar V or M, channels, and the elements where M and U begin and end."""
+
+    tile_rows: int
+    tile_columns: int
+    tiles: int
+    pitch: int
+    group_in: int
+    group_out: int
+    m_start: int
+    u_start: int
+    end: int
+
+
+def _plan(problem: ConvProblem, m: int) -> _Plan:
+    forward, planes = problem.op == "conv_fwd", (m + 2) * (m + 2)
+    group_in, group_out = (problem.c, problem.k) if forward else (problem.k, problem.c)
+    tile_rows, tile_columns = (ceil(extent / m) for extent in problem.operands[2].shape[-2:])
+    tiles = problem.n * tile_rows * tile_columns
+    pitch = -(-tiles // 4) * 4
+    m_start = planes * pitch * group_in
+    u_start = m_start + planes * pitch * group_out
+    end = u_start + planes * group_in * group_out
+    return _Plan(tile_rows, tile_columns, tiles, pitch, group_in, group_out, m_start, u_start, end)
+
+
+class Winograd(LaunchedCandidate[Config]):
+    """Winograd convolution with output tiles of m x m."""
+
+    def __init__(self, op: str, m: int) -> None:
+        self.op, self._m = op, m
+        self.algorithm = f"winograd_{m}x{m}"
+        self.algo = {2: "winograd", 4: "winograd_non_fused"}[m]
+
+    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
+        if problem.dtype != "f32":
+            return Support(False, f"dtype is {problem.dtype}, this kernel multiplies f32")
+        if problem.filter != (3, 3):
+            return Support(False, f"the filter is {'x'.join(map(str, problem.filter))}, not 3x3")
+        for name, steps in (("stride", problem.stride), ("dilation", problem.dilation)):
+            if steps != (1, 1):
+                return Support(False, f"{name} {steps} is not (1, 1)")
+        if problem.groups != 1 or not problem.c or not problem.k:
+            return Support(
+                False, f"{problem.c} to {problem.k} channels in {problem.groups} groups, this kernel takes 1"
+            )
+        padded = [2 * (extent + sum(pad)) for extent, pad in zip(problem.spatial, problem.pad, strict=True)]
+        largest = max(*(operand.size_elems for operand in problem.operands), *padded, _plan(problem, self._m).end)
+        if largest >= _INT32_END:
+            return Support(False, f"an index reaches {largest}, this kernel's end at {_INT32_END}")
+        return YES
+
+    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
+        return tuple(c for c in fma_plan.configs(self._product(problem), _TILES, device) if c.parts == 1)
+
+    def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:
+        return 4 * _plan(problem, self._m).end
+
+    def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
+        moved_bytes = problem.min_bytes + 2 * 4 * _plan(problem, self._m).end
+        side_us = 3 * fma_plan.LAUNCH_US + moved_bytes / copy_bytes_per_s(device) * 1e6
+        return side_us + fma_plan.product_us(self._product(problem), config, device)
+
+    def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
+        plan, m = _plan(problem, self._m), self._m
+        return [
+            _filter_launch(problem, plan, m),
+            _input_launch(problem, plan, m),
+            _product_launch(problem, plan, m, config.tile),
+            _output_launch(problem, plan, m),
+        ]
+
+    def _product(self, problem: ConvProblem) -> Product:
+        plan = _plan(problem, self._m)
+        # Nothing is split: no part may be stored.
+        return Product((self._m + 2) ** 2, plan.tiles, plan.group_out, ceil(plan.group_in / STAGE_K), 1 << 40)
+
+
+def _filter_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
+    start, w_k, w_c, _, w_r, w_s = filter_strides(problem)
+    if problem.op == "conv_bwd_data":
+        start, w_r, w_s = start + 2 * w_r + 2 * w_s, -w_r, -w_s
+    pairs = problem.k * problem.c
+    return Launch(
+        source=Source(filter_kernel, (m,), THREADS),
+        grid=(ceil(pairs / THREADS), 1, 1),
+        pointers=(1 if problem.op == "conv_fwd" else 0, WORKSPACE),
+        scalars="",
+        integers=FilterFields(pairs, problem.c, start, w_k, w_c, w_r, w_s, plan.u_start),
+    )
+
+
+def _input_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
+    forward = problem.op == "conv_fwd"
+    source = problem.operands[0 if forward else 1]
+    before = [pad if forward else 2 - pad for pad, _ in problem.pad]
+    fields = _image_fields(source.shape, problem.channels_last, plan, 0, before)
+    return Launch(
+        source=Source(input_kernel, Variant(m, problem.channels_last, ()), THREADS),
+        grid=(ceil(fields.plane / THREADS), 1, 1),
+        pointers=(0 if forward else 1, WORKSPACE),
+        scalars="",
+        integers=fields,
+    )
+
+
+def _output_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
+    names = [operand.name for operand in problem.operands]
+    bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
+    fields = _image_fields(problem.operands[2].shape, problem.y_channels_last, plan, plan.m_start, [0, 0])
+    return Launch(
+        source=Source(output_kernel, Variant(m, problem.y_channels_last, problem.epilogue), THREADS),
+        grid=(ceil(fields.plane / THREADS), 1, 1),
+        pointers=(WORKSPACE, 2, bias, residual),
+        scalars="f32",
+        integers=fields,
+    )
+
+
+def _image_fields(
+    shape: tuple[int, ...], channels_last: bool, plan: _Plan, start: int, before: list[int]
+) -> ImageFields:
+    n, c, _, h, w = tensor_strides(shape, channels_last)
+    return ImageFields(
+        start, plan.pitch * shape[1], shape[1], plan.tiles, plan.pitch, plan.tile_rows, plan.tile_columns,
+        n, c, h, w, *shape[2:], *before,
+    )  # fmt: skip
+
+
+def _product_launch(problem: ConvProblem, plan: _Plan, m: int, tile: Tile) -> Launch:
+    """M[xi] = V[xi] U[xi]: a 1x1 convolution of a row of tiles in (m + 2)^2 groups."""
+    planes, in_last, out_last = (m + 2) * (m + 2), problem.channels_last, problem.y_channels_last
+    group_in, group_out, pitch = plan.group_in, plan.group_out, plan.pitch
+    w_o, w_i = (group_in, 1) if problem.op == "conv_fwd" else (1, group_out)
+    in_c, in_w = (1, group_in) if in_last else (pitch, 1)
+    out_c, out_w = (1, group_out) if out_last else (pitch, 1)
+    one = (1, 1, 1)
+    fields = Fields._make((
+        1, group_out, group_in, ceil(group_out / tile.n), 1, 0,
+        1, 1, plan.tiles, plan.m_start, pitch * group_out, 0, out_c, 0, 0, out_w, *one,
+        pitch * group_in, 0, in_c, 0, 0, in_w, 1, 1, plan.tiles,
+        *one, 0, 0, 0, *one,
+        plan.u_start, group_in * group_out, w_o, w_i, 0, 0, 0, *one, *one, *one,
+    ))  # fmt: skip
+    variant = GatherVariant(
+        tile,
+        Copies(tile.m, in_last, 1 if in_last else 4),
+        Copies(tile.n, w_i == 1, 1 if w_i == 1 or group_out % 4 else 4),
+        Store(out_last, 1 if out_last and group_out % 4 else 4, True, ()),
+        False,
+    )
+    return Launch(
+        source=Source(gather_kernel, variant, tile.threads, tile.min_blocks),
+        grid=(ceil(plan.tiles / tile.m) * fields.tiles_n, planes, 1),
+        pointers=(WORKSPACE, WORKSPACE, WORKSPACE, NULL, NULL),
+        scalars="f32",
+        integers=fields,
+    )
+
+
+FWD_2X2, FWD_4X4 = Winograd("conv_fwd", 2), Winograd("conv_fwd", 4)
+BWD_DATA_2X2, BWD_DATA_4X4 = Winograd("conv_bwd_data", 2), Winograd("conv_bwd_data", 4)

@@ -1,0 +1,75 @@
+"""What a matrix product on the FMA units may be cut into, and a guess at how long each way takes.
+
+A multiprocessor holds 512 to 384 threads of these kernels; with fewer than 256 it waits for memory and multiplies the
+slower. So a product with few tiles is cut along its sum, too, whose parts are added afterwards.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.fma_tile import STAGE_K, Tile
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s
+
+# Instructions of a stage and thread, by count: multiply-adds, others, and those of each copy of 4 bytes.
+_PRODUCTS, _OTHERS, _OF_A_COPY = 512, 60, 6
+_EFFICIENCY = 0.85  # of the rate that their count promises
+_BUSY_WARPS = 8.0  # of a multiprocessor, from which on it reaches that
+LAUNCH_US = 2.5
+_STAGES_OF_START = 3  # what filling the pipeline and storing a tile cost, in stages
+MOST_PARTS = 128
+MOST_PART_BYTES = 256 << 20
+_HOPELESS = 3.0  # times the best guess
+
+
+class Config(NamedTuple):
+    """A block's tile, and in how many parts each sum is split."""
+
+    tile: Tile
+    parts: int
+
+    def __str__(self) -> str:
+        return f"{self.tile.m}x{self.tile.n}/{self.parts}"
+
+
+class Product(NamedTuple):
+    """`products` of m x n outputs, each summing `stages` stages; out_elems of all together."""
+
+    products: int
+    m: int
+    n: int
+    stages: int
+    out_elems: int
+
+
+def product_us(product: Product, config: Config, device: Gpu) -> float:
+    """Microseconds of the product and of the addition of its parts."""
+    tile, parts = config
+    blocks = product.products * ceil(product.m / tile.m) * ceil(product.n / tile.n) * parts
+    stages = ceil(product.stages / parts) + _STAGES_OF_START
+    on_one = ceil(blocks / device.sms)
+    warps = min(on_one, tile.min_blocks) * tile.threads / 32
+    copies = STAGE_K * (tile.m + tile.n) / tile.threads
+    share = _EFFICIENCY * _PRODUCTS / (_PRODUCTS + _OTHERS + _OF_A_COPY * copies)
+    rate = share * min(1.0, warps / _BUSY_WARPS) * fma_flops_per_s(device, "f32") / device.sms
+    us = LAUNCH_US + on_one * stages * 2 * tile.m * tile.n * STAGE_K / rate * 1e6
+    if parts > 1:
+        us += LAUNCH_US + (2 * parts + 1) * product.out_elems * 4 / copy_bytes_per_s(device) * 1e6
+    return us
+
+
+def configs(product: Product, tiles: tuple[Tile, ...], device: Gpu) -> tuple[Config, ...]:
+    """For each tile that is not mostly empty the whole sum and the best split; by the guess, and none without hope."""
+    fitting = [t for t in tiles if t.n < 2 * product.n and t.m < 2 * product.m] or [tiles[-1]]
+    most = min(MOST_PARTS, product.stages // 4, MOST_PART_BYTES // max(1, 4 * product.out_elems))
+    found: dict[Config, float] = {}
+    for tile in fitting:
+        guesses = {Config(tile, parts): 0.0 for parts in range(1, max(1, most) + 1)}
+        for config in guesses:
+            guesses[config] = product_us(product, config, device)
+        best = min(guesses, key=guesses.__getitem__)
+        found |= {config: guesses[config] for config in (Config(tile, 1), best)}
+    limit = _HOPELESS * min(found.values())
+    return tuple(sorted((config for config in found if found[config] <= limit), key=found.__getitem__))[:4]

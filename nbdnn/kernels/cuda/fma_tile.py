@@ -1,0 +1,158 @@
+"""A block's tile of a matrix product on the FMA units: C[m, n] = sum over k of A[k, m] * B[k, n], in float32.
+
+Eight values of k are a stage. Stages lie in a ring of shared memory, A as [8][M + 4] and B as [8][N + 4] words, filled
+by asynchronous copies while earlier ones are multiplied; what is beyond an operand's edge is copied as zeros.
+
+    warp:    32 x 64 of C in two 16 x 32 halves each way     lane:  4 x 4 of each of these 4 quarters, 64 registers
+    a k:     4 shared loads of 16 bytes a lane for 64 multiply-adds
+
+Neighbouring lanes take different rows of one column, and lanes two apart the same row, so that the loads of 16 lanes
+need 128 bytes at most, once. The 4 words between rows of shared memory let 32 lanes that hold 8 k of 4 rows write to 32
+banks. Source: own, after the SIMT products of CUTLASS.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+STAGE_K = 8
+STAGES = 4
+_WARP_M, _WARP_N = 32, 64
+_WORDS_BETWEEN = 4
+# Of a thread; fewer threads share the copies of a small tile, and each needs more addresses.
+_REGISTERS_LARGE, _REGISTERS_SMALL = 128, 168
+
+
+class Tile(NamedTuple):
+    """Extents of a block's tile: multiples of 32 and 64."""
+
+    m: int
+    n: int
+
+    @property
+    def threads(self) -> int:
+        return self.m // _WARP_M * (self.n // _WARP_N) * 32
+
+    @property
+    def min_blocks(self) -> int:
+        """Blocks of a multiprocessor at once, which bounds the registers."""
+        return 65536 // ((_REGISTERS_LARGE if self.threads > 128 else _REGISTERS_SMALL) * self.threads)
+
+    @property
+    def stage_bytes(self) -> int:
+        return 4 * STAGE_K * (self.m + self.n + 2 * _WORDS_BETWEEN)
+
+    @property
+    def b_bytes(self) -> int:
+        """Where B begins in a stage."""
+        return 4 * STAGE_K * (self.m + _WORDS_BETWEEN)
+
+
+class Copies(NamedTuple):
+    """How a block's threads share the copies of one operand of a stage, [8][extent].
+
+    along_k: neighbouring threads copy neighbouring k, one word each; else neighbouring elements of a row of `words`.
+    """
+
+    extent: int
+    along_k: bool
+    words: int
+
+    def count(self, threads: int) -> int:
+        """Copies of a thread."""
+        return self.extent * STAGE_K // (self.words * threads)
+
+    def lines(self, threads: int) -> int:
+        """In how many different places of the extent a thread copies."""
+        return self.count(threads) if self.along_k else 1
+
+
+def pitch_bytes(extent: int) -> int:
+    """Bytes from a row of shared memory to the next."""
+    return 4 * (extent + _WORDS_BETWEEN)
+
+
+@cache
+def copy_place(copies: Copies, threads: int):
+    """Device function (thread, i) -> (place in the extent, k) of a thread's copy i."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer = ptx.INTEGER[32]
+    lanes = STAGE_K if copies.along_k else copies.extent // copies.words
+    step, words = threads // lanes, copies.words
+
+    @ptx.inline
+    def along_k(thread, i):
+        row, k = ptx.divided(thread, integer(lanes))
+        return integer(row + i * step), k
+
+    @ptx.inline
+    def along_extent(thread, i):
+        k, lane = ptx.divided(thread, integer(lanes))
+        return integer(lane * words), integer(k + i * step)
+
+    return along_k if copies.along_k else along_extent
+
+
+@cache
+def lane_place(tile: Tile):
+    """Device function thread -> (m, n) of the first of its quarters' 4 x 4, in quarters that lie half a tile apart."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer = ptx.INTEGER[32]
+    warps_m = tile.m // _WARP_M
+
+    @ptx.inline
+    def placed(thread):
+        warp, lane = thread >> 5, thread & 31
+        warp_n, warp_m = ptx.divided(integer(warp), integer(warps_m))
+        m = integer(warp_m * 16 + (lane >> 4) * 8 + (lane & 1) * 4)
+        return m, integer(warp_n * 32 + (lane >> 1 & 7) * 4)
+
+    return placed
+
+
+@cache
+def pipeline(tile: Tile, copy_stage):
+    """Device function (shared address, thread, stages, context) -> the lane's quarters of C.
+
+    copy_stage(context, address) starts the copies of the next stage. The quarters are the rows 0-3 by the columns 0-3,
+    the same rows by the columns half a tile on, then the rows half a tile on by both; each 16 floats, by rows.
+    """
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    integer, word, zero = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"](0.0)
+    commit, wait = ptx_tile.copy_async_commit, ptx_tile.copy_async_wait(STAGES - 2)
+    stage_bytes, b_bytes, placed = tile.stage_bytes, tile.b_bytes, lane_place(tile)
+    rows, columns = (pitch_bytes(tile.m), 2 * tile.m), (pitch_bytes(tile.n), 2 * tile.n)
+    multiply = ptx_tile.outer_products(STAGE_K, rows, columns)
+    zeros = (zero,) * 16
+
+    @ptx.inline
+    def following(buffer, shared):
+        after = word(buffer + stage_bytes)
+        return shared if after == word(shared + STAGES * stage_bytes) else after
+
+    @ptx.inline
+    def run(shared, thread, stages, context):
+        quarters = (zeros, zeros, zeros, zeros)
+        m, n = placed(thread)
+        a_at, b_at = word(m * 4), word(b_bytes + n * 4)
+        filling, reading, done = shared, shared, integer(1 - STAGES)
+        while done < stages:
+            if done >= 0:
+                # A thread that is past this barrier has read the stage before, whose buffer is filled next.
+                wait()
+                ptx.cuda.syncthreads()
+            if done + (STAGES - 1) < stages:
+                copy_stage(context, filling)
+            commit()
+            filling = following(filling, shared)
+            if done >= 0:
+                quarters = multiply(quarters, word(reading + a_at), word(reading + b_at))
+                reading = following(reading, shared)
+            done = integer(done + 1)
+        return quarters
+
+    return run
