@@ -6,22 +6,26 @@ arithmetic from a careless literal, 64-bit divisions.
 
 from __future__ import annotations
 
+import os
 import re
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from multiprocessing import get_context
+from typing import NamedTuple
 
 import pytest
 from gpus import H200
 from libraries import library
 
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda.compile import Source, compile_kernel, ptx_text
+from nbdnn.kernels.cuda.compile import Kernel, Source, compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.problem import CONV_OPS, ConvProblem, parse
 from nbdnn.workloads import edges
 
 library("numba_cuda")
 
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120")
+ARCHITECTURES = ("sm_90a", "sm_80", "sm_100a", "sm_120")
 # Beyond 2^31 elements, where kernels index with 64 bits, with everything at once that takes registers.
 _LARGE_SHAPES = (
     "f32:n3c1024h1000w1000:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nchw",
@@ -49,24 +53,39 @@ def _launches(op: str) -> dict[Source, tuple[ConvProblem, Launch]]:
     return found
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("op", CONV_OPS)
-def test_nothing_spills(op: str, arch: str) -> None:
-    for source, (problem, launch) in _launches(op).items():
-        kernel = compile_kernel(source, arch)
-        assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{problem}: {source}"
-        assert kernel.registers * source.threads * source.min_blocks <= 65536, f"{problem}: {source}"
-        # What a block may have on the smallest of these architectures, sm_120.
-        assert kernel.shared_bytes + launch.dynamic_shared_bytes <= 99 << 10, f"{problem}: {source}"
+class Made(NamedTuple):
+    """What a kernel became: its needs, and which wide arithmetic its PTX has."""
+
+    kernel: Kernel
+    has_f64: bool
+    has_wide_division: bool
+
+
+def _made(job: tuple[Source, str]) -> Made:
+    source, arch = job
+    ptx = ptx_text(source, arch)
+    kernel = compile_kernel(source, arch)._replace(cubin=b"")
+    return Made(kernel, ".f64" in ptx, bool(re.search(r"(?:div|rem)\.[su]64", ptx)))
 
 
 @pytest.mark.parametrize("op", CONV_OPS)
-def test_no_arithmetic_is_wider_than_it_must_be(op: str) -> None:
-    for source, (problem, launch) in _launches(op).items():
-        ptx = ptx_text(source, "sm_90a")
-        assert (".f64" in ptx) == (problem.dtype == "f64"), f"{problem}: {source}"
-        if launch.integer_bits == 32:
-            assert not re.findall(r"(?:div|rem)\.[su]64", ptx), f"{problem}: {source}"
+def test_kernels_stay_within_their_means(op: str) -> None:
+    """No spills, no stack, no arithmetic wider than it must be: all for one architecture, in turn for the others."""
+    jobs = [
+        (source, arch)
+        for i, source in enumerate(_launches(op))
+        for arch in (ARCHITECTURES[0], ARCHITECTURES[1 + i % (len(ARCHITECTURES) - 1)])
+    ]
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        for (source, arch), made in zip(jobs, pool.map(_made, jobs, chunksize=4), strict=True):
+            problem, launch = _launches(op)[source]
+            kernel, what = made.kernel, f"{arch}, {problem}: {source}"
+            assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
+            assert kernel.registers * source.threads * source.min_blocks <= 65536, what
+            # What a block may have on the smallest of these architectures, sm_120.
+            assert kernel.shared_bytes + launch.dynamic_shared_bytes <= 99 << 10, what
+            assert made.has_f64 == (problem.dtype == "f64"), what
+            assert not (made.has_wide_division and launch.integer_bits == 32), what
 
 
 def test_large_problems_have_kernels_of_their_own() -> None:
