@@ -22,6 +22,7 @@ from nbdnn.kernels.cpu import (
 )
 from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
 from nbdnn.kernels.cuda import conv_direct as conv_direct_cuda
+from nbdnn.kernels.cuda import conv_grouped, conv_stem
 
 _LISTS: dict[str, tuple[Candidate, ...]] = {
     "conv_fwd": (
@@ -35,6 +36,10 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_im2col.FWD,
         *conv_graph.FWD,
         *conv_legacy.FWD,
+        conv_stem.FWD,
+        conv_stem.FWD_TF32,
+        conv_grouped.FWD,
+        conv_grouped.FWD_TF32,
         conv_direct_cuda.FWD,
         conv_direct.FWD,
     ),
@@ -49,6 +54,8 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_im2col.BWD_DATA,
         *conv_graph.BWD_DATA,
         *conv_legacy.BWD_DATA,
+        conv_grouped.BWD_DATA,
+        conv_grouped.BWD_DATA_TF32,
         conv_direct_cuda.BWD_DATA,
         conv_direct.BWD_DATA,
     ),
@@ -61,6 +68,10 @@ _LISTS: dict[str, tuple[Candidate, ...]] = {
         conv_im2col.BWD_FILTER,
         *conv_graph.BWD_FILTER,
         *conv_legacy.BWD_FILTER,
+        conv_stem.BWD_FILTER,
+        conv_stem.BWD_FILTER_TF32,
+        conv_grouped.BWD_FILTER,
+        conv_grouped.BWD_FILTER_TF32,
         conv_direct_cuda.BWD_FILTER,
         conv_direct.BWD_FILTER,
     ),

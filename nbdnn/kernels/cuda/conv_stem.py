@@ -19,6 +19,8 @@ class Stem(Windowed):
     def refused(self, problem: ConvProblem) -> str:
         if problem.groups > 1 or not 1 <= problem.c <= QUAD:
             return f"{problem.c} channels in {problem.groups} groups, this kernel takes 1 to {QUAD} in one"
+        if problem.k < 1:
+            return f"there are {problem.k} filters"
         return super().refused(problem)
 
 

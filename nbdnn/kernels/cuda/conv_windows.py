@@ -22,11 +22,12 @@ from __future__ import annotations
 
 from nbdnn.kernels.cuda.window_filters import fill_filters, fill_table
 from nbdnn.kernels.cuda.window_plan import Forward, Windows
-from nbdnn.kernels.cuda.window_store import store_run
+from nbdnn.kernels.cuda.window_store import in_turn, store_run
 from nbdnn.kernels.cuda.window_tile import fill, tile_place
 
 THREADS = 256
 _WARPS = THREADS // 32
+_BATCH = 4  # loads of a thread that are under way together
 FMA_PIXELS = 4  # of a thread
 
 
@@ -40,9 +41,9 @@ def mma_kernel(*specialised_on):
     n_tiles, quad_bytes, pixel_bytes = filters // 8, shape.quad_bytes, shape.pixel_bytes
     load_offset, load = ptx_tile.LOAD_SHARED[1], ptx_tile.LOAD_SHARED[quad_bytes // 4]
     multiply = ptx_tile.MULTIPLY["tf32" if shape.math == "tf32" else shape.dtype]
-    sets, loads_of_b = variant.pixels // (16 * m_tiles), n_tiles * quad_bytes // 4
+    loads_of_b = n_tiles * quad_bytes // 4
     count, together = m_tiles * n_tiles * 4, max(run, 2)  # `together` outputs of a lane are neighbours
-    groups_of_tiles = filters // (4 * together)
+    runs = filters // 4 // run  # of a pixel, that a lane stores
 
     @ptx.inline
     def accumulated(acc, at, a, b):
@@ -120,19 +121,30 @@ def mma_kernel(*specialised_on):
             add_step(acc, pixels, table, filters_at, lane, t < rest)
 
     @ptx.inline
-    def store_pixel(acc, mi, half, at, first, t, y, extra, channel, f):
-        """The outputs of a pixel that a lane has, of the unit whose filters begin at `first` of the group."""
-        values = ptx.cuda.local.array(run, real)
+    def in_order(sums, acc):
+        """The sums pixel by pixel, and of a pixel as they lie in memory."""
+        for mi in range(m_tiles):
+            for half in range(2):
+                for i in range(2 * n_tiles):
+                    at = (mi * n_tiles + i // 2) * 4 + 2 * half + i % 2
+                    sums[((mi * 2 + half) * n_tiles) * 2 + i] = acc[at]
+
+    @ptx.inline
+    def store_one(i, sums, at, state):
+        """The i-th run of a lane: some of a pixel's filters, of m_tiles x 2 pixels."""
+        part, t, to, extra, f = state
+        y, n, p_first, q_first, first, channel = to
         bias, residual, alpha, beta = extra
-        for ti in range(groups_of_tiles):
-            for e0 in range(0, together, run):
-                o = integer((ti * 4 + t) * together + e0)
-                for e in range(run):
-                    tile = ti * (together // 2) + (e0 + e) // 2
-                    values[e] = acc[(mi * n_tiles + tile) * 4 + 2 * half + (e0 + e) % 2]
-                if first + o < f.group_out:
-                    k = integer(channel + o)
-                    finish(values, 0, alpha, beta, y, integer(at + k * f.out_c), bias, k, residual)
+        eighth, inner = i // runs, i % runs * run
+        pixel = integer(part * m_tiles * 16 + eighth * 8)
+        p, q = integer(p_first + (pixel >> f.columns_log2)), integer(q_first + (pixel & (1 << f.columns_log2) - 1))
+        o = integer((inner // together * 4 + t) * together + inner % together)
+        if p < f.rows and q < f.columns and first + o < f.group_out:
+            k = integer(channel + o)
+            place = integer(n * f.out_n + p * f.out_h + q * f.out_w + k * f.out_c)
+            finish(sums, at, alpha, beta, y, place, bias, k, residual)
+
+    store_all = in_turn(store_one, count, run, variant.epilogue)
 
     @ptx.inline
     def task_outputs(unit, part, slab, lane, to, extra, f):
@@ -147,16 +159,12 @@ def mma_kernel(*specialised_on):
         for i in range(count):
             acc[i] = real(0.0)
         sum_windows(acc, pixels, unit, lane, f)
-        y, n, p_first, q_first, first, channel = to
-        for mi in range(m_tiles):
-            for half in range(2):
-                pixel = integer((part * m_tiles + mi) * 16 + g + 8 * half)
-                p, q = integer(p_first + (pixel >> f.columns_log2)), integer(q_first + (pixel & mask))
-                if p < f.rows and q < f.columns:
-                    at = integer(n * f.out_n + p * f.out_h + q * f.out_w)
-                    store_pixel(acc, mi, half, at, first, t, y, extra, channel, f)
+        y, n, p, q, first, channel = to
+        sums = ptx.cuda.local.array(count, real)
+        in_order(sums, acc)
+        store_all(sums, (part, t, (y, n, p, integer(q + g), first, channel), extra, f))
 
-    return _kernel(variant, sets, task_outputs)
+    return _kernel(variant, task_outputs)
 
 
 def fma_kernel(*specialised_on):
@@ -168,7 +176,7 @@ def fma_kernel(*specialised_on):
     finish = store_run(shape.dtype, variant.epilogue, run)
     channels, pixel_bytes = shape.channels, shape.pixel_bytes
     load_offset, load, value = ptx_tile.LOAD_SHARED[1], ptx_tile.LOAD_SHARED[4], ptx_tile.float_of
-    sets, count, held = variant.pixels // (32 * FMA_PIXELS), FMA_PIXELS * filters, FMA_PIXELS * 4
+    count, held = FMA_PIXELS * filters, FMA_PIXELS * 4
     row_bytes = filters * 4
 
     @ptx.inline
@@ -200,6 +208,22 @@ def fma_kernel(*specialised_on):
             quad = integer(quad + 1)
 
     @ptx.inline
+    def store_one(i, sums, first_sum, state):
+        """The i-th run of a thread: some of a pixel's filters."""
+        part, lane, to, extra, f = state
+        y, n, p_first, q_first, first, channel = to
+        bias, residual, alpha, beta = extra
+        j, o = i // (filters // run), i % (filters // run) * run
+        pixel = integer((part * FMA_PIXELS + j) * 32 + lane)
+        p, q = integer(p_first + (pixel >> f.columns_log2)), integer(q_first + (pixel & (1 << f.columns_log2) - 1))
+        if p < f.rows and q < f.columns and first + o < f.group_out:
+            k = integer(channel + o)
+            at = integer(n * f.out_n + p * f.out_h + q * f.out_w + k * f.out_c)
+            finish(sums, first_sum, alpha, beta, y, at, bias, k, residual)
+
+    store_all = in_turn(store_one, count, run, variant.epilogue)
+
+    @ptx.inline
     def task_outputs(unit, part, slab, lane, to, extra, f):
         mask = integer((integer(1) << f.columns_log2) - 1)
         pixels = ptx.cuda.local.array(FMA_PIXELS, integer)
@@ -211,32 +235,22 @@ def fma_kernel(*specialised_on):
         for i in range(count):
             acc[i] = real(0.0)
         sum_windows(acc, pixels, unit, f)
-        y, n, p_first, q_first, first, channel = to
-        bias, residual, alpha, beta = extra
-        for j in range(FMA_PIXELS):
-            pixel = integer((part * FMA_PIXELS + j) * 32 + lane)
-            p, q = integer(p_first + (pixel >> f.columns_log2)), integer(q_first + (pixel & mask))
-            if p < f.rows and q < f.columns:
-                at = integer(n * f.out_n + p * f.out_h + q * f.out_w)
-                for o in range(0, filters, run):
-                    if first + o < f.group_out:
-                        k = integer(channel + o)
-                        finish(acc, j * filters + o, alpha, beta, y, integer(at + k * f.out_c), bias, k, residual)
+        store_all(acc, (part, lane, to, extra, f))
 
-    return _kernel(variant, sets, task_outputs)
+    return _kernel(variant, task_outputs)
 
 
-def _kernel(variant: Forward, sets: int, task_outputs):
-    """The kernel whose warps call `task_outputs` for each of `sets` parts of the pixels of a tile, and each unit."""
+def _kernel(variant: Forward, task_outputs):
+    """The kernel whose warps call `task_outputs` for each part of the pixels of a tile, and each unit."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
-    shape, units, filters, integer = variant.shape, variant.units, variant.filters, ptx.INTEGER[32]
-    fill_slabs, fill_w, fill_offsets = fill(shape, THREADS), fill_filters(variant, THREADS), fill_table(shape, THREADS)
-    placed = tile_place(shape)
+    shape, filters, integer = variant.shape, variant.filters, ptx.INTEGER[32]
+    fill_slabs, fill_w = fill(shape, THREADS, _BATCH), fill_filters(variant, THREADS)
+    fill_offsets, placed = fill_table(shape, THREADS), tile_place()
 
     def windows(x, w, y, bias, residual, alpha, beta, f):
         thread = integer(ptx.thread_x())
-        first_unit = integer(ptx.block_y() * units)
+        first_unit = integer(ptx.block_y() * f.block_units)
         first_group, _ = ptx.divided(first_unit, f.chunks)
         slabs_at = integer(integer(ptx_tile.dynamic_shared()) + f.slabs)
 
@@ -253,8 +267,8 @@ def _kernel(variant: Forward, sets: int, task_outputs):
 
             # 3. Each warp sums and stores windows of one unit after the other.
             task = integer(thread >> 5)
-            while task < sets * units:
-                unit, part = ptx.divided(task, integer(sets))
+            while task < f.parts * f.block_units:
+                unit, part = ptx.divided(task, f.parts)
                 group, chunk = ptx.divided(integer(first_unit + unit), f.chunks)
                 if first_unit + unit < f.units:
                     slab = integer(slabs_at + (group - first_group) * f.slab_bytes)

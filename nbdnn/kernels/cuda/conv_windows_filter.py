@@ -18,15 +18,33 @@ from __future__ import annotations
 
 from functools import cache
 
-from nbdnn.kernels.cuda.window_plan import QUAD, Gradient, Windows
+from nbdnn.kernels.cuda.window_plan import QUAD, Gradient, Sums, Windows
 from nbdnn.kernels.cuda.window_tile import fill, held_words, load_channels, quad_offset, tile_place
 from nbdnn.problem import ITEMSIZE
 
 THREADS = 256
 _WARPS = THREADS // 32
-_BATCH = 4
 # The second kernel: elements of a block, and slices of the blocks' sums that are added side by side.
 SUM_ELEMENTS, _SLICES = 32, THREADS // 32
+
+
+def batch_of(variant: Gradient) -> int:
+    """Loads of a thread that are under way together: few where the sums leave few registers."""
+    return 2 if variant.shape.math == "fma" and variant.filters * variant.shape.channels > 32 else 4
+
+
+@cache
+def pixels_of_tile():
+    """Device function (f) -> the pixels of a tile. Not a constant: loops over them would be written out."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer = ptx.INTEGER[32]
+
+    @ptx.inline
+    def count(f):
+        return integer(f.tile_rows << f.columns_log2)
+
+    return count
 
 
 @cache
@@ -38,52 +56,52 @@ def _fill_gradients(variant: Gradient):
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, word, shape = ptx.INTEGER[32], ptx.cuda.types.uint32, variant.shape
-    itemsize, filters, pixels = ITEMSIZE[shape.dtype], variant.filters, variant.pixels
+    itemsize, filters, tile_pixels = ITEMSIZE[shape.dtype], variant.filters, pixels_of_tile()
     at_once = max(variant.together, QUAD)
     count = at_once * itemsize // 4
     load = load_channels(shape.dtype, shape.math, variant.together, QUAD)
     (put, take), store = held_words(count), ptx_tile.STORE_SHARED[count]
-    parts, parts_of_unit = integer(variant.slots // at_once), integer(filters // at_once)
-    items, pixel_bytes, held = variant.slots // at_once * pixels, variant.pixel_bytes, _BATCH * count
-    all_pixels = integer(pixels)
+    parts_of_unit = integer(filters // at_once)
+    batch = batch_of(variant)
+    held = batch * count
 
     @ptx.inline
-    def interleaved(item):
+    def interleaved(item, parts, pixels):
         pixel, part = ptx.divided(item, parts)
         return part, pixel
 
     @ptx.inline
-    def planar(item):
-        return ptx.divided(item, all_pixels)
+    def planar(item, parts, pixels):
+        return ptx.divided(item, pixels)
 
-    placed = interleaved if variant.last else planar
+    placed = interleaved if variant.parts_first else planar
 
     @ptx.inline
     def filled(dy, n, p_first, q_first, first_unit, f, thread):
-        words, targets = ptx.cuda.local.array(held, word), ptx.cuda.local.array(_BATCH, integer)
+        words, targets = ptx.cuda.local.array(held, word), ptx.cuda.local.array(batch, integer)
         base = integer(integer(ptx_tile.dynamic_shared()) + f.filters)
         mask = integer((integer(1) << f.columns_log2) - 1)
+        pixels, parts = tile_pixels(f), integer(f.block_units * parts_of_unit)
+        items = integer(pixels * parts)
         i = thread
         while i < items:
-            for b in range(_BATCH):
-                part, pixel = placed(integer(i + b * THREADS))
+            for b in range(batch):
+                part, pixel = placed(integer(i + b * THREADS), parts, pixels)
                 unit, inner = ptx.divided(part, parts_of_unit)
                 group, chunk = ptx.divided(integer(first_unit + unit), f.chunks)
                 o = integer(chunk * filters + inner * at_once)
                 p, q = integer(p_first + (pixel >> f.columns_log2)), integer(q_first + (pixel & mask))
-                targets[b] = integer(base + pixel * pixel_bytes + part * at_once * itemsize)
+                targets[b] = integer(base + pixel * f.dy_bytes + part * at_once * itemsize)
                 for k in range(count):
                     words[b * count + k] = word(0)
                 inside = p < f.rows and q < f.columns and first_unit + unit < f.units and o < f.group_out
                 if inside and i + b * THREADS < items:
-                    at = integer(
-                        n * f.out_n + (group * f.group_out + o) * f.out_c + p * f.out_h + q * f.out_w
-                    )
+                    at = integer(n * f.out_n + (group * f.group_out + o) * f.out_c + p * f.out_h + q * f.out_w)
                     put(words, b * count, load(dy, at, f.out_c, integer(f.group_out - o)))
-            for b in range(_BATCH):
+            for b in range(batch):
                 if i + b * THREADS < items:
                     store(word(targets[b]), take(words, b * count))
-            i = integer(i + _BATCH * THREADS)
+            i = integer(i + batch * THREADS)
 
     return filled
 
@@ -95,9 +113,9 @@ def mma_kernel(*specialised_on):
     shape, filters = variant.shape, variant.filters
     integer, word, real = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"]
     tf32, channels, n_tiles = shape.math == "tf32", shape.channels, filters // 8
-    pixel_bytes, dy_bytes, itemsize = shape.pixel_bytes, variant.pixel_bytes, ITEMSIZE[shape.dtype]
+    pixel_bytes, itemsize = shape.pixel_bytes, ITEMSIZE[shape.dtype]
     step = 8 if tf32 else 16  # pixels
-    splits, pixels, slots = variant.splits, variant.pixels, variant.slots
+    tile_pixels = pixels_of_tile()
     words_of_quad = shape.quad_bytes // 4
     load, (put, _) = ptx_tile.LOAD_SHARED[words_of_quad], held_words(words_of_quad)
     load_word, store_word = ptx_tile.LOAD_SHARED[1], ptx_tile.STORE_SHARED[1]
@@ -129,7 +147,7 @@ def mma_kernel(*specialised_on):
             quad_words(words, j * 2, integer(x_first + ahead * pixel_bytes), left > ahead)
             quad_words(words, 8 + j * 2, integer(x_second + ahead * pixel_bytes), left > ahead)
         matrix, row = lane >> 3, lane & 7
-        at = integer(gradients + ((matrix & 1) * 8 + row) * dy_bytes + (matrix >> 1) * second_tile)
+        at = integer(gradients + ((matrix & 1) * 8 + row) * f.dy_bytes + (matrix >> 1) * second_tile)
         for ni in range(0, n_tiles, 2):
             b0, b1, b2, b3 = ptx_tile.load_matrices_transposed(word(at + ni * 16))
             b[2 * ni], b[2 * ni + 1] = b0, b1
@@ -161,10 +179,10 @@ def mma_kernel(*specialised_on):
         for j in range(2):
             quad_words(words, j * 4, integer(x_first + j * 4 * pixel_bytes), left > j * 4)
             quad_words(words, 8 + j * 4, integer(x_second + j * 4 * pixel_bytes), left > j * 4)
-        at = integer(gradients + (lane & 3) * dy_bytes + (lane >> 2) * 4)
+        at = integer(gradients + (lane & 3) * f.dy_bytes + (lane >> 2) * 4)
         for ni in range(n_tiles):
             b[2 * ni] = load_word(word(at + ni * 32))
-            b[2 * ni + 1] = load_word(word(at + ni * 32 + 4 * dy_bytes))
+            b[2 * ni + 1] = load_word(word(at + ni * 32 + 4 * f.dy_bytes))
         for c in range(channels):
             a = (words[c], words[8 + c], words[4 + c], words[12 + c])
             for ni in range(n_tiles):
@@ -191,7 +209,7 @@ def mma_kernel(*specialised_on):
         """The pixels of a tile that are the split's. Of the tile, so many rows and columns have outputs."""
         mask = integer((integer(1) << f.columns_log2) - 1)
         ahead = integer((lane & 3) * first_pixel)
-        m = integer(split * step)
+        m, pixels = integer(split * step), tile_pixels(f)
         while m < pixels:
             row, column = integer(m >> f.columns_log2), integer(m & mask)
             left = integer(columns_left - column)
@@ -202,14 +220,14 @@ def mma_kernel(*specialised_on):
                     integer(at + x_first),
                     integer(at + x_second),
                     integer(left - ahead),
-                    integer(gradients + m * dy_bytes),
+                    integer(gradients + m * f.dy_bytes),
                     lane,
                     f,
                 )
-            m = integer(m + splits * step)
+            m = integer(m + f.parts * step)
 
     @ptx.inline
-    def keep(acc, place, lane, base, slot, is_first):
+    def keep(acc, place, lane, base, slot, slots, is_first):
         """The sums to shared memory, [quad][channel][slot], or added to what is there."""
         quad, filter_ = integer(place + (lane >> 2)), integer(slot + (lane & 3) * 2)
         for c in range(channels):
@@ -232,10 +250,10 @@ def fma_kernel(*specialised_on):
     shape, filters = variant.shape, variant.filters
     integer, word, real = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"]
     channels, lanes = shape.channels, variant.rows // 2  # of a warp, that have quads of their own
-    pixel_bytes, dy_bytes, pixels, slots = shape.pixel_bytes, variant.pixel_bytes, variant.pixels, variant.slots
+    pixel_bytes, tile_pixels = shape.pixel_bytes, pixels_of_tile()
     load, value = ptx_tile.LOAD_SHARED[4], ptx_tile.float_of
     load_word, store_word = ptx_tile.LOAD_SHARED[1], ptx_tile.STORE_SHARED[1]
-    count, step, splits = 2 * channels * filters, 32 // lanes, variant.splits
+    count, step = 2 * channels * filters, 32 // lanes
     lanes_log2 = lanes.bit_length() - 1
 
     @ptx.inline
@@ -257,7 +275,7 @@ def fma_kernel(*specialised_on):
     def add_tile(acc, slab, gradients, x_first, x_second, split, rows_left, columns_left, lane, f):
         mask = integer((integer(1) << f.columns_log2) - 1)
         inputs = ptx.cuda.local.array(8, real)
-        m = integer(split * step + (lane >> lanes_log2))
+        m, pixels = integer(split * step + (lane >> lanes_log2)), tile_pixels(f)
         while m < pixels:
             row, column = integer(m >> f.columns_log2), integer(m & mask)
             if row < rows_left and column < columns_left:
@@ -266,7 +284,7 @@ def fma_kernel(*specialised_on):
                 inputs[0], inputs[1], inputs[2], inputs[3] = value(a), value(b), value(c), value(d)
                 a, b, c, d = load(word(at + x_second))
                 inputs[4], inputs[5], inputs[6], inputs[7] = value(a), value(b), value(c), value(d)
-                from_ = integer(gradients + m * dy_bytes)
+                from_ = integer(gradients + m * f.dy_bytes)
                 for o in range(0, filters, 4):
                     a, b, c, d = load(word(from_ + o * 4))
                     for h in range(2):
@@ -276,10 +294,10 @@ def fma_kernel(*specialised_on):
                             acc[i + 1] = ptx.fma(inputs[4 * h + channel], value(b), acc[i + 1])
                             acc[i + 2] = ptx.fma(inputs[4 * h + channel], value(c), acc[i + 2])
                             acc[i + 3] = ptx.fma(inputs[4 * h + channel], value(d), acc[i + 3])
-            m = integer(m + splits * step)
+            m = integer(m + f.parts * step)
 
     @ptx.inline
-    def keep(acc, place, lane, base, slot, is_first):
+    def keep(acc, place, lane, base, slot, slots, is_first):
         """The lanes of different pixels add up; then as of the matrix kernel."""
         for i in range(count):
             total = acc[i]
@@ -301,28 +319,29 @@ def _kernel(variant: Gradient, count: int, begin, offsets_of, add_tile, keep, it
     """The kernel whose warps sum by these functions."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
-    shape, filters, units, slots = variant.shape, variant.filters, variant.units, variant.slots
+    shape, filters = variant.shape, variant.filters
     integer, word, real = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"]
-    fill_slabs, fill_dy = fill(shape, THREADS), _fill_gradients(variant)
-    placed, offset = tile_place(shape), quad_offset(shape)
-    rows, quad_blocks, splits, sums = variant.rows, variant.quad_blocks, variant.splits, variant.sums
-    taken = units * quad_blocks * splits  # warps that sum
+    fill_slabs, fill_dy = fill(shape, THREADS, batch_of(variant)), _fill_gradients(variant)
+    placed, offset = tile_place(), quad_offset(shape)
+    rows, row_sums = variant.rows, shape.channels * filters
     load_four, store_four = ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
 
     def gradients(x, dy, parts, f):
         thread = integer(ptx.thread_x())
         warp, lane = integer(thread >> 5), integer(thread & 31)
         shared = integer(ptx_tile.dynamic_shared())
+        units, block_rows = f.block_units, integer(f.quad_blocks * rows)
         first_unit = integer(ptx.block_y() * units)
         first_group, _ = ptx.divided(first_unit, f.chunks)
-        rest, split = ptx.divided(warp, integer(splits))
-        quad_block, unit = ptx.divided(rest, integer(units))
+        rest, split = ptx.divided(warp, f.parts)
+        quad_block, unit = ptx.divided(rest, units)
         group, _ = ptx.divided(integer(first_unit + unit), f.chunks)
         slab = integer(shared + f.slabs + (group - first_group) * f.slab_bytes)
         dy_at = integer(shared + f.filters + unit * filters * itemsize)
-        block_quads = integer(ptx.block_z() * quad_blocks * rows)
+        block_quads = integer(ptx.block_z() * block_rows)
         x_first, x_second = offsets_of(offset, integer(block_quads + quad_block * rows), lane, f)
-        sums_here = warp < taken and first_unit + unit < f.units
+        taken = quad_block < f.quad_blocks  # the last warps may have nothing to sum
+        sums_here = taken and first_unit + unit < f.units
         acc = ptx.cuda.local.array(count, real)
         begin(acc)
 
@@ -342,15 +361,19 @@ def _kernel(variant: Gradient, count: int, begin, offsets_of, add_tile, keep, it
             tile = integer(tile + f.blocks)
 
         # 3. The splits, one after the other.
-        for turn in range(splits):
+        turn = integer(0)
+        while turn < f.parts:
             ptx.cuda.syncthreads()
-            if warp < taken and split == turn:
-                keep(acc, integer(quad_block * rows), lane, shared, integer(unit * filters), turn == 0)
+            if taken and split == turn:
+                slot, slots = integer(unit * filters), integer(units * filters)
+                keep(acc, integer(quad_block * rows), lane, shared, slot, slots, turn == 0)
+            turn = integer(turn + 1)
         ptx.cuda.syncthreads()
 
         # 4. The block's sums.
-        blocks_y = integer((f.units + units - 1) // units)
-        blocks_z = integer((f.quads + quad_blocks * rows - 1) // (quad_blocks * rows))
+        sums = integer(block_rows * units * row_sums)
+        blocks_y, _ = ptx.divided(integer(f.units + units - 1), units)
+        blocks_z, _ = ptx.divided(integer(f.quads + block_rows - 1), block_rows)
         to = integer(((ptx.block_x() * blocks_y + ptx.block_y()) * blocks_z + ptx.block_z()) * sums)
         i = integer(thread * 4)
         while i < sums:
@@ -361,22 +384,15 @@ def _kernel(variant: Gradient, count: int, begin, offsets_of, add_tile, keep, it
     return gradients, (data, data, sums_type, ptx.record(Windows, 32))
 
 
-def sum_kernel(*specialised_on):
+def sum_kernel(dtype: str, tokens: tuple[str, ...]):
     """dw from the sums of all blocks: 32 elements a block, 8 slices of the blocks' sums side by side, then in order."""
     from nbdnn.kernels.cuda import epilogue, ptx
 
-    variant, tokens = Gradient(*specialised_on[:-1]), specialised_on[-1]
-    shape, filters, units, slots = variant.shape, variant.filters, variant.units, variant.slots
-    integer, real = ptx.INTEGER[32], ptx.REAL["f32"]
-    sums, channels, block_quads = variant.sums, shape.channels, variant.quad_blocks * variant.rows
-    store = epilogue.store(shape.dtype, tokens)
+    integer, real, store = ptx.INTEGER[32], ptx.REAL["f32"], epilogue.store(dtype, tokens)
 
     def sum_blocks(parts, dw, alpha, beta, f):
         thread = integer(ptx.thread_x())
         slice_, lane = integer(thread >> 5), integer(thread & 31)
-        blocks_y = integer((f.units + units - 1) // units)
-        blocks_z = integer((f.quads + block_quads - 1) // block_quads)
-        elements = integer(blocks_y * blocks_z * sums)
         element = integer(ptx.block_x() * SUM_ELEMENTS + lane)
         part_sums = ptx.cuda.shared.array(THREADS, real)
 
@@ -384,7 +400,7 @@ def sum_kernel(*specialised_on):
         total = real(0.0)
         block = slice_
         while block < f.blocks:
-            total = total + ptx.load_constant(parts, integer(block * elements + element))
+            total = total + ptx.load_constant(parts, integer(block * f.elements + element))
             block = integer(block + _SLICES)
         part_sums[thread] = total
         ptx.cuda.syncthreads()
@@ -393,21 +409,19 @@ def sum_kernel(*specialised_on):
         if slice_ == 0:
             for other in range(1, _SLICES):
                 total = total + part_sums[other * SUM_ELEMENTS + lane]
-            place, inner = ptx.divided(element, integer(sums))
-            block_y, block_z = ptx.divided(place, blocks_z)
-            row, slot = ptx.divided(inner, integer(slots))
-            quad, c = ptx.divided(row, integer(channels))
-            unit, at = ptx.divided(slot, integer(filters))
-            group, chunk = ptx.divided(integer(block_y * units + unit), f.chunks)
-            tap, part = ptx.divided(integer(block_z * block_quads + quad), integer(shape.quads_of_tap))
+            place, inner = ptx.divided(element, f.sums)
+            block_y, block_z = ptx.divided(place, f.blocks_z)
+            row, slot = ptx.divided(inner, integer(f.block_units * f.filters))
+            quad, c = ptx.divided(row, f.channels)
+            unit, at = ptx.divided(slot, f.filters)
+            unit, quad = integer(block_y * f.block_units + unit), integer(block_z * f.block_quads + quad)
+            group, chunk = ptx.divided(unit, f.chunks)
+            tap, part = ptx.divided(quad, f.quads_of_tap)
             r, s = ptx.divided(tap, f.taps_w)
-            o, channel = integer(chunk * filters + at), integer(part * QUAD + c)
-            inside = block_y * units + unit < f.units and block_z * block_quads + quad < f.quads
-            if inside and o < f.group_out and channel < f.group_in:
-                to = integer(
-                    f.w_start + group * f.w_group + o * f.w_out + channel * f.w_in + r * f.w_r + s * f.w_s
-                )
+            o, channel = integer(chunk * f.filters + at), integer(part * QUAD + c)
+            if unit < f.units and quad < f.quads and o < f.group_out and channel < f.group_in:
+                to = integer(f.w_start + group * f.w_group + o * f.w_out + channel * f.w_in + r * f.w_r + s * f.w_s)
                 store(total, alpha, beta, dw, to, dw, o, dw)
 
-    sums_type, data, scalar = ptx.pointer("f32"), ptx.pointer(shape.dtype), ptx.REAL["f32"]
-    return sum_blocks, (sums_type, data, scalar, scalar, ptx.record(Windows, 32))
+    data, scalar = ptx.pointer(dtype), ptx.REAL["f32"]
+    return sum_blocks, (ptx.pointer("f32"), data, scalar, scalar, ptx.record(Sums, 32))

@@ -18,7 +18,7 @@ def fill_filters(variant: Forward, threads: int):
     count = shape.quad_bytes // 4
     load, (put, take) = load_channels(shape.dtype, math, 1, shape.channels), held_words(count)
     store, store_word = ptx_tile.STORE_SHARED[count], ptx_tile.STORE_SHARED[1]
-    slots, per_unit = variant.units * filters, integer(filters)
+    per_unit = integer(filters)
     quads_of_tap, channels, quad_bytes = integer(shape.quads_of_tap), shape.channels, shape.quad_bytes
     step = 4 if math == "fma" else 1 << 2
     dealt = max(variant.run // 2, 1).bit_length() - 1  # n8 tiles whose filters are dealt together, as a power of two
@@ -57,7 +57,7 @@ def fill_filters(variant: Forward, threads: int):
         words = ptx.cuda.local.array(count, word)
         padded = integer((f.quads + whole_step - 1) // whole_step * whole_step)
         i = thread
-        while i < slots * padded:
+        while i < f.block_units * filters * padded:
             slot, quad = ptx.divided(i, padded)
             unit, at = ptx.divided(slot, per_unit)
             group, chunk = ptx.divided(integer(first_unit + unit), f.chunks)
@@ -68,9 +68,7 @@ def fill_filters(variant: Forward, threads: int):
             for k in range(count):
                 words[k] = word(0)
             if quad < f.quads and first_unit + unit < f.units and o < f.group_out:
-                from_ = integer(
-                    f.w_start + group * f.w_group + o * f.w_out + channel * f.w_in + r * f.w_r + s * f.w_s
-                )
+                from_ = integer(f.w_start + group * f.w_group + o * f.w_out + channel * f.w_in + r * f.w_r + s * f.w_s)
                 put(words, 0, load(w, from_, f.w_in, integer(f.group_in - channel)))
             keep(words, unit, quad, at, f)
             i = integer(i + threads)

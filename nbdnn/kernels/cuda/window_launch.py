@@ -1,4 +1,4 @@
-"""Which kernels of windows a problem takes, on which grids, with how much shared memory: what stem and grouped share."""
+"""Which kernels of windows a problem takes, on which grids, in how much shared memory: for stem and grouped alike."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
 from nbdnn.kernels.cuda.window_plan import (
     QUAD,
+    Block,
     Forward,
     Gradient,
     Image,
+    Sums,
     Tile,
     Windows,
     image,
     shape,
     shared_limit_bytes,
+    sums,
     table_bytes,
     tile,
     together,
@@ -32,6 +35,7 @@ from nbdnn.problem import ITEMSIZE, ConvProblem
 _RESERVED_BYTES = 1 << 10  # of shared memory, that the driver takes for each block
 _WARPS = conv_windows.THREADS // 32
 _MMA_FILTERS, _FMA_FILTERS = 32, 16  # of a unit, at most
+_MIN_BLOCKS = 2  # of a multiprocessor, for which there are registers
 _LAUNCH_US = 3.0
 # Priors for the guess: parts of the units' rates, and of a copy's.
 _FMA_SHARE, _TENSOR_SHARE, _COPY_SHARE = 0.6, 0.3, 0.6
@@ -46,6 +50,11 @@ class Config(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.pixels}x{self.units}/{self.blocks}"
+
+
+_FORWARD_CONFIGS = Config(256, 2, 4), Config(256, 2, 8), Config(128, 2, 4)
+_GRADIENT_CONFIGS = Config(128, 2, 4), Config(256, 2, 4), Config(128, 2, 8)
+_SMALLEST = Config(128, 1, 1)  # what has no room for this is not supported
 
 
 class Forwarded(NamedTuple):
@@ -63,77 +72,70 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> For
     units, slabs = units_of_block(seen, chunks, config.units)
     form = shape(seen, problem, math, slabs)
     # 4 x 4 products of m16n8 are 64 registers of sums; TF32 has twice the factors.
-    m_tiles = 1 if math == "fma" else 2 if math == "tf32" else 4
-    run = run_of(problem, seen, math, filters)
-    variant = Forward(form, config.pixels, units, filters, m_tiles, run, problem.epilogue)
+    m_tiles = {"fma": 1, "tf32": 2, "mma": 4}[math]
+    variant = Forward(form, filters, m_tiles, run_of(problem, seen, math, filters), problem.epilogue)
     tiled = tile(seen, form, config.pixels)
     filters_at = _aligned(table_bytes(seen.quads))
     slabs_at = _aligned(filters_at + units * variant.filter_bytes(seen.quads))
     grid_y = ceil(seen.groups * chunks / units)
-    blocks = tile_blocks(seen, tiled, config, grid_y, device)
-    integers = windows(
-        seen,
-        form,
-        tiled,
-        blocks=blocks,
-        units=seen.groups * chunks,
-        chunks=chunks,
-        filters=filters_at,
-        slabs=slabs_at,
+    block = Block(
+        blocks=tile_blocks(seen, tiled, config, grid_y, device),
+        units=units,
+        slabs=slabs,
+        parts=config.pixels // (32 * conv_windows.FMA_PIXELS if math == "fma" else 16 * m_tiles),
+        quad_blocks=0,
+        filters_at=filters_at,
+        slabs_at=slabs_at,
+        dy_bytes=0,
     )
-    return Forwarded(variant, integers, (blocks, grid_y, 1), slabs_at + slabs * tiled.slab_bytes)
+    integers = windows(seen, form, tiled, chunks, block)
+    return Forwarded(variant, integers, (block.blocks, grid_y, 1), slabs_at + slabs * tiled.slab_bytes)
 
 
 class Gradients(NamedTuple):
     variant: Gradient
     integers: Windows
+    sums: Sums
     grid: tuple[int, int, int]
     shared_bytes: int
-    workspace_bytes: int
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.sums.blocks * self.sums.elements * 4
 
 
 def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Gradients:
     """The kernels of a bwd_filter."""
     seen = image(problem)
-    # 2 quads of 4 channels times 16 filters are too many sums for a thread.
-    fma_filters = _FMA_FILTERS if seen.group_in < QUAD else _FMA_FILTERS // 2
+    dy_together = together(seen.outputs_last, seen.group_out, problem.dtype, problem.align)
+    # 16 filters of 2 quads are 96 sums of a thread, or 128: too many, or too many beside loads one by one.
+    fma_filters = _FMA_FILTERS if seen.group_in < QUAD and dy_together > 1 else _FMA_FILTERS // 2
     filters = unit_filters(seen.group_out, fma_filters if math == "fma" else _MMA_FILTERS)
     chunks = ceil(seen.group_out / filters)
     rows = 16
     if math == "fma":
-        rows = 2 * min(32, max(2, _power_of_two(ceil(seen.quads / 2))))
+        rows = min(64, max(16, _power_of_two(seen.quads)))
     quad_blocks = min(ceil(seen.quads / rows), _WARPS)
     units, slabs = units_of_block(seen, chunks, min(config.units, _WARPS // quad_blocks))
     form = shape(seen, problem, math, slabs)
-    variant = Gradient(
-        form,
-        config.pixels,
-        units,
-        filters,
-        rows,
-        quad_blocks,
-        _WARPS // (units * quad_blocks),
-        together(seen.outputs_last, seen.group_out, problem.dtype, problem.align),
-        seen.outputs_last,
-    )
+    variant = Gradient(form, filters, rows, dy_together, seen.outputs_last)
     tiled = tile(seen, form, config.pixels)
     gradients_at = _aligned(slabs * tiled.slab_bytes)
     grid_y, grid_z = ceil(seen.groups * chunks / units), ceil(seen.quads / (rows * quad_blocks))
-    blocks = tile_blocks(seen, tiled, config, grid_y * grid_z, device)
-    integers = windows(
-        seen,
-        form,
-        tiled,
-        blocks=blocks,
-        units=seen.groups * chunks,
-        chunks=chunks,
-        filters=gradients_at,
-        slabs=0,
+    block = Block(
+        blocks=tile_blocks(seen, tiled, config, grid_y * grid_z, device),
+        units=units,
+        slabs=slabs,
+        parts=_WARPS // (units * quad_blocks),
+        quad_blocks=quad_blocks,
+        filters_at=gradients_at,
+        slabs_at=0,
+        dy_bytes=variant.dy_bytes(units),
     )
-    shared_bytes = max(gradients_at + config.pixels * variant.pixel_bytes, variant.sums * 4)
-    return Gradients(
-        variant, integers, (blocks, grid_y, grid_z), shared_bytes, blocks * grid_y * grid_z * variant.sums * 4
-    )
+    grid = block.blocks, grid_y, grid_z
+    totals = sums(seen, variant, chunks, block, grid)
+    shared_bytes = max(gradients_at + config.pixels * block.dy_bytes, totals.sums * 4)
+    return Gradients(variant, windows(seen, form, tiled, chunks, block), totals, grid, shared_bytes)
 
 
 def unit_filters(group_out: int, most: int) -> int:
@@ -168,11 +170,8 @@ def run_of(problem: ConvProblem, seen: Image, math: str, filters: int) -> int:
     """Outputs that a thread stores at once: its neighbours in memory, as far as they are aligned."""
     itemsize = ITEMSIZE[problem.dtype]
     most = 4 if math == "fma" else min(16 // itemsize, filters // 4)
-    for count in (8, 4, 2):
-        fits = count <= most and seen.outputs_last and seen.group_out % count == 0
-        if fits and count * itemsize <= 16 and problem.align % (count * itemsize) == 0:
-            return count
-    return 1
+    whole = seen.outputs_last and seen.group_out % most == 0 and problem.align % (most * itemsize) == 0
+    return most if whole else 1
 
 
 def fits(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Support:
@@ -199,12 +198,6 @@ class Windowed(LaunchedCandidate[Config]):
         if math == "tf32":
             self.algorithm = f"{self.algorithm}_tf32"
 
-    def candidates(self, problem: ConvProblem) -> tuple[Config, ...]:
-        """Configs, the default first."""
-        if self.op == "conv_bwd_filter":
-            return Config(128, 2, 4), Config(256, 2, 4), Config(128, 1, 2)
-        return Config(256, 2, 4), Config(256, 3, 4), Config(128, 1, 2)
-
     def units_math(self, problem: ConvProblem) -> str:
         return "mma" if problem.dtype in ("f16", "bf16") else self.math
 
@@ -219,12 +212,17 @@ class Windowed(LaunchedCandidate[Config]):
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
         if reason := self.refused(problem):
             return Support(False, reason)
-        every = [fits(problem, self.units_math(problem), c, device) for c in self.candidates(problem)]
-        return next((support for support in every if support.ok), every[-1])
+        return fits(problem, self.units_math(problem), _SMALLEST, device)
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
+        """Those that fit, and are not another by a different name; the smallest where no other fits."""
         math = self.units_math(problem)
-        return tuple(config for config in self.candidates(problem) if fits(problem, math, config, device).ok)
+        plan = gradients if self.op == "conv_bwd_filter" else forward
+        different: dict[tuple, Config] = {}
+        for config in _GRADIENT_CONFIGS if self.op == "conv_bwd_filter" else _FORWARD_CONFIGS:
+            if fits(problem, math, config, device).ok:
+                different.setdefault(plan(problem, math, config, device), config)
+        return tuple(different.values()) or (_SMALLEST,)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:
         if self.op != "conv_bwd_filter":
@@ -245,17 +243,17 @@ class Windowed(LaunchedCandidate[Config]):
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         math = self.units_math(problem)
         if self.op == "conv_bwd_filter":
-            return _gradient_launches(problem, gradients(problem, math, config, device), config)
-        return [_forward_launch(problem, forward(problem, math, config, device), config)]
+            return _gradient_launches(problem, gradients(problem, math, config, device))
+        return [_forward_launch(problem, forward(problem, math, config, device))]
 
 
-def _forward_launch(problem: ConvProblem, planned: Forwarded, config: Config) -> Launch:
+def _forward_launch(problem: ConvProblem, planned: Forwarded) -> Launch:
     names = [operand.name for operand in problem.operands]
     bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
     builder = conv_windows.fma_kernel if planned.variant.shape.math == "fma" else conv_windows.mma_kernel
     image_at, w_at = (1, 0) if problem.op == "conv_bwd_data" else (0, 1)
     return Launch(
-        source=Source(builder, planned.variant, conv_windows.THREADS, config.blocks),
+        source=Source(builder, planned.variant, conv_windows.THREADS, _MIN_BLOCKS),
         grid=planned.grid,
         pointers=(image_at, w_at, 2, bias, residual),
         scalars="f32",
@@ -264,12 +262,11 @@ def _forward_launch(problem: ConvProblem, planned: Forwarded, config: Config) ->
     )
 
 
-def _gradient_launches(problem: ConvProblem, planned: Gradients, config: Config) -> list[Launch]:
+def _gradient_launches(problem: ConvProblem, planned: Gradients) -> list[Launch]:
     variant = planned.variant
     builder = conv_windows_filter.fma_kernel if variant.shape.math == "fma" else conv_windows_filter.mma_kernel
-    elements = planned.grid[1] * planned.grid[2] * variant.sums
-    sums = Launch(
-        source=Source(builder, variant, conv_windows_filter.THREADS, config.blocks),
+    parts = Launch(
+        source=Source(builder, variant, conv_windows_filter.THREADS, _MIN_BLOCKS),
         grid=planned.grid,
         pointers=(0, 1, WORKSPACE),
         scalars="",
@@ -277,12 +274,10 @@ def _gradient_launches(problem: ConvProblem, planned: Gradients, config: Config)
         dynamic_shared_bytes=planned.shared_bytes,
     )
     total = Launch(
-        source=Source(
-            conv_windows_filter.sum_kernel, (*variant, problem.epilogue), conv_windows_filter.THREADS
-        ),
-        grid=(elements // conv_windows_filter.SUM_ELEMENTS, 1, 1),
+        source=Source(conv_windows_filter.sum_kernel, (problem.dtype, problem.epilogue), conv_windows_filter.THREADS),
+        grid=(planned.sums.elements // conv_windows_filter.SUM_ELEMENTS, 1, 1),
         pointers=(WORKSPACE, 2),
         scalars="f32",
-        integers=planned.integers,
+        integers=planned.sums,
     )
-    return [sums, total]
+    return [parts, total]

@@ -110,25 +110,26 @@ def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
 def together(channels_last: bool, channels: int, dtype: str, align: int) -> int:
     """How many of a group's channels a thread may load at once; 1 where not even a quad."""
     itemsize = ITEMSIZE[dtype]
-    for elements in (16 // itemsize, QUAD):
-        if channels_last and channels % elements == 0 and align % (elements * itemsize) == 0:
-            return elements
+    elements = 16 // itemsize if channels % (16 // itemsize) == 0 else QUAD
+    if channels_last and channels % elements == 0 and align % (elements * itemsize) == 0:
+        return elements
     return 1
 
 
 class Shape(NamedTuple):
     """What the code that fills and reads a tile depends on.
 
-    math: 'fma', 'mma' or 'tf32'. together: see there. image_last: the order in which threads follow the image. stride:
-    of columns. slabs: of a block. quads_of_tap: of a group. channels: of the quad that has most.
+    math: 'fma', 'mma' or 'tf32'. together: see there. parts_first: threads follow the channels of a pixel before the
+    next pixel. shifted: the column stride is a power of two. one_slab: for a block. quads_of_tap: of a group. channels:
+    of a quad, at most.
     """
 
     dtype: str
     math: str
     together: int
-    image_last: bool
-    stride: int
-    slabs: int
+    parts_first: bool
+    shifted: bool
+    one_slab: bool
     quads_of_tap: int
     channels: int
 
@@ -147,15 +148,16 @@ class Shape(NamedTuple):
 
 
 def shape(seen: Image, problem: ConvProblem, math: str, slabs: int) -> Shape:
+    stride = seen.stride[1]
     return Shape(
         dtype=problem.dtype,
         math=math,
         together=together(seen.image_last, seen.group_in, problem.dtype, problem.align),
-        image_last=seen.image_last,
-        stride=seen.stride[1],
-        slabs=slabs,
+        parts_first=seen.image_last or (slabs == 1 and seen.quads_of_tap == 1),
+        shifted=stride & stride - 1 == 0,
+        one_slab=slabs == 1,
         quads_of_tap=seen.quads_of_tap,
-        channels=min(seen.group_in, QUAD),
+        channels=3 if seen.group_in < QUAD else QUAD,
     )
 
 
@@ -204,10 +206,12 @@ def _tile(seen: Image, shape: Shape, pixels: int, columns_log2: int) -> Tile:
 
 
 class Windows(NamedTuple):
-    """The integers of a kernel. blocks: that share the tiles. items: loads of a tile. units: of all blocks.
+    """The integers of a kernel.
 
-    chunks: units of a group. table, filters and slabs: places in shared memory, in bytes; of a bwd_filter `filters` is
-    that of dy.
+    blocks: that share the tiles. items: loads of a tile. units: of all blocks; chunks: of a group. block_units,
+    block_slabs: of a block. parts: of a tile's pixels, that warps take. quad_blocks: of a block of bwd_filter.
+    filters, slabs: places in shared memory, in bytes; of a bwd_filter `filters` is that of dy, and dy_bytes are from
+    one pixel of it to the next.
     """
 
     tiles: int
@@ -224,6 +228,13 @@ class Windows(NamedTuple):
     items: int
     units: int
     chunks: int
+    block_units: int
+    block_slabs: int
+    parts: int
+    quad_blocks: int
+    filters: int
+    slabs: int
+    dy_bytes: int
     groups: int
     group_in: int
     group_out: int
@@ -234,6 +245,8 @@ class Windows(NamedTuple):
     extent_h: int
     extent_w: int
     stride_h: int
+    stride_w: int
+    stride_w_log2: int
     pad_h: int
     pad_w: int
     dilation_h: int
@@ -252,17 +265,26 @@ class Windows(NamedTuple):
     out_c: int
     out_h: int
     out_w: int
-    filters: int
+
+
+class Block(NamedTuple):
+    """What a block takes, as in `Windows`."""
+
+    blocks: int
+    units: int
     slabs: int
+    parts: int
+    quad_blocks: int
+    filters_at: int
+    slabs_at: int
+    dy_bytes: int
 
 
-def windows(
-    seen: Image, shape: Shape, tile: Tile, *, blocks: int, units: int, chunks: int, filters: int, slabs: int
-) -> Windows:
+def windows(seen: Image, shape: Shape, tile: Tile, chunks: int, block: Block) -> Windows:
     in_pixels = tile.in_rows * tile.in_columns
     return Windows(
         seen.n * tile.tiles_h * tile.tiles_w,
-        blocks,
+        block.blocks,
         tile.tiles_h,
         tile.tiles_w,
         tile.rows,
@@ -272,9 +294,16 @@ def windows(
         tile.phase,
         tile.row_bytes,
         tile.slab_bytes,
-        in_pixels * shape.slabs * shape.loads_of_pixel,
-        units,
+        in_pixels * block.slabs * shape.loads_of_pixel,
+        seen.groups * chunks,
         chunks,
+        block.units,
+        block.slabs,
+        block.parts,
+        block.quad_blocks,
+        block.filters_at,
+        block.slabs_at,
+        block.dy_bytes,
         seen.groups,
         seen.group_in,
         seen.group_out,
@@ -282,27 +311,24 @@ def windows(
         seen.taps[1],
         *seen.outputs,
         *seen.extent,
-        seen.stride[0],
+        *seen.stride,
+        seen.stride[1].bit_length() - 1,
         *seen.pad,
         *seen.dilation,
         *seen.image_strides,
         *seen.filter_strides,
         *seen.out_strides,
-        filters,
-        slabs,
     )
 
 
 class Forward(NamedTuple):
     """What a kernel of conv_fwd or bwd_data is compiled for.
 
-    pixels: of a tile. units: of a block. filters: of a unit. m_tiles: of 16 pixels, that a warp of a matrix kernel
-    takes together. run: outputs stored at once.
+    filters: of a unit. m_tiles: of 16 pixels, that a warp of a matrix kernel takes together. run: outputs stored at
+    once.
     """
 
     shape: Shape
-    pixels: int
-    units: int
     filters: int
     m_tiles: int
     run: int
@@ -323,34 +349,73 @@ def table_bytes(quads: int) -> int:
 class Gradient(NamedTuple):
     """What a kernel of bwd_filter is compiled for.
 
-    pixels: of a tile. units: of a block. filters: of a unit. rows: quads of a warp. quad_blocks: of as many quads, that
-    a block takes. splits: of the pixels. together, last: of dy, as `together` and `image_last` of the image.
+    filters: of a unit. rows: quads of a warp. together, parts_first: of dy, as of the image.
     """
 
     shape: Shape
-    pixels: int
-    units: int
     filters: int
     rows: int
-    quad_blocks: int
-    splits: int
     together: int
-    last: bool
+    parts_first: bool
 
-    @property
-    def slots(self) -> int:
-        """Filters of a block."""
-        return self.units * self.filters
-
-    @property
-    def pixel_bytes(self) -> int:
-        """Of dy in shared memory, from one pixel to the next: what a warp loads together lies in different banks."""
-        bytes_ = self.slots * ITEMSIZE[self.shape.dtype]
+    def dy_bytes(self, units: int) -> int:
+        """From one pixel of dy in shared memory to the next: what a warp loads together lies in different banks."""
+        bytes_ = units * self.filters * ITEMSIZE[self.shape.dtype]
         if self.shape.math == "tf32":
             return bytes_ + (32 - bytes_) % _BANKS_BYTES
         return bytes_ + (16 if bytes_ % 32 == 0 else 32)
 
-    @property
-    def sums(self) -> int:
+    def sums(self, units: int, quad_blocks: int) -> int:
         """Of a block: [quad][channel][filter]."""
-        return self.quad_blocks * self.rows * self.shape.channels * self.slots
+        return quad_blocks * self.rows * self.shape.channels * units * self.filters
+
+
+class Sums(NamedTuple):
+    """The integers of the kernel that adds the sums of all blocks of a bwd_filter.
+
+    elements: of the sums that `blocks` blocks have each; sums: of one of the blocks_z places on the last axis.
+    """
+
+    blocks: int
+    elements: int
+    sums: int
+    blocks_z: int
+    block_units: int
+    block_quads: int
+    filters: int
+    channels: int
+    units: int
+    chunks: int
+    group_in: int
+    group_out: int
+    quads: int
+    quads_of_tap: int
+    taps_w: int
+    w_start: int
+    w_group: int
+    w_out: int
+    w_in: int
+    w_r: int
+    w_s: int
+
+
+def sums(seen: Image, variant: Gradient, chunks: int, block: Block, grid: tuple[int, int, int]) -> Sums:
+    of_block = variant.sums(block.units, block.quad_blocks)
+    return Sums(
+        block.blocks,
+        grid[1] * grid[2] * of_block,
+        of_block,
+        grid[2],
+        block.units,
+        block.quad_blocks * variant.rows,
+        variant.filters,
+        variant.shape.channels,
+        seen.groups * chunks,
+        chunks,
+        seen.group_in,
+        seen.group_out,
+        seen.quads,
+        seen.quads_of_tap,
+        seen.taps[1],
+        *seen.filter_strides,
+    )

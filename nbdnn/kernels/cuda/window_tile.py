@@ -1,4 +1,4 @@
-"""Device functions of kernels whose blocks keep a tile of the image in shared memory; `window_plan.py` says how it lies.
+"""Device functions of kernels that keep a tile of the image in shared memory, as `window_plan.py` lays it out.
 
 A quad of four channels is two words (16-bit data) or four (float32); for TF32 they are rounded on the way in.
 """
@@ -10,7 +10,23 @@ from functools import cache
 from nbdnn.kernels.cuda.window_plan import QUAD, Shape
 from nbdnn.problem import ITEMSIZE
 
-_BATCH = 4  # loads of a thread that are under way together
+
+@cache
+def phase_of(shifted: bool):
+    """Device function (column, f) -> (column // u, column % u), u the column stride."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer = ptx.INTEGER[32]
+
+    @ptx.inline
+    def split(column, f):
+        return integer(column >> f.stride_w_log2), integer(column & integer(f.stride_w - 1))
+
+    @ptx.inline
+    def divided(column, f):
+        return ptx.divided(column, f.stride_w)
+
+    return split if shifted else divided
 
 
 @cache
@@ -18,15 +34,14 @@ def quad_offset(shape: Shape):
     """Device function (quad, f) -> bytes from the first pixel of a window to that quad of it."""
     from nbdnn.kernels.cuda import ptx
 
-    integer = ptx.INTEGER[32]
-    quads_of_tap, stride = integer(shape.quads_of_tap), integer(shape.stride)
-    quad_bytes, pixel_bytes = shape.quad_bytes, shape.pixel_bytes
+    integer, phase_and_place = ptx.INTEGER[32], phase_of(shape.shifted)
+    quads_of_tap, quad_bytes, pixel_bytes = integer(shape.quads_of_tap), shape.quad_bytes, shape.pixel_bytes
 
     @ptx.inline
     def offset(quad, f):
         tap, part = ptx.divided(quad, quads_of_tap)
         r, s = ptx.divided(tap, f.taps_w)
-        whole, phase = ptx.divided(integer(s * f.dilation_w), stride)
+        whole, phase = phase_and_place(integer(s * f.dilation_w), f)
         pixel = integer(phase * f.phase + whole)
         return integer(r * f.dilation_h * f.row_bytes + pixel * pixel_bytes + part * quad_bytes)
 
@@ -116,10 +131,10 @@ def held_words(count: int):
 
 
 @cache
-def fill(shape: Shape, threads: int):
+def fill(shape: Shape, threads: int, batch: int):
     """Device function (image, n, first group, first row, first column, f, thread): all slabs of a tile.
 
-    What lies outside of the image is zero.
+    What lies outside of the image is zero. A thread has `batch` loads under way together.
     """
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
@@ -131,34 +146,39 @@ def fill(shape: Shape, threads: int):
         held_words(count),
     )
     store = ptx_tile.STORE_SHARED[count]
-    stride, loads_of_pixel = integer(shape.stride), integer(shape.loads_of_pixel)
-    loads = integer(shape.slabs * shape.loads_of_pixel)
-    image_last, pixel_bytes, held = shape.image_last, shape.pixel_bytes, _BATCH * count
+    loads_of_pixel, phase_and_place = integer(shape.loads_of_pixel), phase_of(shape.shifted)
+    pixel_bytes, held = shape.pixel_bytes, batch * count
 
     @ptx.inline
-    def interleaved(item, f):
-        pixel, part = ptx.divided(item, loads)
+    def of_one_slab(item, f):
+        pixel, part = ptx.divided(item, loads_of_pixel)
+        return part, pixel
+
+    @ptx.inline
+    def of_slabs(item, f):
+        pixel, part = ptx.divided(item, integer(f.block_slabs * loads_of_pixel))
         return part, pixel
 
     @ptx.inline
     def planar(item, f):
         return ptx.divided(item, f.in_pixels)
 
-    placed = interleaved if image_last else planar
+    interleaved = of_one_slab if shape.one_slab else of_slabs
+    placed = interleaved if shape.parts_first else planar
 
     @ptx.inline
     def filled(image, n, first_group, top, left, f, thread):
-        words, targets = ptx.cuda.local.array(held, word), ptx.cuda.local.array(_BATCH, integer)
+        words, targets = ptx.cuda.local.array(held, word), ptx.cuda.local.array(batch, integer)
         base = integer(ptx_tile.dynamic_shared())
         i = thread
         while i < f.items:
-            for b in range(_BATCH):
+            for b in range(batch):
                 part, pixel = placed(integer(i + b * threads), f)
                 row, column = ptx.divided(pixel, f.in_columns)
                 slab, part = ptx.divided(part, loads_of_pixel)
                 group, channel = integer(first_group + slab), integer(part * channels)
                 h, w = integer(top + row), integer(left + column)
-                whole, phase = ptx.divided(column, stride)
+                whole, phase = phase_and_place(column, f)
                 targets[b] = integer(
                     base
                     + f.slabs
@@ -175,26 +195,26 @@ def fill(shape: Shape, threads: int):
                         n * f.image_n + (group * f.group_in + channel) * f.image_c + h * f.image_h + w * f.image_w
                     )
                     put(words, b * count, load(image, at, f.image_c, integer(f.group_in - channel)))
-            for b in range(_BATCH):
+            for b in range(batch):
                 if i + b * threads < f.items:
                     store(word(targets[b]), take(words, b * count))
-            i = integer(i + _BATCH * threads)
+            i = integer(i + batch * threads)
 
     return filled
 
 
 @cache
-def tile_place(shape: Shape):
+def tile_place():
     """Device function (tile, f) -> (n, first output row, first output column, first image row, first image column)."""
     from nbdnn.kernels.cuda import ptx
 
-    integer, stride = ptx.INTEGER[32], shape.stride
+    integer = ptx.INTEGER[32]
 
     @ptx.inline
     def placed(tile, f):
         rest, across = ptx.divided(tile, f.tiles_w)
         n, down = ptx.divided(rest, f.tiles_h)
         p, q = integer(down * f.tile_rows), integer(across << f.columns_log2)
-        return n, p, q, integer(p * f.stride_h - f.pad_h), integer(q * stride - f.pad_w)
+        return n, p, q, integer(p * f.stride_h - f.pad_h), integer(q * f.stride_w - f.pad_w)
 
     return placed
