@@ -210,6 +210,8 @@ CORE_2D = (
     Edge("n2c33h5w7:k17r1s1:p0x0:u1x1:d1x1:g1", "1x1: a plain matrix product, nothing divides anything"),
     Edge("n2c24h9w10:k24r3s3:p1x1:u1x1:d1x1:g24", "depthwise"),
     Edge("n1c6h8w9:k4r3s2:ba1.2x0.3:u2x1:d1x2:g2", "asymmetric in every parameter, groups of unequal width"),
+    Edge("n2c3h23w25:k20r7s7:p3x3:u2x2:d1x1:g1", "the first layer of a network: three channels, 7x7"),
+    Edge("n2c32h9w10:k32r3s3:p1x1:u1x1:d1x1:g4", "ResNeXt: eight channels a group"),
 )
 CORE_3D = (
     Edge("n1c5d5h6w7:k6t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", "odd extents in 3-D"),
@@ -236,7 +238,6 @@ EDGES_2D = (
     Edge("n1c5h6w6:k7r1s1:p1x1:u1x1:d1x1:g1", "1x1 with padding: a border of zeros"),
     Edge("n1c4h11w13:k5r3s3:p2x2:u1x1:d2x2:g1", "dilation keeps the extents"),
     Edge("n1c4h20w21:k5r3s3:p3x3:u2x2:d3x3:g1", "dilation and stride, coprime"),
-    Edge("n2c3h23w25:k20r7s7:p3x3:u2x2:d1x1:g1", "the first layer of a network: three channels, 7x7"),
     Edge("n1c3h29w31:k9r11s11:p2x2:u4x4:d1x1:g1", "11x11 with stride 4"),
     Edge("n1c8h9w10:k8r5s5:p2x2:u1x1:d1x1:g1", "5x5: an FFT's and a larger Winograd's home"),
     Edge("n2c3h22w37:k5r17s14:p8x7:u1x1:d1x1:g1", "a filter as large as a tile"),

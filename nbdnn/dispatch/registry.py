@@ -74,14 +74,20 @@ def _cuda_lists() -> _Lists:
         conv_direct,
         conv_fma_gemm,
         conv_fma_gemm_filter,
+        conv_grouped,
         conv_mma_gemm,
         conv_mma_gemm_filter,
+        conv_stem,
         conv_winograd,
     )
 
     return {
         "conv_fwd": (
             conv_depthwise.FWD,
+            conv_stem.FWD,
+            conv_stem.FWD_TF32,
+            conv_grouped.FWD,
+            conv_grouped.FWD_TF32,
             *conv_graph.FWD,
             *conv_legacy.FWD,
             *conv_mma_gemm.FWD,
@@ -92,6 +98,8 @@ def _cuda_lists() -> _Lists:
         ),
         "conv_bwd_data": (
             conv_depthwise.BWD_DATA,
+            conv_grouped.BWD_DATA,
+            conv_grouped.BWD_DATA_TF32,
             *conv_graph.BWD_DATA,
             *conv_legacy.BWD_DATA,
             *conv_mma_gemm.BWD_DATA,
@@ -102,6 +110,10 @@ def _cuda_lists() -> _Lists:
         ),
         "conv_bwd_filter": (
             conv_depthwise_filter.BWD_FILTER,
+            conv_stem.BWD_FILTER,
+            conv_stem.BWD_FILTER_TF32,
+            conv_grouped.BWD_FILTER,
+            conv_grouped.BWD_FILTER_TF32,
             *conv_graph.BWD_FILTER,
             *conv_legacy.BWD_FILTER,
             *conv_mma_gemm_filter.BWD_FILTER,

@@ -97,6 +97,25 @@ def words_of(typingctx, values):
     return signature(words, values), codegen
 
 
+def _paired(select):
+    text = f"prmt.b32 $0, $1, $2, {select:#x};"
+
+    @intrinsic
+    def paired(typingctx, first, second):
+        """One half of two words as one word: that of `first` in its low half."""
+
+        def codegen(context, builder, sig, args):
+            return asm(builder, I32, text, "=r,r,r", list(args))
+
+        return signature(types.uint32, types.uint32, types.uint32), codegen
+
+    return paired
+
+
+# By the half that is taken: 0 the low one, 1 the high one.
+PAIR_HALVES = {0: _paired(0x5410), 1: _paired(0x7632)}
+
+
 # ---- shared memory: 32-bit addresses ---------------------------------------------------------------------------------
 
 

@@ -1,0 +1,33 @@
+"""Groups of a few channels (ResNeXt, RegNet), in all three directions, by windows of tiles.
+
+Each group is a small convolution of its own, and a block takes several, so that it reads whole lines of a channels-last
+image. bwd_data of stride 1 is the forward of dy with the taps in reverse, and the channels exchanged.
+`conv_windows.py` and `conv_windows_filter.py` have the kernels, their traffic and their order of summation.
+"""
+
+from __future__ import annotations
+
+from nbdnn.kernels.cuda.window_launch import Windowed
+from nbdnn.problem import ConvProblem
+
+_FEWEST, _MOST = 4, 32  # channels of a group
+
+
+class Grouped(Windowed):
+    """Few channels a group, in and out."""
+
+    algorithm = "grouped"
+
+    def refused(self, problem: ConvProblem) -> str:
+        channels = problem.c // problem.groups, problem.k // problem.groups
+        if problem.groups == 1 or min(channels) < _FEWEST or max(channels) > _MOST:
+            wanted = f"this kernel takes {_FEWEST} to {_MOST} in several"
+            return f"{channels[0]} to {channels[1]} channels in each of {problem.groups} groups, {wanted}"
+        if self.op == "conv_bwd_data" and problem.stride != (1, 1):
+            return f"stride {problem.stride}, bwd_data is a convolution where it is 1"
+        return super().refused(problem)
+
+
+FWD, FWD_TF32 = Grouped("conv_fwd"), Grouped("conv_fwd", "tf32")
+BWD_DATA, BWD_DATA_TF32 = Grouped("conv_bwd_data"), Grouped("conv_bwd_data", "tf32")
+BWD_FILTER, BWD_FILTER_TF32 = Grouped("conv_bwd_filter"), Grouped("conv_bwd_filter", "tf32")

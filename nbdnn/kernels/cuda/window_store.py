@@ -1,0 +1,143 @@
+"""Sums of a thread that are neighbours in memory, finished and stored together."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from nbdnn.kernels.cuda.epilogue import activation_of
+from nbdnn.kernels.cuda.window_tile import held_words
+from nbdnn.problem import ITEMSIZE
+
+
+def is_long(tokens: tuple[str, ...]) -> bool:
+    """Whether an epilogue has an exponential.
+
+    A loop with one in its body is too long for the compiler to write out, and what it indexes by its counter, which is
+    sums in registers, would go to memory. So there values move to the front instead.
+    """
+    return activation_of(tokens) not in ("", "relu")
+
+
+@cache
+def in_turn(store_one, count: int, run: int, tokens: tuple[str, ...]):
+    """Device function (values, state): store_one(i, values, first, state) for each run, which is values[first], ..."""
+    from nbdnn.kernels.cuda import ptx
+
+    @ptx.inline
+    def indexed(values, state):
+        for i in range(count // run):
+            store_one(i, values, i * run, state)
+
+    @ptx.inline
+    def moved(values, state):
+        for i in range(count // run):
+            store_one(i, values, 0, state)
+            for j in range(count - run):
+                values[j] = values[j + run]
+
+    return moved if is_long(tokens) else indexed
+
+
+@cache
+def store_run(dtype: str, tokens: tuple[str, ...], count: int):
+    """Device function (values, first, alpha, beta, out, at, bias, channel, residual) that finishes out[at:at+count].
+
+    values[first:first+count] are sums. `count` 1, or so many as are 4, 8 or 16 bytes, to which `at` is aligned.
+    """
+    from nbdnn.kernels.cuda import epilogue, ptx
+
+    element = epilogue.store(dtype, tokens)
+
+    @ptx.inline
+    def single(values, first, alpha, beta, out, at, bias, channel, residual):
+        element(values[first], alpha, beta, out, at, bias, channel, residual)
+
+    if count == 1:
+        return single
+    name = epilogue.activation_of(tokens)
+    activated = epilogue.activate(name, "f32")
+    finished = epilogue.finish("f32", tuple(token for token in tokens if token != name))
+    widen, real = ptx.WIDEN[dtype], ptx.REAL["f32"]
+    integer, word = ptx.INTEGER[32], ptx.cuda.types.uint32
+    words_count = count * ITEMSIZE[dtype] // 4
+    put, take = held_words(words_count)
+    load, load_constant, store = ptx.LOAD[words_count], ptx.LOAD_CONSTANT[words_count], ptx.STORE[words_count]
+    reads_out, has_bias, has_residual = "beta" in tokens, "bias" in tokens, "res" in tokens
+    unpacked, packed = unpack_words(dtype, words_count), pack_words(dtype, words_count)
+
+    @ptx.inline
+    def activate_indexed(results):
+        for e in range(count):
+            results[e] = activated(results[e])
+
+    @ptx.inline
+    def activate_moved(results):
+        for _ in range(count):
+            value = activated(results[0])
+            for e in range(count - 1):
+                results[e] = results[e + 1]
+            results[count - 1] = value
+
+    activate = activate_moved if is_long(tokens) else activate_indexed
+
+    @ptx.inline
+    def run(values, first, alpha, beta, out, at, bias, channel, residual):
+        words = ptx.cuda.local.array(words_count, word)
+        before, added = ptx.cuda.local.array(count, real), ptx.cuda.local.array(count, real)
+        results = ptx.cuda.local.array(count, real)
+        if reads_out:
+            put(words, 0, load(out, at))
+            unpacked(before, words)
+        if has_residual:
+            put(words, 0, load_constant(residual, at))
+            unpacked(added, words)
+        for e in range(count):
+            shift = widen(ptx.load_constant(bias, integer(channel + e))) if has_bias else real(0.0)
+            old = before[e] if reads_out else real(0.0)
+            more = added[e] if has_residual else real(0.0)
+            results[e] = finished(values[first + e], alpha, beta, old, shift, more)
+        activate(results)
+        packed(words, results)
+        store(out, at, take(words, 0))
+
+    return run
+
+
+@cache
+def unpack_words(dtype: str, count: int):
+    """Device function (values, words): `count` words of a local array to float32."""
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    pair = ptx_tile.UNPACK.get(dtype)
+
+    @ptx.inline
+    def halves(values, words):
+        for k in range(count):
+            values[2 * k], values[2 * k + 1] = pair(words[k])
+
+    @ptx.inline
+    def whole(values, words):
+        for k in range(count):
+            values[k] = ptx_tile.float_of(words[k])
+
+    return whole if dtype == "f32" else halves
+
+
+@cache
+def pack_words(dtype: str, count: int):
+    """Device function (words, values): the reverse of `unpack_words`, rounded to nearest even."""
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    pair = ptx_tile.PACK.get(dtype)
+
+    @ptx.inline
+    def halves(words, values):
+        for k in range(count):
+            words[k] = pair(values[2 * k], values[2 * k + 1])
+
+    @ptx.inline
+    def whole(words, values):
+        for k in range(count):
+            words[k] = ptx_tile.word_of(values[k])
+
+    return whole if dtype == "f32" else halves
