@@ -52,11 +52,17 @@ _EVERY_DTYPE, _EVERY_LAYOUT = "f16 bf16 f32 f64", "nchw nhwc ncdhw ndhwc"
 _FORWARD_ENDS = "e:bias e:bias+relu e:swish e:sigmoid e:tanh e:bias+relu+res+beta a4"
 _FORWARD = Covers(_EVERY_DTYPE, _EVERY_LAYOUT, ", ".join(_SHAPES_2D), _FORWARD_ENDS)
 _GRADIENT = _FORWARD._replace(ends="e:beta a4")
+_OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
+_OF_GROUPED = _OF_STEM._replace(shapes="groups")
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
 _OF_FFT = f"{_OF_WINOGRAD}, 1x1, 5x5, depthwise"
 
 COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/direct": _FORWARD,
+    "conv_fwd/numba/stem": _OF_STEM._replace(ends=_FORWARD_ENDS),
+    "conv_fwd/numba/stem_tf32": _OF_STEM._replace(dtypes="f32", ends=_FORWARD_ENDS),
+    "conv_fwd/numba/grouped": _OF_GROUPED._replace(ends=_FORWARD_ENDS),
+    "conv_fwd/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32", ends=_FORWARD_ENDS),
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
     "conv_fwd/cpu/channel_gemm": _FORWARD,
@@ -67,6 +73,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/im2col": _FORWARD,
     "conv_fwd/cpu/depthwise": _FORWARD._replace(shapes="depthwise"),
     "conv_bwd_data/numba/direct": _GRADIENT,
+    "conv_bwd_data/numba/grouped": _OF_GROUPED,
+    "conv_bwd_data/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
@@ -77,6 +85,10 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/im2col": _GRADIENT,
     "conv_bwd_data/cpu/depthwise": _GRADIENT._replace(shapes="depthwise"),
     "conv_bwd_filter/numba/direct": _GRADIENT,
+    "conv_bwd_filter/numba/stem": _OF_STEM,
+    "conv_bwd_filter/numba/stem_tf32": _OF_STEM._replace(dtypes="f32"),
+    "conv_bwd_filter/numba/grouped": _OF_GROUPED,
+    "conv_bwd_filter/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
     "conv_bwd_filter/cpu/direct": _GRADIENT,
     "conv_bwd_filter/cpu/filter_gemm": _GRADIENT,
     "conv_bwd_filter/cpu/fft_tiling": _GRADIENT._replace(shapes=_OF_FFT),
