@@ -56,6 +56,8 @@ _GRADIENT = _FORWARD._replace(ends="e:beta a4")
 _OF_MATRIX = "3x3, 1x1, 5x5, stride, dilation, asymmetric, conv mode, one pixel"
 _MATRIX = Covers("f16 bf16", "nhwc ndhwc", _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
 _MATRIX_TF32 = Covers("f32", "nhwc ndhwc", _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
+_OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
+_OF_GROUPED = _OF_STEM._replace(shapes="groups")
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
 _OF_GPU_WINOGRAD = "3x3, conv mode, one pixel"
 _OF_FMA_GEMM = "3x3, 1x1, 5x5, stride, dilation, asymmetric, groups, conv mode, one pixel"
@@ -69,6 +71,10 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/fma_gemm": _FORWARD._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_fwd/numba/winograd_2x2": _FORWARD._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
     "conv_fwd/numba/winograd_4x4": _FORWARD._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
+    "conv_fwd/numba/stem": _OF_STEM._replace(ends=_FORWARD_ENDS),
+    "conv_fwd/numba/stem_tf32": _OF_STEM._replace(dtypes="f32", ends=_FORWARD_ENDS),
+    "conv_fwd/numba/grouped": _OF_GROUPED._replace(ends=_FORWARD_ENDS),
+    "conv_fwd/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32", ends=_FORWARD_ENDS),
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
     "conv_fwd/cpu/channel_gemm": _FORWARD,
@@ -85,6 +91,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/fma_gemm": _GRADIENT._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_bwd_data/numba/winograd_2x2": _GRADIENT._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
     "conv_bwd_data/numba/winograd_4x4": _GRADIENT._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
+    "conv_bwd_data/numba/grouped": _OF_GROUPED,
+    "conv_bwd_data/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
@@ -99,6 +107,10 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_bwd_filter/numba/direct": _GRADIENT,
     "conv_bwd_filter/numba/fma_gemm": _GRADIENT._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
+    "conv_bwd_filter/numba/stem": _OF_STEM,
+    "conv_bwd_filter/numba/stem_tf32": _OF_STEM._replace(dtypes="f32"),
+    "conv_bwd_filter/numba/grouped": _OF_GROUPED,
+    "conv_bwd_filter/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
     "conv_bwd_filter/cpu/direct": _GRADIENT,
     "conv_bwd_filter/cpu/filter_gemm": _GRADIENT,
     "conv_bwd_filter/cpu/fft_tiling": _GRADIENT._replace(shapes=_OF_FFT),

@@ -35,6 +35,9 @@ _KNOWN = 4096  # problems whose engines are remembered
 _MOST_CONFIGS, _MOST_OF_AN_ENGINE = 12, 6
 # Each of these takes 0.3 to 1 s to make.
 _MOST_COMPILED = 2
+# What the filter gradient's engines take for granted, whatever they are told: with less, one of them killed the
+# process's context (misaligned address; an H200, cuDNN 9.19).
+_FILTER_ALIGN_BYTES = 16
 # Pairs of alpha and beta that a runner keeps plans for.
 _MOST_SCALARS = 8
 _TRANSFORMING = frozenset(
@@ -67,15 +70,19 @@ def _unusual(problem: ConvProblem) -> Scalars:
 
 
 def _is_wrong(engine: int, problem: ConvProblem) -> bool:
-    """Engines of bwd_filter that gave wrong sums on an H200 with cuDNN 9.19, whatever their notes say."""
-    if problem.op != "conv_bwd_filter":
-        return False
-    uneven = any(before != after for before, after in problem.pad)
-    return (
-        (engine in (1, 20) and uneven)  # as if the padding were even
-        or (engine == 17 and problem.dtype == "f32")  # a Winograd that does not say so: 5x5 sums were off by 0.1
-        or (engine in (17, 47, 61) and problem.groups > 1)  # parts of a sum are rounded to 16 bits
-    )
+    """Engines of the gradients that gave wrong sums on an H200 with cuDNN 9.19, whatever their notes say."""
+    narrow = problem.dtype in ("f16", "bf16")
+    if problem.op == "conv_bwd_data":
+        return engine == 2 and narrow and max(problem.stride) > 1  # parts of a sum are rounded to 16 bits
+    if problem.op == "conv_bwd_filter":
+        uneven = any(before != after for before, after in problem.pad)
+        return (
+            (engine in (1, 20) and uneven)  # as if the padding were even
+            or (engine == 17 and problem.dtype == "f32")  # a Winograd that does not say so: 5x5 sums were off by 0.1
+            or (engine == 17 and problem.groups > 1)  # parts of a sum are rounded to 16 bits
+            or (engine in (47, 61) and narrow)  # likewise
+        )
+    return False
 
 
 class _Ready(NamedTuple):
@@ -168,6 +175,8 @@ class Graph(Candidate[EngineConfig, Gpu]):
             return Support(False, f"TF32 is an arithmetic of f32 data, not of {problem.dtype}")
         if empty := next((o.name for o in problem.operands if not o.size_elems), None):
             return Support(False, f"{empty} has 0 elements")
+        if problem.op == "conv_bwd_filter" and problem.align < _FILTER_ALIGN_BYTES:
+            return Support(False, f"pointers are multiples of {problem.align} bytes only: an engine read past that")
         if reason := outside_of_the_pattern(problem):
             return Support(False, reason)
         try:

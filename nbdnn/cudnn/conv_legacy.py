@@ -60,7 +60,8 @@ def _outside_of_the_api(problem: ConvProblem, name: str) -> str:
         return f"pads of {uneven[0][0]} before and {uneven[0][1]} after an axis: the legacy API takes one number"
     if problem.align < _ALIGN_BYTES:
         return f"pointers are multiples of {problem.align} bytes only, not of {_ALIGN_BYTES}"
-    if problem.dtype in ("f16", "bf16") and name == "ALGO_0" and problem.op != "conv_fwd":
+    strided = problem.op == "conv_bwd_data" and max(problem.stride) > 1
+    if problem.dtype in ("f16", "bf16") and (name == "ALGO_0" or (name == "ALGO_1" and strided)):
         return f"it adds the parts of a sum in {problem.dtype}"
     if "WINOGRAD" in name and max(problem.filter) > _WINOGRAD_TAPS:
         return f"a filter extent of {max(problem.filter)}: sums were off by 0.4 of a small integer with 5"

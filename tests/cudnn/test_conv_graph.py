@@ -12,7 +12,7 @@ from nbdnn.cudnn.conv_operations import Scalars, operations
 from nbdnn.cudnn.descriptors import Backend
 from nbdnn.cudnn.graph import operation_graph, plan
 from nbdnn.cudnn.handle import property_descriptor
-from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.problem import CONV_OPS, DEFAULT_ALIGN, ConvProblem, parse
 from nbdnn.workloads import edges
 
 KINDS = {"conv_fwd": FWD, "conv_bwd_data": BWD_DATA, "conv_bwd_filter": BWD_FILTER}
@@ -131,7 +131,8 @@ def test_other_refusals() -> None:
 def test_every_edge_case_is_answered(op: str) -> None:
     """Every convolution has an engine, whatever its dtype, shape, mode and layouts; but for a few epilogues."""
     plain = KINDS[op][0]
-    refused = [p for p in edges(op) if min(p.n, p.c, p.k) and not plain.supports(p, DEVICE).ok]
+    posed = [p for p in edges(op) if min(p.n, p.c, p.k) and (op != "conv_bwd_filter" or p.align == DEFAULT_ALIGN)]
+    refused = [p for p in posed if not plain.supports(p, DEVICE).ok]
     assert {"+".join(problem.epilogue) for problem in refused} == (_NOT_FUSED if op == "conv_fwd" else set())
 
 

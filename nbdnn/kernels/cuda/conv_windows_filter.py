@@ -10,7 +10,7 @@ of the window (all channels) times the filters of a unit, over all pixels or, wh
 
 Matrix units: m16 = quads g and g + 8 (one channel, a tile a channel), n8 = filters, k = pixels. A lane loads a quad of
 a pixel at once and pairs the halves of two pixels: its channels are rows of as many tiles. FMA units: a lane has two
-quads (6 or 8 channels) of 8 or 16 filters; lanes beyond the quads take other pixels.
+quads (6 or 8 channels) of 8 filters; lanes beyond the quads take other pixels.
 Traffic: x and dy once a unit set, the sums of each block twice. Accumulates in float32. Source: own.
 """
 
@@ -23,14 +23,9 @@ from nbdnn.kernels.cuda.window_tile import fill, held_words, load_channels, quad
 from nbdnn.problem import ITEMSIZE
 
 THREADS = 256
-_WARPS = THREADS // 32
-# The second kernel: elements of a block, and slices of the blocks' sums that are added side by side.
+_BATCH = 4  # loads of a thread that are under way together
+# Of the second kernel: elements of a block, and slices of the blocks' sums that are added side by side.
 SUM_ELEMENTS, _SLICES = 32, THREADS // 32
-
-
-def batch_of(variant: Gradient) -> int:
-    """Loads of a thread that are under way together: few where the sums leave few registers."""
-    return 2 if variant.shape.math == "fma" and variant.filters * variant.shape.channels > 32 else 4
 
 
 @cache
@@ -62,8 +57,7 @@ def _fill_gradients(variant: Gradient):
     load = load_channels(shape.dtype, shape.math, variant.together, QUAD)
     (put, take), store = held_words(count), ptx_tile.STORE_SHARED[count]
     parts_of_unit = integer(filters // at_once)
-    batch = batch_of(variant)
-    held = batch * count
+    held = _BATCH * count
 
     @ptx.inline
     def interleaved(item, parts, pixels):
@@ -78,14 +72,14 @@ def _fill_gradients(variant: Gradient):
 
     @ptx.inline
     def filled(dy, n, p_first, q_first, first_unit, f, thread):
-        words, targets = ptx.cuda.local.array(held, word), ptx.cuda.local.array(batch, integer)
+        words, targets = ptx.cuda.local.array(held, word), ptx.cuda.local.array(_BATCH, integer)
         base = integer(integer(ptx_tile.dynamic_shared()) + f.filters)
         mask = integer((integer(1) << f.columns_log2) - 1)
         pixels, parts = tile_pixels(f), integer(f.block_units * parts_of_unit)
         items = integer(pixels * parts)
         i = thread
         while i < items:
-            for b in range(batch):
+            for b in range(_BATCH):
                 part, pixel = placed(integer(i + b * THREADS), parts, pixels)
                 unit, inner = ptx.divided(part, parts_of_unit)
                 group, chunk = ptx.divided(integer(first_unit + unit), f.chunks)
@@ -98,10 +92,10 @@ def _fill_gradients(variant: Gradient):
                 if inside and i + b * THREADS < items:
                     at = integer(n * f.out_n + (group * f.group_out + o) * f.out_c + p * f.out_h + q * f.out_w)
                     put(words, b * count, load(dy, at, f.out_c, integer(f.group_out - o)))
-            for b in range(batch):
+            for b in range(_BATCH):
                 if i + b * THREADS < items:
                     store(word(targets[b]), take(words, b * count))
-            i = integer(i + batch * THREADS)
+            i = integer(i + _BATCH * THREADS)
 
     return filled
 
@@ -321,7 +315,7 @@ def _kernel(variant: Gradient, count: int, begin, offsets_of, add_tile, keep, it
 
     shape, filters = variant.shape, variant.filters
     integer, word, real = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"]
-    fill_slabs, fill_dy = fill(shape, THREADS, batch_of(variant)), _fill_gradients(variant)
+    fill_slabs, fill_dy = fill(shape, THREADS, _BATCH), _fill_gradients(variant)
     placed, offset = tile_place(), quad_offset(shape)
     rows, row_sums = variant.rows, shape.channels * filters
     load_four, store_four = ptx_tile.LOAD_SHARED[4], ptx.STORE[4]

@@ -54,7 +54,7 @@ class Config(NamedTuple):
 
 _FORWARD_CONFIGS = Config(256, 2, 4), Config(256, 2, 8), Config(128, 2, 4)
 _GRADIENT_CONFIGS = Config(128, 2, 4), Config(256, 2, 4), Config(128, 2, 8)
-_SMALLEST = Config(128, 1, 1)  # what has no room for this is not supported
+_SMALLEST = Config(128, 2, 1), Config(128, 1, 1)  # what has no room for the last is not supported
 
 
 class Forwarded(NamedTuple):
@@ -108,9 +108,9 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> G
     """The kernels of a bwd_filter."""
     seen = image(problem)
     dy_together = together(seen.outputs_last, seen.group_out, problem.dtype, problem.align)
-    # 16 filters of 2 quads are 96 sums of a thread, or 128: too many, or too many beside loads one by one.
-    fma_filters = _FMA_FILTERS if seen.group_in < QUAD and dy_together > 1 else _FMA_FILTERS // 2
-    filters = unit_filters(seen.group_out, fma_filters if math == "fma" else _MMA_FILTERS)
+    # So many that beside the sums of a thread there are registers for its loads.
+    most = _FMA_FILTERS // 2 if math == "fma" else _MMA_FILTERS if seen.group_in < QUAD else _MMA_FILTERS // 2
+    filters = unit_filters(seen.group_out, most)
     chunks = ceil(seen.group_out / filters)
     rows = 16
     if math == "fma":
@@ -212,17 +212,19 @@ class Windowed(LaunchedCandidate[Config]):
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
         if reason := self.refused(problem):
             return Support(False, reason)
-        return fits(problem, self.units_math(problem), _SMALLEST, device)
+        return fits(problem, self.units_math(problem), _SMALLEST[-1], device)
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
-        """Those that fit, and are not another by a different name; the smallest where no other fits."""
+        """Those that fit, and are not another by a different name; else the first of the smallest."""
         math = self.units_math(problem)
         plan = gradients if self.op == "conv_bwd_filter" else forward
         different: dict[tuple, Config] = {}
         for config in _GRADIENT_CONFIGS if self.op == "conv_bwd_filter" else _FORWARD_CONFIGS:
             if fits(problem, math, config, device).ok:
                 different.setdefault(plan(problem, math, config, device), config)
-        return tuple(different.values()) or (_SMALLEST,)
+        if different:
+            return tuple(different.values())
+        return (next(config for config in _SMALLEST if fits(problem, math, config, device).ok),)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:
         if self.op != "conv_bwd_filter":

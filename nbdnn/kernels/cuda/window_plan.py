@@ -282,7 +282,7 @@ class Block(NamedTuple):
 
 def windows(seen: Image, shape: Shape, tile: Tile, chunks: int, block: Block) -> Windows:
     in_pixels = tile.in_rows * tile.in_columns
-    return Windows(
+    integers = (
         seen.n * tile.tiles_h * tile.tiles_w,
         block.blocks,
         tile.tiles_h,
@@ -319,6 +319,7 @@ def windows(seen: Image, shape: Shape, tile: Tile, chunks: int, block: Block) ->
         *seen.filter_strides,
         *seen.out_strides,
     )
+    return Windows._make(integers)
 
 
 class Forward(NamedTuple):
@@ -401,7 +402,7 @@ class Sums(NamedTuple):
 
 def sums(seen: Image, variant: Gradient, chunks: int, block: Block, grid: tuple[int, int, int]) -> Sums:
     of_block = variant.sums(block.units, block.quad_blocks)
-    return Sums(
+    integers = (
         block.blocks,
         grid[1] * grid[2] * of_block,
         of_block,
@@ -419,3 +420,4 @@ def sums(seen: Image, variant: Gradient, chunks: int, block: Block, grid: tuple[
         seen.taps[1],
         *seen.filter_strides,
     )
+    return Sums._make(integers)
