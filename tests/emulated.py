@@ -108,7 +108,7 @@ class Block:
     INTEGER, REAL = {32: _int32, 64: int}, {"f32": float, "f64": float}
     WIDEN = NARROW = dict.fromkeys(("f16", "bf16", "f32", "f64"), _same)
     divided, inline, pointer = staticmethod(_divided), staticmethod(_same), staticmethod(_same)
-    words_of = word_of = float_of = staticmethod(_same)
+    words_of = word_of = float_of = computed_here = staticmethod(_same)
 
     def __init__(self, early: bool = False) -> None:
         self.early = early

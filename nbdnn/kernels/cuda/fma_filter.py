@@ -195,7 +195,7 @@ def _place_pixel(tile: Tile):
 
 @cache
 def _copy_stage(variant: Variant):
-    """Device function (context, shared address) that starts the copies of the next 8 pixels."""
+    """Device function (context, shared address, is_first) that starts the copies of the next 8 pixels."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, word, threads = ptx.INTEGER[32], ptx.cuda.types.uint32, variant.tile.threads
@@ -236,7 +236,7 @@ def _copy_stage(variant: Variant):
             b_copy(word(to + k * b_pitch + column * 4), ptx.address(x, source), integer(b_size) if inside else nothing)
 
     @ptx.inline
-    def copied(context, to):
+    def copied(context, to, is_first):
         _, _, thread, pixels, _, walk, first_pixel, starts, _, f = context
         _, first = ptx.divided(walk[0], integer(threads))
         if first == 0:

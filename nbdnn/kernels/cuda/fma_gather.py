@@ -88,9 +88,9 @@ class Fields(NamedTuple):
     tap_step_w: int
 
 
-# Where a block is in its sum: the next stage's channel, its tap on each axis, whether that is new, where it lies in the
-# filter.
-_CHANNEL, _TAP_D, _TAP_H, _TAP_W, _IS_NEW, _FILTER_AT = range(6)
+# Where a block is in its sum: the next stage's channel, its tap on each axis, where that lies in the filter. They are
+# counted on: a division in the loop would take registers that there are not.
+_CHANNEL, _TAP_D, _TAP_H, _TAP_W, _FILTER_AT = range(5)
 
 
 def gather_kernel(*specialised_on):
@@ -100,6 +100,7 @@ def gather_kernel(*specialised_on):
     tile, integer, real = variant.tile, ptx.INTEGER[32], ptx.REAL["f32"]
     tile_m, tile_n, stage_words, table_words = tile.m, tile.n, STAGES * tile.stage_bytes // 4, 4 * tile.m
     lines, axis, place_rows = variant.image.lines(tile.threads), _axis(variant.classes), _place_rows(tile)
+    put_four, word = ptx_tile.STORE_SHARED[4], ptx.cuda.types.uint32
     run, store = pipeline(tile, _copy_stage(variant)), tile_store(tile, variant.store)
 
     def gather_tile(image, w, out, bias, residual, alpha, beta, f):
@@ -120,27 +121,29 @@ def gather_kernel(*specialised_on):
         shared = ptx_tile.shared_address(ptx.cuda.shared.array(stage_words, real, 16))
         table = ptx_tile.shared_address(ptx.cuda.shared.array(table_words, real, 16))
         rows = ptx_tile.shared_address(ptx.cuda.shared.array(tile_m, real, 16))
+        taps = ptx_tile.shared_address(ptx.cuda.shared.array(4, real, 16))
         out_at = integer(f.out_start + part * f.part_elems + group * f.out_g + first_n * f.out_c)
         starts = (integer(group * f.in_g), out_at)
         place_rows(table, rows, thread, first_m, starts, (axis_d, axis_h, axis_w), (phase_d, phase_h, phase_w), f)
+        taps_d, taps_h, taps_w = axis_d[2], axis_h[2], axis_w[2]
+        w_first = integer(f.w_start + group * f.w_g + first_n * f.w_o)
+        w_first = integer(w_first + axis_d[1] * f.w_t + axis_h[1] * f.w_r + axis_w[1] * f.w_s)
+        if thread == 0:
+            put_four(taps, (word(w_first), word(taps_h), word(taps_w), word(0)))
         ptx.cuda.syncthreads()
 
         # 3. The product of this part's stages. A class may have no tap, which must not divide.
-        taps_d, taps_h, taps_w = axis_d[2], axis_h[2], axis_w[2]
         blocks, _ = ptx.divided(integer(f.group_in + (STAGE_K - 1)), integer(STAGE_K))
         stages = integer(taps_d * taps_h * taps_w * blocks)
         share, _ = ptx.divided(integer(stages + f.splits - 1), f.splits)
         first = min(integer(part * share), stages)
-        walk, at = ptx.cuda.local.array(6, integer), ptx.cuda.local.array(lines, integer)
+        walk, at = ptx.cuda.local.array(5, integer), ptx.cuda.local.array(lines, integer)
         tap, c = ptx.divided(first, blocks)
         walk[_CHANNEL] = integer(c * STAGE_K)
         tap, walk[_TAP_W] = ptx.divided(tap, max(taps_w, integer(1)))
         walk[_TAP_D], walk[_TAP_H] = ptx.divided(tap, max(taps_h, integer(1)))
-        walk[_IS_NEW] = integer(1)
-        w_first = integer(f.w_start + group * f.w_g + first_n * f.w_o)
-        w_first = integer(w_first + axis_d[1] * f.w_t + axis_h[1] * f.w_r + axis_w[1] * f.w_s)
         columns = integer(f.group_out - first_n)
-        context = (image, w, thread, table, at, walk, taps_h, taps_w, w_first, columns, f)
+        context = (image, w, thread, table, taps, at, walk, columns, f)
         quarters = run(shared, thread, min(share, integer(stages - first)), context)
 
         # 4. To the output.
@@ -215,7 +218,7 @@ def _place_rows(tile: Tile):
 
 @cache
 def _reach(variant: Variant):
-    """Device function (context): what the thread's pixels read at a tap, and where its filter begins.
+    """Device function (context): what the thread's pixels read at a tap, and where its first element of the filter is.
 
     A pixel that reads nothing there gets -4: copies of 16 bytes need a multiple of that even to copy none.
     """
@@ -223,11 +226,12 @@ def _reach(variant: Variant):
 
     integer, word, tile, classes = ptx.INTEGER[32], ptx.cuda.types.uint32, variant.tile, variant.classes
     lines, load = variant.image.lines(tile.threads), ptx_tile.LOAD_SHARED[4]
-    place = copy_place(variant.image, tile.threads)
+    place, place_filter = (copy_place(copies, tile.threads) for copies in (variant.image, variant.filter))
+    filter_along_k = variant.filter.along_k
 
     @ptx.inline
     def reached(context):
-        _, _, thread, table, at, walk, _, _, w_first, _, f = context
+        _, _, thread, table, taps, at, walk, _, f = context
         t, r, s = walk[_TAP_D], walk[_TAP_H], walk[_TAP_W]
         to_d, to_h, to_w = integer(t * f.reach_d), integer(r * f.reach_h), integer(s * f.reach_w)
         shift = integer(to_d * f.in_d + to_h * f.in_h + to_w * f.in_w)
@@ -239,36 +243,31 @@ def _reach(variant: Variant):
             at[i] = integer(integer(start) + shift) if inside else integer(-4)
         if classes:
             t, r, s = integer(t * f.tap_step_d), integer(r * f.tap_step_h), integer(s * f.tap_step_w)
-        walk[_FILTER_AT] = integer(w_first + t * f.w_t + r * f.w_r + s * f.w_s)
+        column, k = place_filter(thread, 0)
+        own = column * f.w_o + k if filter_along_k else column + k * f.w_i
+        w_first, _, _, _ = load(taps)
+        walk[_FILTER_AT] = integer(integer(w_first) + t * f.w_t + r * f.w_r + s * f.w_s + own)
 
     return reached
 
 
 @cache
 def _copy_stage(variant: Variant):
-    """Device function (context, shared address) that starts the copies of the next stage, and moves on."""
+    """Device function (context, shared address, is_first) that starts the copies of the next stage, and moves on."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, word, threads = ptx.INTEGER[32], ptx.cuda.types.uint32, variant.tile.threads
     a, b, reach, b_bytes = variant.image, variant.filter, _reach(variant), variant.tile.b_bytes
-    a_copy, a_place, a_count, a_pitch = (
-        ptx_tile.COPY_ASYNC[4 * a.words],
-        copy_place(a, threads),
-        a.count(threads),
-        pitch_bytes(a.extent),
-    )
-    b_copy, b_place, b_count, b_pitch = (
-        ptx_tile.COPY_ASYNC[4 * b.words],
-        copy_place(b, threads),
-        b.count(threads),
-        pitch_bytes(b.extent),
-    )
+    a_copy, a_place, a_count = ptx_tile.COPY_ASYNC[4 * a.words], copy_place(a, threads), a.count(threads)
+    b_copy, b_place, b_count = ptx_tile.COPY_ASYNC[4 * b.words], copy_place(b, threads), b.count(threads)
+    a_pitch, b_pitch, b_step = pitch_bytes(a.extent), pitch_bytes(b.extent), b.step(threads)
     a_next, a_along_k, b_along_k = int(a.lines(threads) > 1), a.along_k, b.along_k
-    a_size, b_size = integer(4 * a.words), integer(4 * b.words)
+    computed_here = ptx_tile.computed_here
+    a_size, b_size, load = integer(4 * a.words), integer(4 * b.words), ptx_tile.LOAD_SHARED[4]
 
     @ptx.inline
     def copy_image(context, to):
-        image, _, thread, _, at, walk, _, _, _, _, f = context
+        image, _, thread, _, _, at, walk, _, f = context
         for i in range(a_count):
             row, k = a_place(thread, i)
             c = integer(walk[_CHANNEL] + k)
@@ -278,30 +277,32 @@ def _copy_stage(variant: Variant):
 
     @ptx.inline
     def copy_filter(context, to):
-        _, w, thread, _, _, walk, _, _, _, columns, f = context
+        _, w, thread, _, _, _, walk, columns, f = context
         for i in range(b_count):
             column, k = b_place(thread, i)
             c = integer(walk[_CHANNEL] + k)
-            o_at, c_at = (column * f.w_o, c) if b_along_k else (column, c * f.w_i)
+            further = walk[_CHANNEL] + i * b_step * f.w_o if b_along_k else (walk[_CHANNEL] + i * b_step) * f.w_i
             size = b_size if c < f.group_in and column < columns else integer(0)
-            b_copy(word(to + k * b_pitch + column * 4), ptx.address(w, integer(walk[_FILTER_AT] + o_at + c_at)), size)
+            to_i = word(to + k * b_pitch + column * 4)
+            b_copy(to_i, ptx.address(w, integer(walk[_FILTER_AT] + further)), size)
 
     @ptx.inline
-    def copied(context, to):
-        _, _, _, _, _, walk, taps_h, taps_w, _, _, f = context
-        if walk[_IS_NEW] != 0:
+    def copied(context, to, is_first):
+        image, w, thread, table, taps, at, walk, columns, f = context
+        context = (image, w, computed_here(thread), table, taps, at, walk, columns, f)
+        if is_first or walk[_CHANNEL] == 0:
             reach(context)
-            walk[_IS_NEW] = integer(0)
         copy_image(context, to)
         copy_filter(context, word(to + b_bytes))
         walk[_CHANNEL] = integer(walk[_CHANNEL] + STAGE_K)
         if walk[_CHANNEL] >= f.group_in:
-            walk[_CHANNEL], walk[_IS_NEW] = integer(0), integer(1)
+            _, taps_h, taps_w, _ = load(taps)
+            walk[_CHANNEL] = integer(0)
             walk[_TAP_W] = integer(walk[_TAP_W] + 1)
-            if walk[_TAP_W] == taps_w:
+            if walk[_TAP_W] == integer(taps_w):
                 walk[_TAP_W] = integer(0)
                 walk[_TAP_H] = integer(walk[_TAP_H] + 1)
-                if walk[_TAP_H] == taps_h:
+                if walk[_TAP_H] == integer(taps_h):
                     walk[_TAP_H] = integer(0)
                     walk[_TAP_D] = integer(walk[_TAP_D] + 1)
 

@@ -59,7 +59,7 @@ def tile_store(tile: Tile, store: Store):
     @ptx.inline
     def run(shared, rows, thread, quarters, pointers, scalars, place):
         c00, c01, c10, c11 = quarters
-        m, n = placed(thread)
+        m, n = placed(ptx_tile.computed_here(thread))
         line, at = (m, n) if along_n else (n, m)
         to = word(shared + line * pitch + at * 4)
         half = integer(0)

@@ -63,6 +63,10 @@ class Copies(NamedTuple):
         """Copies of a thread."""
         return self.extent * STAGE_K // (self.words * threads)
 
+    def step(self, threads: int) -> int:
+        """From a copy of a thread to its next: rows of the extent if along_k, else k."""
+        return threads // (STAGE_K if self.along_k else self.extent // self.words)
+
     def lines(self, threads: int) -> int:
         """In how many different places of the extent a thread copies."""
         return self.count(threads) if self.along_k else 1
@@ -80,7 +84,7 @@ def copy_place(copies: Copies, threads: int):
 
     integer = ptx.INTEGER[32]
     lanes = STAGE_K if copies.along_k else copies.extent // copies.words
-    step, words = threads // lanes, copies.words
+    step, words = copies.step(threads), copies.words
 
     @ptx.inline
     def along_k(thread, i):
@@ -117,8 +121,9 @@ def lane_place(tile: Tile):
 def pipeline(tile: Tile, copy_stage):
     """Device function (shared address, thread, stages, context) -> the lane's quarters of C.
 
-    copy_stage(context, address) starts the copies of the next stage. The quarters are the rows 0-3 by the columns 0-3,
-    the same rows by the columns half a tile on, then the rows half a tile on by both; each 16 floats, by rows.
+    copy_stage(context, address, whether it is the first) starts the copies of the next stage. The quarters are the rows
+    0-3 by the columns 0-3, the same rows by the columns half a tile on, then the rows half a tile on by both; each 16
+    floats, by rows.
     """
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
@@ -130,28 +135,25 @@ def pipeline(tile: Tile, copy_stage):
     zeros = (zero,) * 16
 
     @ptx.inline
-    def following(buffer, shared):
-        after = word(buffer + stage_bytes)
-        return shared if after == word(shared + STAGES * stage_bytes) else after
-
-    @ptx.inline
     def run(shared, thread, stages, context):
         quarters = (zeros, zeros, zeros, zeros)
         m, n = placed(thread)
-        a_at, b_at = word(m * 4), word(b_bytes + n * 4)
-        filling, reading, done = shared, shared, integer(1 - STAGES)
+        a_at, b_at, end = word(m * 4), word(b_bytes + n * 4), word(shared + STAGES * stage_bytes)
+        # Filled is the buffer before the one that is read, or will be when the first stage has arrived.
+        reading, done = word(shared + stage_bytes), integer(1 - STAGES)
         while done < stages:
             if done >= 0:
                 # A thread that is past this barrier has read the stage before, whose buffer is filled next.
                 wait()
                 ptx.cuda.syncthreads()
             if done + (STAGES - 1) < stages:
-                copy_stage(context, filling)
+                filling = word((end if reading == shared else reading) - stage_bytes)
+                copy_stage(context, filling, done == 1 - STAGES)
             commit()
-            filling = following(filling, shared)
             if done >= 0:
                 quarters = multiply(quarters, word(reading + a_at), word(reading + b_at))
-                reading = following(reading, shared)
+            reading = word(reading + stage_bytes)
+            reading = shared if reading == end else reading
             done = integer(done + 1)
         return quarters
 

@@ -176,6 +176,16 @@ LOAD_SHARED = {count: _load_shared(count) for count in (1, 2, 4)}
 STORE_SHARED = {count: _store_shared(count) for count in (1, 2, 4)}
 
 
+@intrinsic
+def computed_here(typingctx, value):
+    """The same int32, of which LLVM knows nothing: what follows from it is computed where it stands, not kept."""
+
+    def codegen(context, builder, sig, args):
+        return asm(builder, I32, "mov.b32 $0, $1;", "=r,r", list(args), EFFECT)
+
+    return signature(types.int32, types.int32), codegen
+
+
 # ---- products of the FMA units ---------------------------------------------------------------------------------------
 
 
