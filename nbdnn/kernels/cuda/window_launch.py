@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
 
@@ -35,7 +36,6 @@ from nbdnn.problem import ITEMSIZE, ConvProblem
 _RESERVED_BYTES = 1 << 10  # of shared memory, that the driver takes for each block
 _WARPS = conv_windows.THREADS // 32
 _MMA_FILTERS, _FMA_FILTERS = 32, 16  # of a unit, at most
-_MIN_BLOCKS = 2  # of a multiprocessor, for which there are registers
 _LAUNCH_US = 3.0
 # Priors for the guess: parts of the units' rates, and of a copy's.
 _FMA_SHARE, _TENSOR_SHARE, _COPY_SHARE = 0.6, 0.3, 0.6
@@ -52,8 +52,8 @@ class Config(NamedTuple):
         return f"{self.pixels}x{self.units}/{self.blocks}"
 
 
-_FORWARD_CONFIGS = Config(256, 2, 4), Config(256, 2, 8), Config(128, 2, 4)
-_GRADIENT_CONFIGS = Config(128, 2, 4), Config(256, 2, 4), Config(128, 2, 8)
+_FORWARD_CONFIGS = Config(256, 2, 4), Config(256, 3, 4), Config(256, 2, 8), Config(128, 2, 4), Config(128, 3, 4)
+_GRADIENT_CONFIGS = Config(128, 2, 4), Config(128, 3, 4), Config(256, 2, 4), Config(128, 2, 8)
 _SMALLEST = Config(128, 2, 1), Config(128, 1, 1)  # what has no room for the last is not supported
 
 
@@ -143,6 +143,11 @@ def unit_filters(group_out: int, most: int) -> int:
     return min(most, max(8, _power_of_two(group_out)))
 
 
+def min_blocks(variant: Forward | Gradient) -> int:
+    """Blocks of a multiprocessor, for which there are registers."""
+    return 3 if variant.shape.math != "fma" and variant.filters == 8 else 2
+
+
 def _power_of_two(count: int) -> int:
     """The first from `count` on."""
     return 1 << (count - 1).bit_length()
@@ -174,10 +179,13 @@ def run_of(problem: ConvProblem, seen: Image, math: str, filters: int) -> int:
     return most if whole else 1
 
 
+def _plan(problem: ConvProblem) -> Callable[[ConvProblem, str, Config, Gpu], Forwarded | Gradients]:
+    return gradients if problem.op == "conv_bwd_filter" else forward
+
+
 def fits(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Support:
     """Whether a config's blocks find room, and int32 holds every index."""
-    plan = gradients if problem.op == "conv_bwd_filter" else forward
-    planned = plan(problem, math, config, device)
+    planned = _plan(problem)(problem, math, config, device)
     limit = shared_limit_bytes(device)
     if planned.shared_bytes > limit:
         return Support(False, f"a tile takes {planned.shared_bytes} bytes of shared memory, a block has {limit}")
@@ -217,11 +225,12 @@ class Windowed(LaunchedCandidate[Config]):
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
         """Those that fit, and are not another by a different name; else the first of the smallest."""
         math = self.units_math(problem)
-        plan = gradients if self.op == "conv_bwd_filter" else forward
-        different: dict[tuple, Config] = {}
+        plan = _plan(problem)
+        different: dict[Forwarded | Gradients, Config] = {}
         for config in _GRADIENT_CONFIGS if self.op == "conv_bwd_filter" else _FORWARD_CONFIGS:
-            if fits(problem, math, config, device).ok:
-                different.setdefault(plan(problem, math, config, device), config)
+            planned = plan(problem, math, config, device)
+            if config.blocks <= min_blocks(planned.variant) and fits(problem, math, config, device).ok:
+                different.setdefault(planned, config)
         if different:
             return tuple(different.values())
         return (next(config for config in _SMALLEST if fits(problem, math, config, device).ok),)
@@ -255,7 +264,7 @@ def _forward_launch(problem: ConvProblem, planned: Forwarded) -> Launch:
     builder = conv_windows.fma_kernel if planned.variant.shape.math == "fma" else conv_windows.mma_kernel
     image_at, w_at = (1, 0) if problem.op == "conv_bwd_data" else (0, 1)
     return Launch(
-        source=Source(builder, planned.variant, conv_windows.THREADS, _MIN_BLOCKS),
+        source=Source(builder, planned.variant, conv_windows.THREADS, min_blocks(planned.variant)),
         grid=planned.grid,
         pointers=(image_at, w_at, 2, bias, residual),
         scalars="f32",
@@ -268,7 +277,7 @@ def _gradient_launches(problem: ConvProblem, planned: Gradients) -> list[Launch]
     variant = planned.variant
     builder = conv_windows_filter.fma_kernel if variant.shape.math == "fma" else conv_windows_filter.mma_kernel
     parts = Launch(
-        source=Source(builder, variant, conv_windows_filter.THREADS, _MIN_BLOCKS),
+        source=Source(builder, variant, conv_windows_filter.THREADS, min_blocks(variant)),
         grid=planned.grid,
         pointers=(0, 1, WORKSPACE),
         scalars="",

@@ -187,11 +187,13 @@ def _tile(seen: Image, shape: Shape, pixels: int, columns_log2: int) -> Tile:
     reach_h, reach_w = ((taps - 1) * d for taps, d in zip(seen.taps, seen.dilation, strict=True))
     in_rows, in_columns = (rows - 1) * down + reach_h + 1, (columns - 1) * across + reach_w + 1
     phase = ceil(in_columns / across)
+    # Quads that a warp loads together lie in different banks: of different phases, and of a window's next row.
+    slots = _BANKS_BYTES // shape.quad_bytes
     if across > 1:
-        # Quads of different phases, which a warp loads together, lie in different banks.
-        slots = _BANKS_BYTES // shape.quad_bytes
         phase += (slots // across - phase) % slots
-    row_bytes = phase * across * shape.pixel_bytes
+    row_quads = phase * across * shape.quads_of_tap
+    row_quads += (seen.taps[1] * shape.quads_of_tap - row_quads) % slots
+    row_bytes = row_quads * shape.quad_bytes
     return Tile(
         tiles_h=ceil(seen.outputs[0] / rows),
         tiles_w=ceil(seen.outputs[1] / columns),
