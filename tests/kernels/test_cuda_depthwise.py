@@ -44,11 +44,12 @@ def _candidate(op: str) -> Candidate:
     return registry.candidate(f"{op}/numba/depthwise")
 
 
-def _launches(op: str) -> list[tuple[ConvProblem, Launch]]:
+def _launches(op: str, most_configs: int) -> list[tuple[ConvProblem, Launch]]:
+    """Every different kernel, with a problem that launches it."""
     problems = [parse(f"{op}:{dtype}:{shape}:{layout}") for shape, dtype, layout in _SIZES]
     candidate, found = _candidate(op), {}
     for problem in problems:
-        for config in candidate.configs(problem, H200):
+        for config in candidate.configs(problem, H200)[:most_configs]:
             for launch in candidate.launches(problem, config, H200):
                 found.setdefault(launch.source, (problem, launch))
     return list(found.values())
@@ -57,7 +58,7 @@ def _launches(op: str) -> list[tuple[ConvProblem, Launch]]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_nothing_spills(op: str, arch: str) -> None:
-    for problem, launch in _launches(op):
+    for problem, launch in _launches(op, 4 if arch == "sm_90a" else 1):
         kernel = compile_kernel(launch.source, arch)
         assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{problem}: {launch.source}"
         assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536, f"{problem}"

@@ -20,8 +20,8 @@ from nbdnn.problem import ITEMSIZE, ConvProblem
 THREADS = 128  # of a block
 REGISTER_TAPS = 49  # weights, or sums of them, that a thread holds at most: 7x7 taps, or 3x3 taps of 4 channels
 MOST_PRODUCTS = 1300  # written out in one kernel: 20 KB of code
-_KEPT, _LOADED = 136, 192  # of the 168 registers of a thread; others keep addresses
-_KEPT_OF_128, _LOADED_OF_128 = 88, 90
+_KEPT, _LOADED = 136, 182  # of the 168 registers of a thread; others keep addresses
+_KEPT_OF_128, _LOADED_OF_128, _BOTH_OF_128 = 88, 90, 150
 WEIGHTS_BYTES = 48 << 10  # of shared memory, at most, while that leaves a block more than one vector of channels
 _VECTOR_BYTES = 16
 _CONFIGS, _CONFIGS_OF_LAUNCHES = 4, 2  # worth measuring; where a launch takes longest, tiles hardly matter
@@ -153,7 +153,8 @@ class Held(NamedTuple):
     @property
     def min_blocks(self) -> int:
         """Blocks of a multiprocessor: 4 leave a thread 128 registers, 3 leave it 168."""
-        return 4 if self.kept <= _KEPT_OF_128 and self.loaded <= _LOADED_OF_128 else 3
+        few = self.kept <= _KEPT_OF_128 and self.loaded <= _LOADED_OF_128
+        return 4 if few and self.kept + self.loaded <= _BOTH_OF_128 else 3
 
 
 def kernel_us(problem: ConvProblem, device: Gpu, threads: int, instructions: float) -> float:

@@ -1,7 +1,7 @@
 """The device functions of depthwise kernels: how a thread's tile is summed and stored.
 
-State, all in registers: sums, a tuple with those of a tile's rows, columns and lanes. `Input` says where they come from
-and `Output` where they go. Everything that is known beforehand is unrolled by `ptx_vector`. Source: own.
+State, all in registers: sums, a tuple with those of a tile's rows, columns and lanes. A source says where its inputs
+are and a target where it goes. Everything that is known beforehand is unrolled by `ptx_vector`. Source: own.
 """
 
 from __future__ import annotations
