@@ -55,6 +55,7 @@ def _launches(op: str, most_configs: int) -> list[tuple[ConvProblem, Launch]]:
     return list(found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_nothing_spills(op: str, arch: str) -> None:

@@ -140,6 +140,7 @@ _COMPILED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
 @pytest.mark.parametrize("text", _COMPILED)
 def test_a_multiprocessor_holds_its_threads(text: str, arch: str) -> None:

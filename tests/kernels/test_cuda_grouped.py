@@ -55,6 +55,7 @@ BUDGETED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_groups_of_resnext_stay_within_the_budget(arch: str) -> None:
     library("numba_cuda")

@@ -102,6 +102,7 @@ def _tiles(op: str, dtype: str) -> tuple[MmaCandidate, ConvProblem, tuple[Tile, 
     return candidate, problem, candidate.tiles(problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_sums_stay_in_registers(op: str, dtype: str) -> None:

@@ -65,6 +65,7 @@ BUDGETED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_first_layers_stay_within_the_budget(arch: str) -> None:
     library("numba_cuda")
