@@ -1,5 +1,5 @@
-"""Deep-network primitives on NumPy, PyTorch and JAX arrays: always the fastest correct implementation, measured and
-remembered."""
+"""Deep-network primitives on NumPy, PyTorch, JAX, CuPy and Numba arrays, on CPUs and NVIDIA GPUs: always the fastest
+correct implementation, measured and remembered."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from nbdnn.conv import (
 from nbdnn.dispatch.events import Event, events
 from nbdnn.errors import (
     ConfigError,
+    CudaError,
+    CudnnError,
     DatabaseError,
     InvalidProblem,
     InvalidType,
@@ -40,6 +42,8 @@ _LAZY = {
 
 __all__ = [
     "ConfigError",
+    "CudaError",
+    "CudnnError",
     "DatabaseError",
     "Event",
     "Explanation",

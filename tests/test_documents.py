@@ -41,6 +41,17 @@ def test_readme_lists_every_candidate() -> None:
             assert candidate.algo in (methods[candidate.id.partition("/")[2]], None)
 
 
+def test_readme_lists_every_kernel_of_a_gpu() -> None:
+    rows = re.findall(r"^\| `numba/(\w+)` \| (.*?) ?\| (.+?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    told = {
+        (f"conv_{each}", name, method.strip("'") or None)
+        for name, method, passes in rows
+        for each in passes.split(", ")
+    }
+    every = [c for op in CONV_OPS for c in registry.candidates(op, kind="cuda") if c.provider == "numba"]
+    assert told == {(c.op, c.algorithm.removesuffix("_tf32"), c.algo) for c in every}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_parse_and_targets_exist(document: Path) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
