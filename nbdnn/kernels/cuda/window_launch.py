@@ -54,6 +54,8 @@ class Config(NamedTuple):
 
 _FORWARD_CONFIGS = Config(256, 2, 4), Config(256, 3, 4), Config(256, 2, 8), Config(128, 2, 4), Config(128, 3, 4)
 _GRADIENT_CONFIGS = Config(128, 2, 4), Config(128, 3, 4), Config(256, 2, 4), Config(128, 2, 8)
+# From here on the compiler does not unroll the loop that stores the sums, and indexes them on the stack.
+_KEEPS_SUMS_IN_MEMORY = (10, 0)
 _SMALLEST = Config(128, 2, 1), Config(128, 1, 1)  # what has no room for the last is not supported
 
 
@@ -218,6 +220,8 @@ class Windowed(LaunchedCandidate[Config]):
         return ""
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
+        if device.capability >= _KEEPS_SUMS_IN_MEMORY:
+            return Support(False, f"compiled for capability {device.capability} its sums lie in memory: not there yet")
         if reason := self.refused(problem):
             return Support(False, reason)
         return fits(problem, self.units_math(problem), _SMALLEST[-1], device)
