@@ -71,7 +71,14 @@ class Refused(NamedTuple):
 
 
 def survey(problem: Problem, device: Device, filters: Filters) -> tuple[list[Option], list[Refused]]:
-    """Everything that may run, in registry order and each candidate's default config first; and what may not."""
+    """Everything that may run, in registry order and each candidate's default config first; and what may not.
+
+    CudnnError where the flag dnn.enabled demands cuDNN on a GPU and it is not there.
+    """
+    if device.kind == "cuda" and config.current()["dnn.enabled"] is True:
+        from nbdnn.cudnn.library import library
+
+        library()
     if filters.candidate:
         candidates: Iterable[Candidate] = (registry.candidate(filters.candidate),)
     else:

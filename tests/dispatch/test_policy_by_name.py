@@ -8,13 +8,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from fakes import SMALL, TALL, Fake, ids, register
+from gpus import H200
 
 from nbdnn import config, dnn_conv, dnn_conv3d, dnn_gradinput, events
+from nbdnn.cudnn import library
 from nbdnn.device import cpu_device
 from nbdnn.dispatch import dispatcher, policy, registry, selection
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import Filters
-from nbdnn.errors import InvalidProblem, NbdnnWarning, UnsupportedProblem
+from nbdnn.errors import CudnnError, InvalidProblem, NbdnnWarning, UnsupportedProblem
 from nbdnn.problem import ConvProblem, parse
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -42,6 +44,14 @@ def test_cudnn_goes_first_in_its_own_methods(monkeypatch: pytest.MonkeyPatch, ca
         with config.change(dnn__enabled=False):
             call(SMALL, algo="small")
     assert ids(log, "selected") == ["theirs", "ours"]
+
+
+def test_demanded_cudnn_that_is_not_there_is_an_error_on_gpus_only(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    monkeypatch.setattr(library._Process, "outcome", CudnnError("no cuDNN here"))
+    with config.change(dnn__enabled=True):
+        with pytest.raises(RuntimeError, match="no cuDNN here"):
+            selection.survey(SMALL, H200, Filters())
+        call(SMALL)
 
 
 def test_small_gradient_of_data_is_whoever_needs_little_memory() -> None:
