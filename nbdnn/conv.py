@@ -348,10 +348,10 @@ def _hashable(shape: Any) -> Any:
     return tuple(shape) if hasattr(shape, "__iter__") else shape
 
 
-def _compute(arguments: tuple, arrays: tuple, alpha: float, beta: float, stream: Any) -> Any:
+def _compute(*call: Any) -> Any:
     """Load the dispatcher, which takes a second for Numba, at the first call; it is called directly from then on."""
     global _compute
     from nbdnn.conv_call import compute
 
     _compute = compute
-    return compute(arguments, arrays, alpha, beta)
+    return compute(*call)

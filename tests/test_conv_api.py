@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -486,3 +488,15 @@ def test_no_workspace_still_has_an_implementation(algo: str) -> None:
         dw = dnn_gradweight(x, y, w.shape, 1, algo=algo)
     np.testing.assert_allclose(np.vdot(y, y), np.vdot(dx, x), rtol=1e-4)
     np.testing.assert_allclose(np.vdot(y, y), np.vdot(dw, w), rtol=1e-4)
+
+
+def test_the_first_call_of_a_process_passes_its_stream_on() -> None:
+    """It goes through a function that loads the dispatcher; here something else stands for that."""
+    code = (
+        "import sys, types, nbdnn\n"
+        "seen = []\n"
+        "sys.modules['nbdnn.conv_call'] = types.SimpleNamespace(compute=lambda *call: seen.append(call))\n"
+        "for _ in range(2): nbdnn.dnn_conv('x', 'w', alpha=3, out='y', stream=7)\n"
+        "assert seen[0] == seen[1] and seen[0][1:] == (('x', 'w', None, None, 'y'), 3, 0, 7), seen"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
