@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, dense_strides
+from nbdnn.problem import ANY_ITEMSIZE, DEFAULT_ALIGN, ITEMSIZE, dense_strides
 
 DTYPE_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
 BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # What NumPy computes on: bfloat16 travels as its bits.
-_RAW = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64}
+_RAW = {
+    "f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "u8": np.uint8, "i64": np.int64
+}  # fmt: skip
 LINE_BYTES = 64
 # From this size on the C library maps arrays, and they begin 16 bytes into a page: every vector of 64 bytes that is
 # stored then touches two lines.
@@ -250,7 +252,7 @@ def at(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: st
     """The array of a dense operand at `pointer`, strides in elements; bfloat16 as its bits. It owns nothing."""
     if 0 in shape:
         return np.empty(shape, _RAW[dtype])
-    itemsize = ITEMSIZE[dtype]
+    itemsize = ANY_ITEMSIZE[dtype]
     buffer = (ctypes.c_char * (prod(shape) * itemsize)).from_address(pointer)
     return np.ndarray(shape, _RAW[dtype], memoryview(buffer), strides=tuple(step * itemsize for step in strides))
 
@@ -267,6 +269,11 @@ def narrowed(values: np.ndarray, dtype: str) -> np.ndarray:
     bits = values.astype(np.float32, order="K").view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def fill_with_nan(raw: np.ndarray) -> None:
+    """All bits 1: NaN in every floating-point type, and nothing that an integer output should be."""
+    raw[...] = np.frombuffer(b"\xff" * raw.itemsize, raw.dtype)[0]
 
 
 def numpy_dtype(dtype: str) -> np.dtype:

@@ -10,10 +10,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from functools import cached_property
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from nbdnn.device import Cpu, Gpu
-from nbdnn.problem import Problem
 from nbdnn.source import transitive_hash
 
 
@@ -31,7 +30,7 @@ class Runner(Protocol):
     """The prepared launch: all slow work is done, it only starts the computation.
 
     pointers: one address for each of ``problem.operands``, in that order.
-    scalars: (alpha, beta) for convolutions.
+    scalars: as many as ``problem.scalars``: (alpha, beta) for convolutions.
     workspace: address of at least ``workspace_bytes`` bytes, aligned to 64 (0 where none is needed).
     stream: CUDA stream handle; 0 on the CPU, where the call returns when the work is done.
     A runner belongs to one thread.
@@ -57,7 +56,7 @@ DeviceT = TypeVar("DeviceT", Cpu, Gpu)
 
 
 class Candidate(ABC, Generic[ConfigT, DeviceT]):
-    """One implementation of one op.
+    """One implementation of one op; every `problem` it is given is of the class that this op's problems have.
 
     op, provider, algorithm make up the id, such as ``conv_fwd/cpu/direct``; provider is 'cpu', or 'numba' or 'cudnn'
     for GPUs. ``algo`` is Theano's name for the method (None where it had none). ``math`` names the arithmetic: 'fma' is
@@ -90,20 +89,20 @@ class Candidate(ABC, Generic[ConfigT, DeviceT]):
         return transitive_hash(sys.modules[type(self).__module__])
 
     @abstractmethod
-    def supports(self, problem: Problem, device: DeviceT) -> Support:
+    def supports(self, problem: Any, device: DeviceT) -> Support:
         """Whether the result is correct here; a refusal carries the number that failed."""
 
-    def configs(self, problem: Problem, device: DeviceT) -> tuple[ConfigT, ...]:
+    def configs(self, problem: Any, device: DeviceT) -> tuple[ConfigT, ...]:
         """Every config worth measuring, the default first."""
         return (NoConfig(),)  # type: ignore[return-value]
 
-    def workspace_bytes(self, problem: Problem, config: ConfigT, device: DeviceT) -> int:
+    def workspace_bytes(self, problem: Any, config: ConfigT, device: DeviceT) -> int:
         return 0
 
     @abstractmethod
-    def estimate(self, problem: Problem, config: ConfigT, device: DeviceT) -> float:
+    def estimate(self, problem: Any, config: ConfigT, device: DeviceT) -> float:
         """Cost model: predicted time in microseconds, comparable across candidates and providers."""
 
     @abstractmethod
-    def prepare(self, problem: Problem, config: ConfigT, device: DeviceT) -> Runner:
+    def prepare(self, problem: Any, config: ConfigT, device: DeviceT) -> Runner:
         """Compile or load what is needed and return the runner. May take seconds."""

@@ -27,15 +27,17 @@ Example: ``conv_fwd:f32:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw``.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import ClassVar, Literal
 
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem_text import conv_fields
 
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+ANY_ITEMSIZE = ITEMSIZE | {"u8": 1, "i64": 8}
 DEFAULT_COMPUTE = {"f16": "f32", "bf16": "f32", "f32": "f32", "f64": "f64"}
 COMPUTE_OF = {"f16": ("f32", "f16"), "bf16": ("f32",), "f32": ("f32",), "f64": ("f64",)}
 ACTIVATIONS = ("relu", "swish", "sigmoid", "tanh")
@@ -50,13 +52,18 @@ _FILTER_NAMES = {2: ("r", "s"), 3: ("t", "r", "s")}
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One array of a problem: its logical shape (channels second), strides in elements, and whether it is written."""
+    """One array of a problem: its logical shape (channels second), strides in elements, and whether it is written.
+
+    dtype: 'f32' and the like, or 'u8' or 'i64' of what is no tensor of numbers (masks, states of generators).
+    keeps: of an output, whether what was in it before is read.
+    """
 
     name: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
     role: Literal["in", "out"] = "in"
+    keeps: bool = False
 
     @property
     def size_elems(self) -> int:
@@ -64,7 +71,58 @@ class Operand:
 
     @property
     def size_bytes(self) -> int:
-        return self.size_elems * ITEMSIZE[self.dtype]
+        return self.size_elems * ANY_ITEMSIZE[self.dtype]
+
+    @property
+    def is_read(self) -> bool:
+        return self.role == "in" or self.keeps
+
+
+class Problem(ABC):
+    """What every problem has. Subclasses are frozen dataclasses, validated at construction.
+
+    op: such as 'conv_fwd'. dtype: of the tensors. compute: the type of the arithmetic. align: bytes that every pointer
+    is a multiple of. scalars: values such as those that a runner takes besides pointers, to measure and check with.
+    multiplies_matrices: whether matrix units could do its arithmetic.
+    """
+
+    op: str
+    dtype: str
+    compute: str
+    align: int
+    scalars: ClassVar[tuple[float, ...]] = ()
+    multiplies_matrices: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def operands(self) -> tuple[Operand, ...]:
+        """Every array, in the order in which a runner takes their pointers."""
+
+    @property
+    @abstractmethod
+    def flops(self) -> int:
+        """Arithmetic operations of the plain method."""
+
+    @property
+    def min_bytes(self) -> int:
+        """Bytes moved if every operand is read or written once (an output that keeps what was in it: both)."""
+        return sum(o.size_bytes * (1 + o.keeps) for o in self.operands)
+
+    @abstractmethod
+    def _tokens(self, *, extents: bool) -> list[str]:
+        """The words of the text form; without `extents` those of the layer."""
+
+    @cached_property
+    def _text(self) -> str:
+        return ":".join(self._tokens(extents=True))
+
+    def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def layer(self) -> str:
+        """The problem without batch and spatial extents: what ``*_once`` policies remember a choice by."""
+        return ":".join(self._tokens(extents=False))
 
 
 def dense_strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
@@ -79,7 +137,7 @@ def dense_strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...
 
 
 @dataclass(frozen=True)
-class ConvProblem:
+class ConvProblem(Problem):
     """A 2-D or 3-D convolution, forward or one of its gradients.
 
     ``n, c, spatial`` are the image's and ``k, filter`` the filter's extents in every direction; ``pad`` is one
@@ -220,6 +278,11 @@ class ConvProblem:
         return next((t for t in self.epilogue if t in ACTIVATIONS), None)
 
     @property
+    def multiplies_matrices(self) -> bool:  # type: ignore[override]
+        """A convolution of one channel a group has no matrix to multiply."""
+        return self.c // self.groups > 1
+
+    @property
     def is_depthwise(self) -> bool:
         return self.groups > 1 and self.groups == self.c
 
@@ -231,7 +294,8 @@ class ConvProblem:
         """
 
         def operand(name: str, shape: tuple[int, ...], last: bool, role: Literal["in", "out"] = "in") -> Operand:
-            return Operand(name, shape, dense_strides(shape, last), self.dtype, role)
+            keeps = role == "out" and "beta" in self.epilogue
+            return Operand(name, shape, dense_strides(shape, last), self.dtype, role, keeps)
 
         if self.op == "conv_bwd_data":
             return (
@@ -269,24 +333,12 @@ class ConvProblem:
         return 2 * self.n * self.k * prod(self.out_spatial) * (self.c // self.groups) * prod(self.filter)
 
     @property
-    def min_bytes(self) -> int:
-        """Bytes moved if every operand is read or written once (the output twice where beta reads it)."""
-        out = next(o for o in self.operands if o.role == "out")
-        return sum(o.size_bytes for o in self.operands) + (out.size_bytes if "beta" in self.epilogue else 0)
+    def scalars(self) -> tuple[float, ...]:  # type: ignore[override]
+        """(alpha, beta)."""
+        return 1.0, 0.5 if "beta" in self.epilogue else 0.0
 
-    @cached_property
-    def _text(self) -> str:
-        return ":".join(self._tokens(f"n{self.n}", _named(_DIM_NAMES[self.ndim], self.spatial)))
-
-    def __str__(self) -> str:
-        return self._text
-
-    @cached_property
-    def layer(self) -> str:
-        """The problem without batch and spatial extents: what ``*_once`` policies remember a choice by."""
-        return ":".join(self._tokens("", ""))
-
-    def _tokens(self, batch: str, spatial: str) -> list[str]:
+    def _tokens(self, *, extents: bool) -> list[str]:
+        batch, spatial = (f"n{self.n}", _named(_DIM_NAMES[self.ndim], self.spatial)) if extents else ("", "")
         tokens = [self.op, self.dtype]
         if self.compute != DEFAULT_COMPUTE[self.dtype]:
             tokens.append("c" + self.compute)
@@ -311,9 +363,6 @@ class ConvProblem:
         return replace(self, op=op, epilogue=(), w_layout="", y_layout="")
 
 
-Problem = ConvProblem
-
-
 def _epilogue_rank(token: str) -> int:
     return {"bias": 0, "res": 2, "beta": 3}.get(token, 1)
 
@@ -332,9 +381,14 @@ def _joined(extents: tuple[int, ...]) -> str:
     return "x".join(map(str, extents))
 
 
-def parse(text: str) -> Problem:
-    """The problem that `text` names; InvalidProblem says which token is wrong and what was expected there."""
+def conv(text: str) -> ConvProblem:
+    """The convolution that `text` names."""
     op, *tokens = text.strip().split(":")
     if op not in CONV_OPS:
         raise InvalidProblem(f"unknown op {op!r} in {text!r}: expected one of {', '.join(CONV_OPS)}")
     return ConvProblem(op=op, **conv_fields(tokens, text))
+
+
+def parse(text: str) -> Problem:
+    """The problem that `text` names; InvalidProblem says which token is wrong and what was expected there."""
+    return conv(text)

@@ -10,6 +10,8 @@ K * eps * sum |products|. A candidate that may be chosen by name only keeps that
 Methods that transform the image (FFT, Winograd) sum products of *transformed* values: one large value of a tile leaves
 its rounding error in every output of the tile. There the largest m of the image stands in for the output's own; the
 image of a filter gradient is the whole result.
+
+The references of the other ops say themselves how far off each output may be, in units of eps of the compute type.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from __future__ import annotations
 import numpy as np
 
 from nbdnn.candidate import Candidate
-from nbdnn.problem import ConvProblem
-from nbdnn.reference import Sample
+from nbdnn.expected import BoundedSample, ConvSample, Sample
+from nbdnn.problem import ConvProblem, Problem
 
 COEFFICIENT = 8.0
 # Distance from 1 to the next number, by compute type; TF32 keeps the 10 fraction bits of float16.
@@ -32,13 +34,16 @@ _ACTIVATION_ULPS, _STEEPEST = 8.0, 1.1
 
 
 def allowed(
-    problem: ConvProblem, candidate: Candidate, sample: Sample, *, any_data: bool = False, roundings: int = 1
+    problem: Problem, candidate: Candidate, sample: Sample, *, any_data: bool = False, roundings: int = 1
 ) -> np.ndarray:
     """The error permitted at each output of `sample`: zero-mean random data, or `any_data`.
 
     `roundings` counts how often the result passes through a 16-bit type (an unfused epilogue: once more a step).
     """
     eps = EPS["tf32" if candidate.math == "tf32" else problem.compute]
+    if isinstance(sample, BoundedSample):
+        return eps * sample.slack + _rounding(sample.dtype, abs(sample.value))
+    assert isinstance(problem, ConvProblem) and isinstance(sample, ConvSample)
     length = max(1, problem.reduction_length + len(problem.epilogue))
     bound = COEFFICIENT * eps * np.sqrt(length) * _seen_by(problem, candidate, sample, sample.rss)
     classical = length * eps * _seen_by(problem, candidate, sample, sample.sum_abs)
@@ -48,14 +53,11 @@ def allowed(
         bound = np.maximum(bound, classical)
     if problem.activation not in (None, "relu"):
         bound = _STEEPEST * bound + _ACTIVATION_ULPS * eps * abs(sample.value)
-    if problem.dtype in _NARROW:
-        size = abs(sample.value) if roundings == 1 else sample.peak
-        bound = bound + roundings * _ULPS_OF_A_ROUNDING * _ulp(problem.dtype, size)
-    return bound
+    return bound + roundings * _rounding(problem.dtype, abs(sample.value) if roundings == 1 else sample.peak)
 
 
 def fault(
-    problem: ConvProblem,
+    problem: Problem,
     candidate: Candidate,
     output: np.ndarray,
     sample: Sample,
@@ -64,19 +66,36 @@ def fault(
     roundings: int = 1,
 ) -> str:
     """What is wrong with `output` (an array of the output's logical shape), in a sentence; '' if nothing is."""
-    got = output[sample.index].astype(np.float64)
-    bound = allowed(problem, candidate, sample, any_data=any_data, roundings=roundings)
-    error = abs(got - sample.value)
-    wrong = ~(error <= bound)  # NaN is wrong
+    excess = shares(problem, candidate, output, sample, any_data=any_data, roundings=roundings)
+    wrong = excess > 1
     if not wrong.any():
         return ""
-    excess = np.where(np.isfinite(error), error / np.maximum(bound, np.finfo(np.float64).tiny), np.inf)
-    worst = int(np.argmax(np.where(wrong, excess, -1.0)))
+    worst = int(np.argmax(excess))
     place = ", ".join(str(axis[worst]) for axis in sample.index)
     return (
-        f"{np.count_nonzero(wrong)} of {len(got)} outputs are wrong, the worst at ({place}): "
-        f"{got[worst]:.9g} instead of {sample.value[worst]:.9g}, {excess[worst]:.3g} times the permitted error"
+        f"{np.count_nonzero(wrong)} of {len(excess)} outputs are wrong, the worst at ({place}): "
+        f"{output[sample.index][worst]:.9g} instead of {sample.value[worst]:.9g}, {excess[worst]:.3g} times the "
+        "permitted error"
     )
+
+
+def shares(
+    problem: Problem,
+    candidate: Candidate,
+    output: np.ndarray,
+    sample: Sample,
+    *,
+    any_data: bool = False,
+    roundings: int = 1,
+) -> np.ndarray:
+    """The error of each output of `sample` as a share of what is permitted there; infinite where only one is NaN."""
+    got = output[sample.index].astype(np.float64)
+    with np.errstate(all="ignore"):
+        bound = allowed(problem, candidate, sample, any_data=any_data, roundings=roundings)
+        share = abs(got - sample.value) / np.maximum(bound, np.finfo(np.float64).tiny)
+    share[np.isnan(share)] = np.inf
+    share[(got == sample.value) | (np.isnan(got) & np.isnan(sample.value))] = 0.0
+    return share
 
 
 def transforms(candidate: Candidate) -> bool:
@@ -85,7 +104,7 @@ def transforms(candidate: Candidate) -> bool:
     return "fft" in name or "winograd" in name
 
 
-def _seen_by(problem: ConvProblem, candidate: Candidate, sample: Sample, size: np.ndarray) -> np.ndarray:
+def _seen_by(problem: ConvProblem, candidate: Candidate, sample: ConvSample, size: np.ndarray) -> np.ndarray:
     """`size` of each output; for transforming methods the largest in the same image."""
     if not transforms(candidate) or not len(size):
         return size
@@ -96,8 +115,10 @@ def _seen_by(problem: ConvProblem, candidate: Candidate, sample: Sample, size: n
     return largest[sample.index[0]]
 
 
-def _ulp(dtype: str, size: np.ndarray) -> np.ndarray:
-    """Distance between neighbouring numbers of a 16-bit type at `size`."""
+def _rounding(dtype: str, size: np.ndarray) -> np.ndarray:
+    """What storing a number of that size in a 16-bit type may add to its error; nothing for other types."""
+    if dtype not in _NARROW:
+        return np.zeros_like(size)
     eps, smallest = _NARROW[dtype]
     _, exponent = np.frexp(size)
-    return np.maximum(np.ldexp(eps, exponent - 1), smallest)
+    return _ULPS_OF_A_ROUNDING * np.maximum(np.ldexp(eps, exponent - 1), smallest)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from nbdnn.errors import InvalidProblem
-from nbdnn.problem import ConvProblem, parse
+from nbdnn.problem import ConvProblem, Problem, conv
 
 
 @dataclass(frozen=True)
 class Layer:
     """A problem of a network: the first layer that poses it, and how often the network does."""
 
-    problem: ConvProblem
+    problem: Problem
     name: str
     count: int
 
@@ -54,7 +54,7 @@ def network(name: str, batch: int = 1, dtype: str = "f32", layout: str = "nchw",
 
 def merged(layers: list[Layer]) -> list[Layer]:
     """Equal problems as one layer, counts added."""
-    first: dict[ConvProblem, Layer] = {}
+    first: dict[Problem, Layer] = {}
     for layer in layers:
         seen = first.get(layer.problem)
         first[layer.problem] = replace(seen, count=seen.count + layer.count) if seen else layer
@@ -63,6 +63,7 @@ def merged(layers: list[Layer]) -> list[Layer]:
 
 def _gradients(layer: Layer, is_first: bool) -> list[Layer]:
     """By filter, then by input. A transposed convolution is a bwd_data whose input gradient is a convolution."""
+    assert isinstance(layer.problem, ConvProblem)
     by_input = "conv_fwd" if layer.problem.op == "conv_bwd_data" else "conv_bwd_data"
     ops = ["conv_bwd_filter"] + ([] if is_first else [by_input])
     return [Layer(layer.problem.with_op(op), f"{layer.name}.{op.removeprefix('conv_')}", 1) for op in ops]
@@ -330,4 +331,4 @@ def edges(op: str) -> list[ConvProblem]:
 
 
 def _posed(op: str, dtype: str, edge: Edge, layout: str) -> ConvProblem:
-    return parse(f"{op}:{dtype}:{edge.shape}:cross:{layout}")
+    return conv(f"{op}:{dtype}:{edge.shape}:cross:{layout}")

@@ -11,56 +11,68 @@ from guarded import BUFFERS, NUMPY_DTYPE, Operands, values
 from nbdnn import reference, tolerance
 from nbdnn.candidate import Candidate
 from nbdnn.device import Device
-from nbdnn.problem import ConvProblem
+from nbdnn.expected import ConvSample, Sample
+from nbdnn.problem import ConvProblem, Problem
 
 _WORKSPACE_ALIGN = {"cpu": 64, "cuda": 256}
 
 
-def check(candidate: Candidate, problem: ConvProblem, config: Hashable, device: Device) -> None:
+def check(candidate: Candidate, problem: Problem, config: Hashable, device: Device) -> None:
     """The three checks of one cell."""
     runner = candidate.prepare(problem, config, device)
     workspace = BUFFERS[device.kind](candidate.workspace_bytes(problem, config, device), _WORKSPACE_ALIGN[device.kind])
     workspace.send()
-    for kind, scalars in (("integers", (1.0, -1.0)), ("normal", (0.75, 0.5))):
+    for kind, scalars in _KINDS[type(problem)]:
         operands = Operands(problem, values(problem, kind), device.kind)
         runner(operands.pointers, scalars, workspace.address, 0)
         operands.fetch()
         workspace.fetch()
-        operands.assert_only_out_was_written()
+        operands.assert_only_outs_were_written()
         assert workspace.is_guarded(), "wrote outside of the workspace"
-        first = operands.out.copy()
+        first = {name: out.copy() for name, out in operands.outs.items()}
         expected = expectation(problem, kind, scalars)
-        fault = tolerance.fault(problem, candidate, first, expected)
-        assert not fault, f"{kind}, config {config}: {fault}"
+        assert_right(candidate, problem, first, expected, f"{kind}, config {config}")
         if kind == "integers" and problem.activation in (None, "relu"):
-            assert_exact(candidate, problem, first, expected, f"config {config}")
+            for name, out in first.items():
+                assert_exact(candidate, problem, out, expected[name], f"config {config}")
 
         operands.reset()
         runner(operands.pointers, scalars, workspace.address, 0)
         operands.fetch()
-        fault = tolerance.fault(problem, candidate, operands.out, expected)
-        assert not fault, f"{kind}, config {config}, second run: {fault}"
+        assert_right(candidate, problem, operands.outs, expected, f"{kind}, config {config}, second run")
         if candidate.deterministic:
-            assert operands.out.tobytes() == first.tobytes(), "a second run gave other bits"
+            for name, out in operands.outs.items():
+                assert out.tobytes() == first[name].tobytes(), f"a second run gave other bits of {name}"
+
+
+# (contents of the operands, scalars of the runner) that a cell is checked with.
+_KINDS = {ConvProblem: (("integers", (1.0, -1.0)), ("normal", (0.75, 0.5)))}
+
+
+def assert_right(
+    candidate: Candidate, problem: Problem, got: dict[str, np.ndarray], expected: dict[str, Sample], what: str
+) -> None:
+    for name, output in got.items():
+        fault = tolerance.fault(problem, candidate, output, expected[name])
+        assert not fault, f"{what}, {name}: {fault}"
 
 
 @lru_cache(maxsize=4)
-def expectation(problem: ConvProblem, kind: str, scalars: tuple[float, float]) -> reference.Sample:
-    expected = reference.whole(problem, values(problem, kind), scalars)
-    assert_says_something(problem, expected)
+def expectation(problem: Problem, kind: str, scalars: tuple[float, ...]) -> dict[str, Sample]:
+    expected = reference.samples(problem, values(problem, kind), scalars, None)
+    for sample in expected.values():
+        assert_says_something(problem, sample)
     return expected
 
 
-def assert_says_something(problem: ConvProblem, expected: reference.Sample) -> None:
+def assert_says_something(problem: Problem, expected: Sample) -> None:
     """A check against zeros checks nothing: of what any product reaches, at least 0.3 must be other than zero."""
-    reached = expected.sum_abs > 0
+    reached = expected.sum_abs > 0 if isinstance(expected, ConvSample) else np.ones(len(expected.value), bool)
     alive = np.count_nonzero(expected.value[reached])
     assert alive >= 0.3 * np.count_nonzero(reached) > 0 or len(reached) < 10, f"{problem}: the reference is mostly zero"
 
 
-def assert_exact(
-    candidate: Candidate, problem: ConvProblem, got: np.ndarray, expected: reference.Sample, what: str
-) -> None:
+def assert_exact(candidate: Candidate, problem: ConvProblem, got: np.ndarray, expected: Sample, what: str) -> None:
     """Bit for bit; FFT and all Winograds but F(2x2), whose matrices are small binary fractions, after rounding.
 
     cuDNN does not owe it where the caller permits narrower sums: compute in f16, TF32.

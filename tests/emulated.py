@@ -19,7 +19,7 @@ import pytest
 from guarded import values
 
 import nbdnn.kernels.cuda
-from nbdnn import reference
+from nbdnn import reference_conv
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.problem import ConvProblem, Operand
@@ -300,4 +300,4 @@ def result(candidate: LaunchedCandidate, problem: ConvProblem, config: Any, devi
     (out,) = (operand for operand in problem.operands if operand.role == "out")
     for name, operand in operands.items():
         assert sorted(operand.written) == (list(range(out.size_elems)) if name == out.name else [])
-    return operands[out.name].flat, Pointer(out, reference.compute(problem, given, scalars)).flat
+    return operands[out.name].flat, Pointer(out, reference_conv.compute(problem, given, scalars)).flat

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from nbdnn import driver
-from nbdnn.problem import ConvProblem
+from nbdnn.problem import Problem
 
 NUMPY_DTYPE = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64}
 _GUARD_BYTES = 4096
@@ -69,48 +69,48 @@ BUFFERS = {"cpu": Buffer, "cuda": GpuBuffer}
 
 
 class Operands:
-    """A buffer and an array for each operand of a problem; 'out' holds NaN, or data where beta reads it."""
+    """A buffer and an array for each operand of a problem; outputs hold NaN, or data where they are read."""
 
-    def __init__(self, problem: ConvProblem, values: dict[str, np.ndarray], kind: str = "cpu") -> None:
+    def __init__(self, problem: Problem, values: dict[str, np.ndarray], kind: str = "cpu") -> None:
         self._values = values
         self.buffers = {o.name: BUFFERS[kind](o.size_bytes, problem.align) for o in problem.operands}
         self.arrays = {o.name: self.buffers[o.name].array(o.shape, o.strides, o.dtype) for o in problem.operands}
         self.pointers = tuple(self.buffers[o.name].address for o in problem.operands)
-        (self._out,) = (o.name for o in problem.operands if o.role == "out")
+        self._outs = [o.name for o in problem.operands if o.role == "out"]
         for name, value in values.items():
             self.arrays[name][...] = value
         for buffer in self.buffers.values():
             buffer.send()
 
     @property
-    def out(self) -> np.ndarray:
-        return self.arrays[self._out]
+    def outs(self) -> dict[str, np.ndarray]:
+        return {name: self.arrays[name] for name in self._outs}
 
     def reset(self) -> None:
-        """The output as before the first run."""
-        self.buffers[self._out].poison()
-        if self._out in self._values:
-            self.out[...] = self._values[self._out]
-        self.buffers[self._out].send()
+        """The outputs as before the first run."""
+        for name in self._outs:
+            self.buffers[name].poison()
+            if name in self._values:
+                self.arrays[name][...] = self._values[name]
+            self.buffers[name].send()
 
     def fetch(self) -> None:
         """See on the host what kernels wrote."""
         for buffer in self.buffers.values():
             buffer.fetch()
 
-    def assert_only_out_was_written(self) -> None:
+    def assert_only_outs_were_written(self) -> None:
         for name, buffer in self.buffers.items():
             assert buffer.is_guarded(), f"wrote outside of {name}"
-            if name != self._out:
-                assert np.array_equal(self.arrays[name], self._values[name]), f"wrote into {name}"
+            if name not in self._outs:
+                assert np.array_equal(self.arrays[name], self._values[name], equal_nan=True), f"wrote into {name}"
 
 
-def values(problem: ConvProblem, kind: str) -> dict[str, np.ndarray]:
+def values(problem: Problem, kind: str) -> dict[str, np.ndarray]:
     """Contents for each operand that is read: 'integers' (-3..3 without 0) or 'normal' (zero mean)."""
     rng = np.random.default_rng(crc32(f"{kind} {problem}".encode()))
-    read = [o for o in problem.operands if o.role == "in" or "beta" in problem.epilogue]
     filled = {}
-    for operand in read:
+    for operand in (o for o in problem.operands if o.is_read):
         if kind == "integers":
             value = rng.integers(1, 4, operand.shape) * rng.choice([-1, 1], operand.shape)
         else:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from cells import assert_says_something, check
 
-from nbdnn import reference
+from nbdnn import reference_conv
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
 from nbdnn.device import Cpu, cpu_device
 from nbdnn.dispatch import registry
@@ -113,7 +113,7 @@ def test_every_candidate_has_three_problems() -> None:
 
 def test_a_reference_of_zeros_is_refused() -> None:
     problem = parse("conv_fwd:f32:n1c2h8w8:k3r3s3:p1x1:u1x1:d1x1:g1:cross:nchw")
-    zeros = reference.whole(problem, {"x": np.zeros(problem.x_shape), "w": np.ones(problem.w_shape)})
+    zeros = reference_conv.whole(problem, {"x": np.zeros(problem.x_shape), "w": np.ones(problem.w_shape)})
     with pytest.raises(AssertionError, match="mostly zero"):
         assert_says_something(problem, zeros)
 
@@ -141,7 +141,7 @@ class Broken(Candidate):
         def run(pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int) -> None:
             x, w, y = (_memory(p, o.shape) for p, o in zip(pointers, problem.operands, strict=True))
             scratch = _memory(workspace, (17,))
-            result = reference.compute(problem, {"x": x, "w": w}, scalars).astype(np.float32)
+            result = reference_conv.compute(problem, {"x": x, "w": w}, scalars).astype(np.float32)
             match self.fault:
                 case "reads the output":
                     result += 0 * y

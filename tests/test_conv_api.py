@@ -25,14 +25,16 @@ from nbdnn import (
     driver,
     events,
     get_conv_out_shape,
-    reference,
+    reference_conv,
 )
 from nbdnn.array import view
 from nbdnn.problem import ConvProblem, parse
 
 RNG = np.random.default_rng(0)
 X, W = RNG.standard_normal((2, 4, 6, 5)).astype("f"), RNG.standard_normal((6, 4, 3, 3)).astype("f")
-Y = reference.compute(parse("conv_fwd:f32:n2c4h6w5:k6r3s3:p1x1:u1x1:d1x1:g1:conv:nchw"), {"x": X, "w": W}).astype("f")
+Y = reference_conv.compute(parse("conv_fwd:f32:n2c4h6w5:k6r3s3:p1x1:u1x1:d1x1:g1:conv:nchw"), {"x": X, "w": W}).astype(
+    "f"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +86,7 @@ def test_all_three_directions_are_what_the_reference_says(text: str) -> None:
         with events() as log:
             result = function(*arguments, *geometry, **common)
         assert {event.problem for event in log} == {str(problem)}
-        np.testing.assert_allclose(result, reference.compute(problem, operands), rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(result, reference_conv.compute(problem, operands), rtol=1e-10, atol=1e-10)
         assert view(result, "result").is_dense(problem.channels_last)
 
 

@@ -94,7 +94,7 @@ def test_operands_are_what_a_runner_takes() -> None:
     x, w, y, bias, residual = problem.operands
     assert x == Operand("x", (2, 4, 5, 6, 7), (840, 1, 168, 28, 4), "f16")
     assert w == Operand("w", (6, 2, 2, 3, 1), (12, 6, 3, 1, 1), "f16")
-    assert y == Operand("y", (2, 6, 4, 3, 9), (648, 108, 27, 9, 1), "f16", "out")
+    assert y == Operand("y", (2, 6, 4, 3, 9), (648, 108, 27, 9, 1), "f16", "out", keeps=True)
     assert (bias.shape, residual.strides) == ((6,), y.strides)
     assert [o.name for o in parse(EXAMPLE).with_op("conv_bwd_data").operands] == ["w", "dy", "dx"]
     assert [o.name for o in parse(EXAMPLE).with_op("conv_bwd_filter").operands] == ["x", "dy", "dw"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from guarded import values
 
-from nbdnn import reference, tolerance
+from nbdnn import reference_conv, tolerance
 from nbdnn.candidate import YES, Candidate
 from nbdnn.problem import CONV_OPS, ConvProblem, parse
 
@@ -60,11 +60,11 @@ def test_three_forms_agree_with_the_definition(op: str, shape: str) -> None:
     problem = parse(f"{op}:f32:{shape}")
     operands = values(problem, "integers")
     expected = by_loops(problem, operands)
-    assert np.array_equal(reference.compute(problem, operands), expected)
-    everything = reference.whole(problem, operands)
+    assert np.array_equal(reference_conv.compute(problem, operands), expected)
+    everything = reference_conv.whole(problem, operands)
     assert np.array_equal(everything.value, expected.ravel())
     for count in (10_000, 60):
-        sample = reference.sample(problem, operands, count=count)
+        sample = reference_conv.sample(problem, operands, count=count)
         place = np.ravel_multi_index(sample.index, expected.shape)
         assert len(np.unique(place)) >= min(count, expected.size) / 2
         for field in ("value", "rss", "sum_abs", "peak"):
@@ -81,7 +81,7 @@ def test_magnitudes_are_those_of_the_products() -> None:
         sums[y] += abs(term)
     bias, residual, out = (operands[name].astype(float) for name in ("bias", "residual", "y"))
     terms = (bias[:, None, None], residual, -0.5 * out)
-    result = reference.whole(problem, operands, (2.0, -0.5))
+    result = reference_conv.whole(problem, operands, (2.0, -0.5))
     np.testing.assert_allclose(result.rss**2, (squares + sum(t * t for t in terms)).ravel())
     np.testing.assert_allclose(result.sum_abs, (sums + sum(abs(t) for t in terms)).ravel())
 
@@ -99,9 +99,9 @@ def test_epilogue(activation: str, formula) -> None:
     plain = parse(f"conv_fwd:f64:{SHAPES[2]}")
     problem = parse(f"{plain}:e:bias+{activation}+res+beta")
     operands = values(problem, "normal")
-    before = 1.5 * reference.compute(plain, operands) + 0.25 * operands["y"] + operands["residual"]
+    before = 1.5 * reference_conv.compute(plain, operands) + 0.25 * operands["y"] + operands["residual"]
     expected = formula(before + operands["bias"][:, None, None])
-    np.testing.assert_allclose(reference.compute(problem, operands, (1.5, 0.25)), expected, rtol=1e-13, atol=1e-15)
+    np.testing.assert_allclose(reference_conv.compute(problem, operands, (1.5, 0.25)), expected, rtol=1e-13, atol=1e-15)
 
 
 @pytest.mark.parametrize("op", CONV_OPS)
@@ -109,15 +109,15 @@ def test_epilogue(activation: str, formula) -> None:
 def test_nothing_to_sum_gives_zeros(op: str, shape: str) -> None:
     problem = parse(f"{op}:f32:{shape}:p1x1:u1x1:d1x1:g1:conv:nchw")
     operands = values(problem, "normal")
-    assert not reference.compute(problem, operands).any()
-    assert not reference.sample(problem, operands).value.any()
+    assert not reference_conv.compute(problem, operands).any()
+    assert not reference_conv.sample(problem, operands).value.any()
 
 
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_sample_of_a_big_problem_has_its_corners_borders_and_ends(op: str) -> None:
     problem = parse(f"{op}:f32:n2c96h61w67:k130r3s3:p1x1:u1x1:d1x1:g1:cross:nchw")
     operands = values(problem, "normal")
-    sample = reference.sample(problem, operands)
+    sample = reference_conv.sample(problem, operands)
     assert len(sample.value) >= 10_000
     (out,) = (o.shape for o in problem.operands if o.role == "out")
     for axis, extent in zip(sample.index, out, strict=True):
@@ -146,14 +146,14 @@ class Winograd(Direct):
 def test_error_model_takes_the_nearest_result_and_refuses_one_product_too_few(dtype: str) -> None:
     problem = parse(f"conv_fwd:{dtype}:n1c64h8w9:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nchw")
     operands = values(problem, "normal")
-    sample = reference.whole(problem, operands)
-    nearest = reference.compute(problem, operands).astype(operands["x"].dtype)
+    sample = reference_conv.whole(problem, operands)
+    nearest = reference_conv.compute(problem, operands).astype(operands["x"].dtype)
     assert not tolerance.fault(problem, Direct(), nearest, sample)
     assert not tolerance.fault(problem, Winograd(), nearest, sample)
 
     lost = dict(operands, w=operands["w"].copy())
     lost["w"][3, 60:, 1, 1] = 0
-    wrong = reference.compute(problem, lost).astype(nearest.dtype)
+    wrong = reference_conv.compute(problem, lost).astype(nearest.dtype)
     assert "times the permitted error" in tolerance.fault(problem, Direct(), wrong, sample)
     wrong = nearest.copy()
     wrong[0, 1, 2, 3] = np.nan
@@ -162,7 +162,7 @@ def test_error_model_takes_the_nearest_result_and_refuses_one_product_too_few(dt
 
 def test_error_model_grows_with_each_rounding_and_with_a_mean() -> None:
     problem = parse("conv_fwd:f16:n1c16h5w5:k4r3s3:p1x1:u1x1:d1x1:g1:cross:nchw:e:bias+tanh")
-    sample = reference.whole(problem, values(problem, "normal"))
+    sample = reference_conv.whole(problem, values(problem, "normal"))
     once, twice = (tolerance.allowed(problem, Direct(), sample, roundings=n) for n in (1, 2))
     assert (twice > once).all()
     any_data = tolerance.allowed(problem, Direct(), sample, any_data=True)

@@ -66,14 +66,14 @@ class Operands:
         base = -(-self._memory.ctypes.data // _PAGE_BYTES) * _PAGE_BYTES
         self._sets = np.ndarray((copies, end), np.uint8, self._memory, base - self._memory.ctypes.data)
         self._problem = problem
-        steps = [0 if o.role == "out" and "beta" not in problem.epilogue else end for o in problem.operands]
+        steps = [end if operand.is_read else 0 for operand in problem.operands]
         self.pointers = [
             tuple(base + start + copy * step for start, step in zip(starts, steps, strict=True))
             for copy in range(copies)
         ]
         rng = np.random.default_rng(seed)
         for i, (operand, array) in enumerate(zip(problem.operands, self.arrays(), strict=True)):
-            if operand.role == "in" or "beta" in problem.epilogue:
+            if operand.is_read:
                 if given:
                     ctypes.memmove(self.pointers[0][i], given.addresses[i], operand.size_bytes)
                 else:

@@ -56,7 +56,7 @@ class GpuOperands:
     def _fill(self, given: Given | None, seed: int) -> None:
         rng = np.random.default_rng(seed)
         for i, (operand, array) in enumerate(zip(self._problem.operands, self.arrays(), strict=True)):
-            if not operand.size_bytes or not (operand.role == "in" or "beta" in self._problem.epilogue):
+            if not operand.size_bytes or not operand.is_read:
                 continue
             if given:
                 driver.call(
@@ -85,12 +85,14 @@ class GpuOperands:
         return GpuStopwatch(runner, self, scalars, workspace_bytes)
 
     def run(self, runner: Runner, scalars: tuple[float, ...], workspace_bytes: int) -> None:
-        """Run once on the first copy, whose output goes there from the host and comes back."""
-        out = next(i for i, operand in enumerate(self._problem.operands) if operand.role == "out")
+        """Run once on the first copy, whose outputs go there from the host and come back."""
+        outs = [i for i, operand in enumerate(self._problem.operands) if operand.role == "out"]
         with driver.Current(self._device.index):
-            driver.upload(self.pointers[0][out], self._bytes(out), self.stream)
+            for i in outs:
+                driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
             runner(self.pointers[0], scalars, self.workspace(workspace_bytes), int(self.stream))
-            driver.download(self._bytes(out), self.pointers[0][out], self.stream)
+            for i in outs:
+                driver.download(self._bytes(i), self.pointers[0][i], self.stream)
 
     def workspace(self, size_bytes: int) -> int:
         """Address of scratch memory that all runners share; MemoryError where there is none left."""

@@ -192,7 +192,7 @@ class _Race:
             runner = candidate.prepare(self._problem, config_, self._device)
             verdict = check.run(runner, candidate, workspace_bytes)
             if not verdict.reason:
-                scalars = self._given.scalars if self._given else (1.0, 0.0)
+                scalars = self._given.scalars if self._given else self._problem.scalars
                 watch = operands.stopwatch(runner, scalars, workspace_bytes)
                 self._take(watch, candidate)
                 while watch.is_disturbed and len(watch.samples_us) < _FIRST_SAMPLES:

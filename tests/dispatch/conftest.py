@@ -51,14 +51,14 @@ def restart() -> Callable[[], None]:
 @pytest.fixture
 def call() -> Callable:
     """Run a forward problem through `dnn_conv`, check the result, and return it."""
-    from nbdnn import dnn_conv, reference, tolerance
+    from nbdnn import dnn_conv, reference_conv, tolerance
     from nbdnn.kernels.cpu import conv_direct
 
     def run(problem: ConvProblem, **arguments: object) -> np.ndarray:
         rng = np.random.default_rng(0)
         x, w = (rng.uniform(-1, 1, shape).astype(np.float32) for shape in (problem.x_shape, problem.w_shape))
         y = dnn_conv(x, w, problem.pad, problem.stride, problem.dilation, problem.mode, **arguments)
-        sample = reference.whole(problem, {"x": x, "w": w})
+        sample = reference_conv.whole(problem, {"x": x, "w": w})
         assert not tolerance.fault(problem, conv_direct.FWD, y, sample)
         return y
 

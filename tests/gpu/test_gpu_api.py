@@ -12,7 +12,17 @@ import pytest
 from libraries import library
 
 import nbdnn
-from nbdnn import InvalidProblem, config, dnn_conv, dnn_conv3d, dnn_gradinput, dnn_gradweight, driver, events, reference
+from nbdnn import (
+    InvalidProblem,
+    config,
+    dnn_conv,
+    dnn_conv3d,
+    dnn_gradinput,
+    dnn_gradweight,
+    driver,
+    events,
+    reference_conv,
+)
 from nbdnn.candidate import NoConfig
 from nbdnn.device import Gpu, gpu
 from nbdnn.dispatch import registry
@@ -26,9 +36,9 @@ pytestmark = pytest.mark.gpu
 RNG = np.random.default_rng(0)
 PROBLEM = parse("conv_fwd:f32:n2c4h6w5:k6r3s3:p1x1:u1x1:d1x1:g1:conv:nchw")
 X, W, DY = (RNG.standard_normal(shape).astype("f") for shape in (PROBLEM.x_shape, PROBLEM.w_shape, PROBLEM.y_shape))
-Y = reference.compute(PROBLEM, {"x": X, "w": W})
-DX = reference.compute(PROBLEM.with_op("conv_bwd_data"), {"w": W, "dy": DY})
-DW = reference.compute(PROBLEM.with_op("conv_bwd_filter"), {"x": X, "dy": DY})
+Y = reference_conv.compute(PROBLEM, {"x": X, "w": W})
+DX = reference_conv.compute(PROBLEM.with_op("conv_bwd_data"), {"w": W, "dy": DY})
+DW = reference_conv.compute(PROBLEM.with_op("conv_bwd_filter"), {"x": X, "dy": DY})
 
 
 class Library(NamedTuple):

@@ -45,7 +45,8 @@ class Ready:
     def out(self) -> np.ndarray:
         driver.call("cuCtxSynchronize")
         self.operands.fetch()
-        return self.operands.out.copy()
+        (out,) = self.operands.outs.values()
+        return out.copy()
 
 
 def test_cudnn_is_available() -> None:

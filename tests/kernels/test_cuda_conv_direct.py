@@ -14,7 +14,7 @@ import pytest
 from guarded import values
 
 import nbdnn.kernels.cuda
-from nbdnn import reference
+from nbdnn import reference_conv
 from nbdnn.candidate import NoConfig
 from nbdnn.kernels.cuda import conv_direct, epilogue, geometry
 from nbdnn.kernels.cuda.launch import Launch
@@ -125,7 +125,7 @@ def some(count: int, most: int) -> list[int]:
 
 
 def assert_right(problem: ConvProblem, out: Pointer, written: set[int]) -> None:
-    whole = reference.compute(problem, values(problem, "integers"), _SCALARS)
+    whole = reference_conv.compute(problem, values(problem, "integers"), _SCALARS)
     (operand,) = (o for o in problem.operands if o.role == "out")
     expected = Pointer(operand, whole)
     assert set(out.written) == written

@@ -11,7 +11,7 @@ from gpus import H200
 from guarded import NUMPY_DTYPE, values
 from libraries import library
 
-from nbdnn import reference
+from nbdnn import reference_conv
 from nbdnn.kernels.cuda import conv_mma_gemm, conv_mma_gemm_filter
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate
@@ -59,7 +59,7 @@ def check_on_lanes(problem: ConvProblem, config: Config) -> None:
     for launch in candidate.launches(problem, config, H200):
         lanes.run(launch, raw, workspace, scalars)
     (out,) = (o.name for o in problem.operands if o.role == "out")
-    expected = reference.compute(problem, given, scalars).astype(NUMPY_DTYPE[problem.dtype])
+    expected = reference_conv.compute(problem, given, scalars).astype(NUMPY_DTYPE[problem.dtype])
     assert np.array_equal(shaped[out], expected)
 
 

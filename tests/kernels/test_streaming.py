@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nbdnn import reference, tolerance
+from nbdnn import reference_conv, tolerance
 from nbdnn.device import cpu_device
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cpu.epilogue import store_kind
@@ -54,5 +54,5 @@ def test_large_outputs_are_right(candidate_id: str, text: str, offset: int) -> N
     candidate.prepare(problem, config, device)(pointers, (1.0, 0.0), workspace.ctypes.data, 0)
     output = arrays.pop("y")
     assert not np.isnan(output.astype(np.float32)).any()
-    expected = reference.sample(problem, {name: array.astype(np.float64) for name, array in arrays.items()})
+    expected = reference_conv.sample(problem, {name: array.astype(np.float64) for name, array in arrays.items()})
     assert not (fault := tolerance.fault(problem, candidate, output, expected)), fault

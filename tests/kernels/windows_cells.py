@@ -11,7 +11,7 @@ import pytest
 from gpus import H200
 from guarded import values
 
-from nbdnn import reference
+from nbdnn import reference_conv
 from nbdnn.kernels.cuda import (
     conv_windows,
     conv_windows_filter,
@@ -42,7 +42,7 @@ def assert_exact(monkeypatch: pytest.MonkeyPatch, candidate: Windowed, text: str
     cuda_block.run(block, candidate.launches(problem, config, device), operands, workspace, _SCALARS)
     (place,) = (i for i, operand in enumerate(problem.operands) if operand.role == "out")
     out, written = problem.operands[place], operands[place]
-    expected = cuda_block.memory(out.dtype, _flat(out, reference.compute(problem, given, _SCALARS)), problem.align)
+    expected = cuda_block.memory(out.dtype, _flat(out, reference_conv.compute(problem, given, _SCALARS)), problem.align)
     wrong = np.flatnonzero(cuda_block.values_of(written) != cuda_block.values_of(expected))
     assert not wrong.size, f"{wrong.size} of {written.raw.size} outputs, the first are {wrong[:8]}"
     assert written.written.all()

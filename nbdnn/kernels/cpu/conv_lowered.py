@@ -23,7 +23,7 @@ import numpy as np
 from nbdnn.array import at
 from nbdnn.candidate import Candidate, Runner, Support
 from nbdnn.device import Cpu
-from nbdnn.problem import ConvProblem, Operand, Problem
+from nbdnn.problem import ConvProblem, Operand
 
 _LINE_BYTES = 64
 _COPY_BYTES_PER_US = 2e3  # NumPy transposing a float32 array, one thread: a prior for the guess
@@ -44,7 +44,7 @@ class _Lowered(Candidate):
     def version(self) -> str:
         return f"{super().version}-{self.inner.version}"
 
-    def supports(self, problem: Problem, device: Cpu) -> Support:
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         if device.kind != "cpu":
             return Support(False, f"transposes on the CPU, not on {device.kind}")
         if problem.epilogue:
@@ -58,14 +58,14 @@ class _Lowered(Candidate):
             return Support(False, f"pad is {problem.pad}, not {wanted}")
         return self.inner.supports(self.lowered(problem), device)
 
-    def configs(self, problem: Problem, device: Cpu) -> tuple[Hashable, ...]:
+    def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Hashable, ...]:
         return self.inner.configs(self.lowered(problem), device)
 
-    def workspace_bytes(self, problem: Problem, config: Hashable, device: Cpu) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: Hashable, device: Cpu) -> int:
         copies = sum(_rounded(operand.size_bytes) for operand in self.copied(problem))
         return copies + self.inner.workspace_bytes(self.lowered(problem), config, device)
 
-    def estimate(self, problem: Problem, config: Hashable, device: Cpu) -> float:
+    def estimate(self, problem: ConvProblem, config: Hashable, device: Cpu) -> float:
         copied_bytes = sum(operand.size_bytes for operand in self.copied(problem))
         return self.inner.estimate(self.lowered(problem), config, device) + copied_bytes / _COPY_BYTES_PER_US
 
@@ -92,7 +92,7 @@ class AsBwdFilter(_Lowered):
     def copied(self, problem: ConvProblem) -> tuple[Operand, ...]:
         return self.lowered(problem).operands
 
-    def prepare(self, problem: Problem, config: Hashable, device: Cpu) -> Runner:
+    def prepare(self, problem: ConvProblem, config: Hashable, device: Cpu) -> Runner:
         run = self.inner.prepare(self.lowered(problem), config, device)
         x, w, y = problem.operands
         x_copy, w_copy, y_copy = self.copied(problem)
@@ -127,7 +127,7 @@ class AsBwdData(_Lowered):
     def copied(self, problem: ConvProblem) -> tuple[Operand, ...]:
         return self.lowered(problem).operands[:1]
 
-    def prepare(self, problem: Problem, config: Hashable, device: Cpu) -> Runner:
+    def prepare(self, problem: ConvProblem, config: Hashable, device: Cpu) -> Runner:
         run = self.inner.prepare(self.lowered(problem), config, device)
         w = problem.operands[1]
         (w_copy,) = self.copied(problem)

@@ -18,7 +18,7 @@ from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import micro_kernel
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import pointer, stack
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import ITEMSIZE, Problem
 
 _MR, _NV, _STEPS = 6, 2, 20_000  # 12 independent accumulators: more than latency x ports of any core
 _COPY_BYTES, _CACHES = 1 << 20, 2
@@ -32,7 +32,7 @@ class Peaks(NamedTuple):
     bytes_per_s: float
 
 
-def floor_us(problem: ConvProblem, device: Cpu) -> float:
+def floor_us(problem: Problem, device: Cpu) -> float:
     """Microseconds below which no kernel that does every multiplication and touches every byte can go."""
     peaks = measured(device, "f64" if problem.compute == "f64" else "f32")
     return max(problem.flops / peaks.flops_per_s, problem.min_bytes / peaks.bytes_per_s) * 1e6

@@ -18,7 +18,6 @@ from nbdnn import driver
 from nbdnn.candidate import Candidate, ConfigT
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Kernel, Source, compile_kernel
-from nbdnn.problem import Problem
 
 # Places of a kernel's pointers beyond the problem's operands.
 WORKSPACE, NULL = -2, -1
@@ -75,10 +74,10 @@ class LaunchedCandidate(Candidate[ConfigT, Gpu]):
     provider = "numba"
 
     @abstractmethod
-    def launches(self, problem: Problem, config: ConfigT, device: Gpu) -> list[Launch]:
+    def launches(self, problem: Any, config: ConfigT, device: Gpu) -> list[Launch]:
         """The kernels in the order in which they run."""
 
-    def prepare(self, problem: Problem, config: ConfigT, device: Gpu) -> Program:
+    def prepare(self, problem: Any, config: ConfigT, device: Gpu) -> Program:
         return Program(self.launches(problem, config, device), device.arch)
 
 

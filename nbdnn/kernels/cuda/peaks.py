@@ -6,7 +6,7 @@ Times are compared with it, and guesses on an empty database go by it.
 from __future__ import annotations
 
 from nbdnn.device import Gpu
-from nbdnn.problem import ConvProblem
+from nbdnn.problem import Problem
 
 # Floating-point operations a clock and multiprocessor, without sparsity: of the FMA units (f32, f64) and of the tensor
 # cores. Of an unknown capability the one below counts.
@@ -36,15 +36,15 @@ def tensor_flops_per_s(device: Gpu, dtype: str, tf32: bool = False) -> float:
     return fma_flops_per_s(device, dtype)
 
 
-def floor_us(problem: ConvProblem, device: Gpu, tf32: bool = False) -> float:
+def floor_us(problem: Problem, device: Gpu, tf32: bool = False) -> float:
     """Microseconds below which no kernel that does every multiplication and touches every byte can go.
 
-    A depthwise convolution has no matrix to multiply: the FMA units compute it.
+    What multiplies no matrices is computed by the FMA units.
     """
-    if problem.c // problem.groups == 1:
-        flops_per_s = fma_flops_per_s(device, problem.compute)
-    else:
+    if problem.multiplies_matrices:
         flops_per_s = tensor_flops_per_s(device, problem.dtype, tf32)
+    else:
+        flops_per_s = fma_flops_per_s(device, problem.compute)
     return max(problem.flops / flops_per_s, problem.min_bytes / copy_bytes_per_s(device)) * 1e6
 
 
