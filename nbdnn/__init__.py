@@ -27,6 +27,7 @@ from nbdnn.errors import (
     NbdnnWarning,
     UnsupportedProblem,
 )
+from nbdnn.softmax import dnn_softmax, dnn_softmax_grad
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,8 @@ __all__ = [
     "dnn_gradinput3d",
     "dnn_gradweight",
     "dnn_gradweight3d",
+    "dnn_softmax",
+    "dnn_softmax_grad",
     "empty_cache",
     "events",
     "explain",

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from nbdnn import driver
-from nbdnn.array import DTYPE_NAMES, Library, View, alignment, dense_copy, library_of, read, stream_handle, view
+from nbdnn.array import Library, dense_copy, library_of, read, stream_handle
 from nbdnn.dispatch import dispatcher, events
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.timing import Given
 from nbdnn.errors import CudaError, InvalidProblem, InvalidType
-from nbdnn.problem import Operand, Problem
+from nbdnn.problem import Problem
 
 _ABSENT = (0, None)
 
@@ -208,101 +208,6 @@ class NothingToDo:
     def __init__(self, problem: Problem, device: Any) -> None: ...
 
     def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None: ...
-
-
-def views_of(names: Sequence[str], arrays: Sequence[Any], required: int) -> list[View | None]:
-    """A view of each array that there is, as the first `required` must be; InvalidProblem where they are not all on the
-    first one's device."""
-    views = [
-        view(array, name) if i < required or array is not None else None
-        for i, (array, name) in enumerate(zip(arrays, names, strict=True))
-    ]
-    first = views[0]
-    assert first is not None
-    for name, each in zip(names, views, strict=True):
-        if each is not None and each.gpu != first.gpu:
-            raise InvalidProblem(f"{name} is on {_place(each.gpu)}, {names[0]} on {_place(first.gpu)}")
-    return views
-
-
-def _place(gpu: int) -> str:
-    return "the CPU" if gpu < 0 else f"GPU {gpu}"
-
-
-def check_shape(name: str, given: View | None, wanted: tuple[int, ...]) -> None:
-    if given is not None and given.shape != wanted:
-        raise InvalidProblem(f"{name} has shape {given.shape}, expected {wanted}")
-
-
-def check_out(name: str, out: View | None, result: Operand) -> None:
-    """What a caller's output must be, beyond its device and layout."""
-    if out is None:
-        return
-    check_shape(name, out, result.shape)
-    if out.dtype != result.dtype:
-        raise InvalidType(f"{name} is {DTYPE_NAMES[out.dtype]}, the result {DTYPE_NAMES[result.dtype]}")
-    if not out.writable:
-        raise InvalidProblem(f"{name} cannot be written (it is read-only, or of JAX)")
-    if out.overlaps_itself:
-        raise InvalidProblem(f"{name} overlaps itself: strides of {out.strides} bytes on shape {out.shape}")
-
-
-def copies_of(
-    names: Sequence[str], views: Sequence[View | None], wanted: dict[int, tuple[bool, str]]
-) -> tuple[Copied, ...]:
-    """Those of the inputs that are not dense in the layout (channels-last?) and dtype `wanted`, by place."""
-    return tuple(
-        Copied(place, names[place], last, dtype)
-        for place, (last, dtype) in wanted.items()
-        if (each := views[place]) is not None and not (each.dtype == dtype and each.is_dense(last))
-    )
-
-
-def common_alignment(views: Sequence[View | None], copies: Sequence[Copied], staged: Sequence[int]) -> int:
-    """What the addresses that a runner will see are all multiples of; outputs at the places `staged` are allocated."""
-    elsewhere = {copied.place for copied in copies} | set(staged)
-    return alignment([each.pointer for i, each in enumerate(views) if each is not None and i not in elsewhere])
-
-
-def assemble(
-    problem: Problem,
-    request: Request,
-    arrays: Sequence[Any],
-    names: Sequence[str],
-    views: Sequence[View | None],
-    order: tuple[int, ...],
-    lasts: dict[int, bool],
-    copies: tuple[Copied, ...],
-    without_plan: Callable[[Any, Any], Runs] | None = None,
-) -> Call:
-    """The call of `problem`, checked but for the outputs that the caller gives.
-
-    order: the place among the arrays of each of ``problem.operands``. lasts: whether each output is channels-last, by
-    place.
-    """
-    first = views[0]
-    assert first is not None
-    outputs = []
-    for operand, place in zip(problem.operands, order, strict=True):
-        if operand.role == "out":
-            out, last = views[place], lasts[place]
-            check_out(names[place], out, operand)
-            staged = out is not None and not out.is_dense(last)
-            library = library_of(arrays[place] if staged else arrays[0])
-            allocate = library.allocator(operand.shape, last, operand.dtype, first.gpu)
-            outputs.append(Output(place, library, allocate, staged, operand.keeps))
-    results = {output.place for output in outputs}
-    bounds = {i: each.bounds for i, each in enumerate(views) if each is not None}
-    return Call(
-        problem,
-        request,
-        order,
-        tuple(outputs),
-        copies,
-        tuple((i, names[i], *span) for i, span in bounds.items() if i not in results and any(span)),
-        tuple((i, *span) for i, span in bounds.items() if i in results),
-        without_plan,
-    )
 
 
 def _name_unreadable(names: tuple[str, ...], arrays: Sequence[Any]) -> None:

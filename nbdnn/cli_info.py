@@ -37,7 +37,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
     from nbdnn.dispatch import registry
     from nbdnn.kernels.cpu.compile import cache_dir
     from nbdnn.kernels.cpu.launch import threading_layer
-    from nbdnn.problem import CONV_OPS
+    from nbdnn.problem import OPS
 
     layer = threading_layer()  # before the device: it decides how many threads there are
     device, database = place(args)
@@ -58,10 +58,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
         "cudnn": _cudnn(),
         "database": f"{database.path} ({database.mode}, {'there' if database.path.exists() else 'not there yet'})",
         "kernel cache": str(cache_dir()),
-        **{
-            op: ", ".join(c.id.removeprefix(f"{op}/") for c in registry.candidates(op, kind=device.kind))
-            for op in CONV_OPS
-        },
+        **{op: ", ".join(c.id.removeprefix(f"{op}/") for c in registry.candidates(op, kind=device.kind)) for op in OPS},
     }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nbdnn import config, driver
 from nbdnn.device import Device, cpu_device, gpu
 from nbdnn.errors import CudaError, InvalidProblem
-from nbdnn.problem import CONV_OPS, ITEMSIZE, parse
+from nbdnn.problem import ITEMSIZE, OPS, parse
 from nbdnn.workloads import WORKLOADS, Layer, merged, workload
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def layers(args: argparse.Namespace) -> list[Layer]:
 def _resolve(target: str, args: argparse.Namespace) -> list[Layer]:
     if target in WORKLOADS:
         return workload(target, args.batch, args.dtype, args.layout, train=args.train)
-    if target.partition(":")[0] in CONV_OPS:
+    if target.partition(":")[0] in OPS:
         return [Layer(parse(target), "", 1)]
     if Path(target).is_file():
         return _read(Path(target))

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from nbdnn import call, conv_arguments, driver, reference_conv
+from nbdnn import call, call_setup, conv_arguments, driver, reference_conv
 from nbdnn.array import View, at, common_dtype, narrowed, widened
-from nbdnn.call import Call, check_shape
+from nbdnn.call import Call
+from nbdnn.call_setup import check_shape
 from nbdnn.conv_arguments import Arguments
 from nbdnn.device import Device
 from nbdnn.errors import InvalidProblem, InvalidType
@@ -77,7 +78,7 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
     given, has_beta = Arguments(*arguments[0]), arguments[1]
     conv_arguments.check(given)
     names = _names(arguments)
-    views = call.views_of(names, arrays, required=_BIAS)
+    views = call_setup.views_of(names, arrays, required=_BIAS)
     for name, each in zip(names, views, strict=True):
         if each is not None and name != "bias":
             _check_rank(given, name, len(each.shape))
@@ -89,19 +90,21 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
     dtype = common_dtype([each.dtype for each in views[:_OUT] if each is not None])
     lasts = _layouts(given.op, first, second, out)
     wanted = {_FIRST: lasts[0], _SECOND: lasts[1], _BIAS: False, _RESIDUAL: lasts[2]}
-    copies = call.copies_of(names, views, {place: (last, dtype) for place, last in wanted.items()})
+    copies = call_setup.copies_of(names, views, {place: (last, dtype) for place, last in wanted.items()})
     staged = [_OUT] if out is not None and not out.is_dense(lasts[2]) else []
     epilogue = epilogue_tokens(
         bias=bias is not None, activation=given.activation, residual=residual is not None, beta=has_beta
     )
-    align = call.common_alignment(views, copies, staged)
+    align = call_setup.common_alignment(views, copies, staged)
     problem = _problem(given, first, second, dtype, lasts, align, epilogue)
     check_shape("bias", bias, (problem.k,))
     check_shape("residual", residual, problem.y_shape)
     order = (_FIRST, _SECOND, _OUT, *(i for i in (_BIAS, _RESIDUAL) if arrays[i] is not None))
     request, empty = conv_arguments.request(given, problem), 0 in (problem.n, problem.c, problem.k)
     without_plan = _EpilogueOfZeros if empty else None
-    return call.assemble(problem, request, arrays, names, views, order, {_OUT: lasts[2]}, copies, without_plan)
+    return call_setup.assemble(
+        problem, request, arrays, names, views, order, {_OUT: lasts[2]}, copies, without_plan=without_plan
+    )
 
 
 _FAMILY = call.Family(_names, _prepare)

@@ -7,6 +7,10 @@ from math import prod
 
 import numpy as np
 
+# A sum of K terms of either sign may be off by this many eps * sqrt(K) times the root of the sum of their squares: see
+# `nbdnn.tolerance`.
+COEFFICIENT = 8.0
+
 
 @dataclass(frozen=True)
 class Sample:

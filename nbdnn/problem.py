@@ -30,11 +30,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from math import prod
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem_text import conv_fields
+from nbdnn.problem_text import Tokens, conv_fields
 
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 ANY_ITEMSIZE = ITEMSIZE | {"u8": 1, "i64": 8}
@@ -43,10 +44,13 @@ COMPUTE_OF = {"f16": ("f32", "f16"), "bf16": ("f32",), "f32": ("f32",), "f64": (
 ACTIVATIONS = ("relu", "swish", "sigmoid", "tanh")
 EPILOGUE_TOKENS = ("bias", *ACTIVATIONS, "res", "beta")
 CONV_OPS = ("conv_fwd", "conv_bwd_data", "conv_bwd_filter")
+# Families of ops whose problems have a module of their own, problem_<family>.py.
+FAMILIES = {"softmax": ("softmax_fwd", "softmax_bwd")}
+OPS = (*CONV_OPS, *(op for ops in FAMILIES.values() for op in ops))
 DEFAULT_ALIGN = 16
 LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}
 FILTER_LAYOUTS = {2: ("kcrs", "krsc"), 3: ("kctrs", "ktrsc")}
-_DIM_NAMES = {2: ("h", "w"), 3: ("d", "h", "w")}
+DIM_NAMES = {2: ("h", "w"), 3: ("d", "h", "w")}
 _FILTER_NAMES = {2: ("r", "s"), 3: ("t", "r", "s")}
 
 
@@ -338,11 +342,11 @@ class ConvProblem(Problem):
         return 1.0, 0.5 if "beta" in self.epilogue else 0.0
 
     def _tokens(self, *, extents: bool) -> list[str]:
-        batch, spatial = (f"n{self.n}", _named(_DIM_NAMES[self.ndim], self.spatial)) if extents else ("", "")
+        batch, spatial = (f"n{self.n}", named(DIM_NAMES[self.ndim], self.spatial)) if extents else ("", "")
         tokens = [self.op, self.dtype]
         if self.compute != DEFAULT_COMPUTE[self.dtype]:
             tokens.append("c" + self.compute)
-        tokens += [f"{batch}c{self.c}{spatial}", f"k{self.k}{_named(_FILTER_NAMES[self.ndim], self.filter)}"]
+        tokens += [f"{batch}c{self.c}{spatial}", f"k{self.k}{named(_FILTER_NAMES[self.ndim], self.filter)}"]
         if all(before == after for before, after in self.pad):
             tokens.append("p" + "x".join(str(before) for before, _ in self.pad))
         else:
@@ -373,7 +377,7 @@ def epilogue_tokens(*, bias: bool, activation: str | None, residual: bool, beta:
     return tuple(token for token, present in parts if present)
 
 
-def _named(names: tuple[str, ...], extents: tuple[int, ...]) -> str:
+def named(names: tuple[str, ...], extents: tuple[int, ...]) -> str:
     return "".join(f"{name}{extent}" for name, extent in zip(names, extents, strict=True))
 
 
@@ -381,14 +385,37 @@ def _joined(extents: tuple[int, ...]) -> str:
     return "x".join(map(str, extents))
 
 
+def check_fields(problem: Any, ops: tuple[str, ...]) -> None:
+    """The checks of what every family's problems have: op, dtype, n, c, spatial and layout."""
+    if problem.op not in ops:
+        raise InvalidProblem(f"unknown op {problem.op!r}: expected one of {', '.join(ops)}")
+    if problem.dtype not in ITEMSIZE:
+        raise InvalidType(f"dtype {problem.dtype!r} is not one of {', '.join(ITEMSIZE)}")
+    ndim = len(problem.spatial)
+    if ndim not in LAYOUTS:
+        raise InvalidType(f"{problem.op} has 2 or 3 spatial axes, not {ndim}")
+    if problem.layout not in LAYOUTS[ndim]:
+        raise InvalidProblem(f"layout {problem.layout!r} is not one of {', '.join(LAYOUTS[ndim])}")
+    for name, smallest, values in (("extent", 0, (problem.n, problem.c)), ("spatial extent", 1, problem.spatial)):
+        for value in values:
+            if value < smallest:
+                raise InvalidProblem(f"{name} is {value}, it must be at least {smallest}")
+
+
 def conv(text: str) -> ConvProblem:
     """The convolution that `text` names."""
-    op, *tokens = text.strip().split(":")
-    if op not in CONV_OPS:
-        raise InvalidProblem(f"unknown op {op!r} in {text!r}: expected one of {', '.join(CONV_OPS)}")
-    return ConvProblem(op=op, **conv_fields(tokens, text))
+    problem = parse(text)
+    if not isinstance(problem, ConvProblem):
+        raise InvalidProblem(f"{text!r} is not a convolution")
+    return problem
 
 
 def parse(text: str) -> Problem:
     """The problem that `text` names; InvalidProblem says which token is wrong and what was expected there."""
-    return conv(text)
+    op, *tokens = text.strip().split(":")
+    if op in CONV_OPS:
+        return ConvProblem(op=op, **conv_fields(tokens, text))
+    family = op.partition("_")[0]
+    if family in FAMILIES:
+        return import_module(f"nbdnn.problem_{family}").read(op, Tokens(tokens, text))
+    raise InvalidProblem(f"unknown op {op!r} in {text!r}: expected one of {', '.join(OPS)}")

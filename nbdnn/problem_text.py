@@ -12,6 +12,46 @@ _FILTER = re.compile(r"k(\d+)(?:t(\d+))?r(\d+)s(\d+)")
 _PAIR = re.compile(r"(\d+)\.(\d+)")
 
 
+class Tokens:
+    """The words after a problem's op, taken from the front; an error names the word that was not expected."""
+
+    def __init__(self, tokens: list[str], text: str) -> None:
+        self._left, self._text = list(tokens), text
+
+    def next(self, expected: str) -> str:
+        """The next word as it is."""
+        if not self._left:
+            raise InvalidProblem(f"{self._text!r} ends too soon: expected {expected}")
+        return self._left.pop(0)
+
+    def match(self, pattern: re.Pattern[str], expected: str) -> list[int]:
+        """The numbers in the next word, which must be of that form."""
+        return _match(pattern, self.next(expected), expected, self._text)
+
+    def dims(self) -> list[int]:
+        """n, c and the spatial extents."""
+        return self.match(_DIMS, "dims such as n32c64h56w56")
+
+    def axes(self, prefix: str) -> tuple[int, ...]:
+        """A number an axis, as in u2x2."""
+        return _axes(prefix, self.next(f"{prefix} and numbers"), self._text)
+
+    def flag(self, *words: str) -> str:
+        """The next word if it is one of `words`, else ''."""
+        return self._left.pop(0) if self._left and self._left[0] in words else ""
+
+    def align(self) -> int:
+        """The alignment, where there is one."""
+        if self._left and re.fullmatch(r"a\d+", self._left[0]):
+            return int(self._left.pop(0)[1:])
+        return 16
+
+    def end(self) -> None:
+        """Refuse what is left."""
+        if self._left:
+            raise InvalidProblem(f"{self._left[0]!r} in {self._text!r} is not understood there")
+
+
 def conv_fields(tokens: list[str], text: str) -> dict[str, Any]:
     """The fields of a convolution but its op; `text` is the whole, for the error that names a wrong token."""
     tokens = list(tokens)

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from nbdnn import reference_conv
+from nbdnn import reference_conv, reference_softmax
 from nbdnn.expected import Sample
 from nbdnn.problem import ConvProblem, Problem
+from nbdnn.problem_softmax import SoftmaxProblem
+
+_FAMILIES: dict[type[Problem], Callable[..., Mapping[str, Sample]]] = {
+    ConvProblem: reference_conv.samples,
+    SoftmaxProblem: reference_softmax.samples,
+}
 
 
 def samples(
     problem: Problem, operands: Mapping[str, np.ndarray], scalars: tuple[float, ...], count: int | None = 10_000
-) -> dict[str, Sample]:
+) -> Mapping[str, Sample]:
     """What each output must be, by its name: at least `count` of its elements, with borders and both ends of every axis
     among them; all where `count` is None.
 
     operands: an array of logical shape (any strides) for each operand that is read. scalars: as a runner takes them.
     """
-    assert isinstance(problem, ConvProblem)
-    (out,) = (operand.name for operand in problem.operands if operand.role == "out")
-    alpha, beta = scalars
-    if count is None:
-        return {out: reference_conv.whole(problem, operands, (alpha, beta))}
-    return {out: reference_conv.sample(problem, operands, (alpha, beta), count)}
+    return _FAMILIES[type(problem)](problem, operands, scalars, count)

@@ -48,6 +48,16 @@ def whole(problem: ConvProblem, operands: Arrays, scalars: tuple[float, float] =
     return _finished(problem, operands, scalars, index, conv.ravel(), squares.ravel(), sum_abs.ravel())
 
 
+def samples(
+    problem: ConvProblem, operands: Arrays, scalars: tuple[float, float], count: int | None
+) -> dict[str, ConvSample]:
+    """The output's `whole`, or a `sample` of it, by its name."""
+    (out,) = (operand.name for operand in problem.operands if operand.role == "out")
+    if count is None:
+        return {out: whole(problem, operands, scalars)}
+    return {out: sample(problem, operands, scalars, count)}
+
+
 def sample(
     problem: ConvProblem,
     operands: Arrays,

@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import NamedTuple
 
 from nbdnn.errors import InvalidProblem
@@ -295,9 +296,15 @@ EDGES_MATRIX = (
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
 
 
-def edges(op: str) -> list[ConvProblem]:
-    """The edge cases of one op: all in float32 and both layouts; the core in every dtype, mode and epilogue; those of
-    matrix units in bfloat16 too."""
+def edges(op: str) -> Sequence[Problem]:
+    """The edge cases of one op, for the tests."""
+    family = op.partition("_")[0]
+    return conv_edges(op) if family == "conv" else import_module(f"nbdnn.edges_{family}").edges(op)
+
+
+def conv_edges(op: str) -> list[ConvProblem]:
+    """All in float32 and both layouts; the core in every dtype, mode and epilogue; those of matrix units in bfloat16
+    too."""
     plain, last = {2: "nchw", 3: "ncdhw"}, {2: "nhwc", 3: "ndhwc"}
     problems = [_posed(op, "f32", edge, layout) for edge in EDGES_2D for layout in ("nchw", "nhwc")]
     problems += [_posed(op, "f32", edge, layout) for edge in EDGES_3D for layout in ("ncdhw", "ndhwc")]

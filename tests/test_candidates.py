@@ -25,7 +25,7 @@ from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
 from nbdnn.device import Cpu, cpu_device
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cpu import conv_fft, conv_im2col, fft_plan
-from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.problem import CONV_OPS, OPS, ConvProblem, Problem, conv
 from nbdnn.workloads import CORE_2D, edges
 
 # Every config runs on these; they differ in what a config may get wrong: remainders, whole tiles, several tiles.
@@ -34,7 +34,7 @@ _CONFIG_SHAPES = (CORE_2D[0].shape, CORE_2D[1].shape, CORE_2D[4].shape, "n2c70h3
 
 class Cell(NamedTuple):
     candidate: Candidate
-    problem: ConvProblem
+    problem: Problem
 
     def __str__(self) -> str:
         return f"{self.candidate.id}-{self.problem}"
@@ -50,7 +50,7 @@ def _cells() -> list[Cell]:
     device = cpu_device()
     return [
         Cell(candidate, problem)
-        for op in CONV_OPS
+        for op in OPS
         for problem in edges(op)
         for candidate in _listed(op)
         if candidate.supports(problem, device).ok
@@ -87,7 +87,7 @@ def test_kernels_for_narrower_vectors(op: str, narrow: tuple[str, int], device: 
     narrower = replace(device, isa=isa, vector_bytes=min(vector_bytes, device.vector_bytes))
     for candidate in registry.candidates(op):
         for shape in _CONFIG_SHAPES[:3]:
-            problem = parse(f"{op}:f32:{shape}:cross:nchw")
+            problem = conv(f"{op}:f32:{shape}:cross:nchw")
             if candidate.supports(problem, narrower).ok:
                 check(candidate, problem, candidate.configs(problem, narrower)[0], narrower)
 
@@ -96,7 +96,7 @@ def test_kernels_for_narrower_vectors(op: str, narrow: tuple[str, int], device: 
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_problems_taken_in_parts(op: str, layout: str, device: Cpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strips of a lowered image and images whose spectra are held at a time: only large problems have several."""
-    problem = parse(f"{op}:f32:n5c3h9w11:k7r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}")
+    problem = conv(f"{op}:f32:n5c3h9w11:k7r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}")
     monkeypatch.setattr(conv_im2col, "_STRIP_BYTES", 12_000)
     monkeypatch.setattr(conv_fft, "plan", fft_plan.plan.__wrapped__)
     monkeypatch.setattr(fft_plan, "_IMAGES_BYTES", 1)
@@ -107,12 +107,12 @@ def test_problems_taken_in_parts(op: str, layout: str, device: Cpu, monkeypatch:
 
 def test_every_candidate_has_three_problems() -> None:
     counts = Counter(cell.candidate.id for cell in CELLS)
-    listed = [candidate.id for op in CONV_OPS for candidate in _listed(op)]
+    listed = [candidate.id for op in OPS for candidate in _listed(op)]
     assert {name: counts[name] for name in listed if counts[name] < 3} == {}
 
 
 def test_a_reference_of_zeros_is_refused() -> None:
-    problem = parse("conv_fwd:f32:n1c2h8w8:k3r3s3:p1x1:u1x1:d1x1:g1:cross:nchw")
+    problem = conv("conv_fwd:f32:n1c2h8w8:k3r3s3:p1x1:u1x1:d1x1:g1:cross:nchw")
     zeros = reference_conv.whole(problem, {"x": np.zeros(problem.x_shape), "w": np.ones(problem.w_shape)})
     with pytest.raises(AssertionError, match="mostly zero"):
         assert_says_something(problem, zeros)
@@ -192,6 +192,6 @@ def _memory(address: int, shape: tuple[int, ...]) -> np.ndarray:
     ],
 )
 def test_the_checks_catch(fault: str, caught: str | None, device: Cpu) -> None:
-    problem = parse(f"conv_fwd:f32:{CORE_2D[0].shape}:cross:nchw")
+    problem = conv(f"conv_fwd:f32:{CORE_2D[0].shape}:cross:nchw")
     with pytest.raises(AssertionError, match=caught) if caught else nullcontext():
         check(Broken(fault), problem, NoConfig(), device)

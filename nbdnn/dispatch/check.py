@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class Check:
         self._before = {out.name: self._arrays[out.name].copy() for out in self._outputs}
 
     @cached_property
-    def _samples(self) -> dict[str, Sample]:
+    def _samples(self) -> Mapping[str, Sample]:
         arrays = self._arrays | self._before
         values = {o.name: widened(arrays[o.name], o.dtype) for o in self._problem.operands}
         return reference.samples(self._problem, values, self._problem.scalars, _OUTPUTS)

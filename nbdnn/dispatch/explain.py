@@ -119,7 +119,8 @@ def _explained(option: Option, rows: Rows, chosen: tuple[str, str]) -> Explained
 
 def _request_of_flags(problem: Problem) -> policy.Request:
     settings = config.current()
-    algo = settings["dnn.conv.algo_" + problem.op.removeprefix("conv_")]
+    family, _, direction = problem.op.partition("_")
+    algo = settings[f"dnn.conv.algo_{direction}" if family == "conv" else "dnn.policy"]
     by_policy = algo in config.POLICIES
     filters = Filters(
         settings["dnn.deterministic"],

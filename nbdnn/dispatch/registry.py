@@ -29,6 +29,7 @@ def _cpu_lists() -> _Lists:
         conv_pixel_gemm,
         conv_winograd,
         conv_winograd_filter,
+        softmax,
     )
 
     return {
@@ -63,6 +64,8 @@ def _cpu_lists() -> _Lists:
             conv_im2col.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
+        "softmax_fwd": (softmax.FWD_ROWS, softmax.FWD_COLUMNS),
+        "softmax_bwd": (softmax.BWD_ROWS, softmax.BWD_COLUMNS),
     }
 
 

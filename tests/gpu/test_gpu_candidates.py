@@ -8,7 +8,7 @@ from gpus import DEVICE
 
 from nbdnn.candidate import Candidate
 from nbdnn.dispatch import registry
-from nbdnn.problem import CONV_OPS, ConvProblem
+from nbdnn.problem import OPS, Problem
 from nbdnn.workloads import edges
 
 pytestmark = pytest.mark.gpu
@@ -21,14 +21,14 @@ def _listed(op: str) -> list[Candidate]:
 
 CELLS = [
     pytest.param(candidate, problem, id=f"{candidate.id}-{problem}")
-    for op in CONV_OPS
+    for op in OPS
     for problem in edges(op)  # the candidates of a problem follow each other: they share its reference
     for candidate in _listed(op)
 ]
 
 
 @pytest.mark.parametrize(("candidate", "problem"), CELLS)
-def test_cell(candidate: Candidate, problem: ConvProblem) -> None:
+def test_cell(candidate: Candidate, problem: Problem) -> None:
     """Every config of a candidate; what it does not support is counted by the coverage table, not here."""
     if candidate.supports(problem, DEVICE).ok:
         for config in candidate.configs(problem, DEVICE):

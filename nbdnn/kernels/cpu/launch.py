@@ -32,6 +32,7 @@ ARGS = np.dtype(
     align=True,
 )
 assert ARGS.itemsize == 64
+_NO_SCALARS = 1.0, 0.0
 
 _int64 = pointer("i64")
 _args = struct(ARGS)
@@ -86,11 +87,12 @@ class Program:
         self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int = 0, stream: int = 0
     ) -> None:
         padded = pointers + (0,) * (MAX_POINTERS - len(pointers))
+        alpha, beta = scalars or _NO_SCALARS
         if self._lock is None:
-            self._drive(*self._start, *padded, *scalars, workspace)
+            self._drive(*self._start, *padded, alpha, beta, workspace)
         else:
             with self._lock:
-                self._drive(*self._start, *padded, *scalars, workspace)
+                self._drive(*self._start, *padded, alpha, beta, workspace)
 
 
 @cache

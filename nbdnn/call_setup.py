@@ -1,0 +1,144 @@
+"""What the first call of each kind settles: views, copies, outputs and the caller's options, for every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from nbdnn import config
+from nbdnn.array import DTYPE_NAMES, View, alignment, library_of, view
+from nbdnn.call import Call, Copied, Output, Runs
+from nbdnn.dispatch import registry
+from nbdnn.dispatch.policy import Request
+from nbdnn.dispatch.selection import Filters
+from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.problem import Problem
+
+
+class Options(NamedTuple):
+    """What every function but those with algo= takes besides its own arguments."""
+
+    policy: str | None
+    workspace_limit: int | None
+    deterministic: bool | None
+    allow_tf32: bool | None
+    layer: str | int | None
+
+
+def request(problem: Problem, options: Options) -> Request:
+    """How the caller wants the problem computed; the flags speak where an option is None."""
+    settings = config.current()
+    policy = settings["dnn.policy"] if options.policy is None else options.policy
+    is_id = isinstance(policy, str) and "/" in policy and bool(registry.candidate(policy))
+    if not is_id and policy not in config.POLICIES:
+        example = registry.candidates(problem.op)[-1].id
+        valid = ", ".join(config.POLICIES)
+        raise InvalidProblem(f"policy {policy!r} is unknown; valid: {valid}, or a candidate id such as {example}")
+    filters = Filters(
+        deterministic=_or_flag(options.deterministic, settings["dnn.deterministic"]),
+        allow_tf32=_or_flag(options.allow_tf32, settings["dnn.allow_tf32"]),
+        workspace_limit=_or_flag(options.workspace_limit, settings["dnn.workspace_limit"]),
+        candidate=policy if is_id else "",
+    )
+    return Request("guess_on_shape_change" if is_id else policy, filters, options.layer)
+
+
+def _or_flag(given: Any, flag: Any) -> Any:
+    return flag if given is None else given
+
+
+def views_of(names: Sequence[str], arrays: Sequence[Any], required: int) -> list[View | None]:
+    """A view of each array that there is, as the first `required` must be; InvalidProblem where they are not all on the
+    first one's device."""
+    views = [
+        view(array, name) if i < required or array is not None else None
+        for i, (array, name) in enumerate(zip(arrays, names, strict=True))
+    ]
+    first = views[0]
+    assert first is not None
+    for name, each in zip(names, views, strict=True):
+        if each is not None and each.gpu != first.gpu:
+            raise InvalidProblem(f"{name} is on {_place(each.gpu)}, {names[0]} on {_place(first.gpu)}")
+    return views
+
+
+def _place(gpu: int) -> str:
+    return "the CPU" if gpu < 0 else f"GPU {gpu}"
+
+
+def check_shape(name: str, given: View | None, wanted: tuple[int, ...]) -> None:
+    if given is not None and given.shape != wanted:
+        raise InvalidProblem(f"{name} has shape {given.shape}, expected {wanted}")
+
+
+def check_out(name: str, out: View | None, shape: tuple[int, ...], dtype: str) -> None:
+    """What a caller's output must be, beyond its device and layout."""
+    if out is None:
+        return
+    check_shape(name, out, shape)
+    if out.dtype != dtype:
+        raise InvalidType(f"{name} is {DTYPE_NAMES[out.dtype]}, the result {DTYPE_NAMES[dtype]}")
+    if not out.writable:
+        raise InvalidProblem(f"{name} cannot be written (it is read-only, or of JAX)")
+    if out.overlaps_itself:
+        raise InvalidProblem(f"{name} overlaps itself: strides of {out.strides} bytes on shape {out.shape}")
+
+
+def copies_of(
+    names: Sequence[str], views: Sequence[View | None], wanted: dict[int, tuple[bool, str]]
+) -> tuple[Copied, ...]:
+    """Those of the inputs that are not dense in the layout (channels-last?) and dtype `wanted`, by place."""
+    return tuple(
+        Copied(place, names[place], last, dtype)
+        for place, (last, dtype) in wanted.items()
+        if (each := views[place]) is not None and not (each.dtype == dtype and each.is_dense(last))
+    )
+
+
+def common_alignment(views: Sequence[View | None], copies: Sequence[Copied], staged: Sequence[int]) -> int:
+    """What the addresses that a runner will see are all multiples of; outputs at the places `staged` are allocated."""
+    elsewhere = {copied.place for copied in copies} | set(staged)
+    return alignment([each.pointer for i, each in enumerate(views) if each is not None and i not in elsewhere])
+
+
+def assemble(
+    problem: Problem,
+    request: Request,
+    arrays: Sequence[Any],
+    names: Sequence[str],
+    views: Sequence[View | None],
+    order: tuple[int, ...],
+    lasts: dict[int, bool],
+    copies: tuple[Copied, ...],
+    shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    without_plan: Callable[[Any, Any], Runs] | None = None,
+) -> Call:
+    """The call of `problem`, checked but for the outputs that the caller gives.
+
+    order: the place among the arrays of each of ``problem.operands``. lasts: whether each output is channels-last, by
+    place. shapes: of outputs whose operands have more or fewer axes than the caller's arrays.
+    """
+    first = views[0]
+    assert first is not None
+    outputs = []
+    for operand, place in zip(problem.operands, order, strict=True):
+        if operand.role == "out":
+            out, last, shape = views[place], lasts[place], shapes.get(place, operand.shape)
+            check_out(names[place], out, shape, operand.dtype)
+            staged = out is not None and not out.is_dense(last)
+            library = library_of(arrays[place] if staged else arrays[0])
+            allocate = library.allocator(shape, last, operand.dtype, first.gpu)
+            outputs.append(Output(place, library, allocate, staged, operand.keeps))
+    results = {output.place for output in outputs}
+    bounds = {i: each.bounds for i, each in enumerate(views) if each is not None}
+    return Call(
+        problem,
+        request,
+        order,
+        tuple(outputs),
+        copies,
+        tuple((i, names[i], *span) for i, span in bounds.items() if i not in results and any(span)),
+        tuple((i, *span) for i, span in bounds.items() if i in results),
+        without_plan,
+    )

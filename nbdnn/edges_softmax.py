@@ -1,0 +1,44 @@
+"""Edge cases of softmax for the tests, each with its reason."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from nbdnn.problem_softmax import ALGORITHMS, MODES, SoftmaxProblem
+
+# n, c, spatial: every one in float32, both layouts and modes; the core in every dtype and algorithm.
+_CORE = (
+    (4, 10, (1, 1)),  # a classifier: positions of one pixel
+    (2, 21, (5, 6)),  # rows that lie apart in one layout and side by side in the other
+    (2, 3, (2, 3, 4)),  # three axes
+    (3, 130, (1, 7)),  # a row of two vectors of 64 and a rest
+)
+_MORE = (
+    (1, 1, (1, 1)),  # one element: 1, and 0 for the logarithm
+    (1, 2, (1, 1)),
+    (2, 1, (3, 3)),  # one channel: rows of one element
+    (5, 64, (4, 4)),  # whole vectors
+    (3, 65, (3, 17)),  # one more than whole vectors, in both directions
+    (1, 1000, (1, 1)),  # ImageNet
+    (1, 4097, (1, 2)),  # more than a block of threads holds, on addresses that are no multiple of a vector
+    (1, 33000, (1, 1)),  # longer than one block of a GPU holds
+    (70, 5, (1, 1)),  # many short rows
+    (2, 19, (24, 9)),  # positions that do not divide into vectors
+)
+
+
+def edges(op: str) -> list[SoftmaxProblem]:
+    """The edge cases of softmax_fwd or softmax_bwd."""
+    problems = []
+    for (n, c, spatial), mode, last in product((*_CORE, *_MORE), MODES, (False, True)):
+        layout = (("nchw", "nhwc"), ("ncdhw", "ndhwc"))[len(spatial) - 2][last]
+        plain = SoftmaxProblem(op, "f32", n, c, spatial, "accurate", mode, layout)
+        problems.append(plain)
+        if (n, c, spatial) in _CORE:
+            kinds = product(("f32", "f64", "f16", "bf16"), ALGORITHMS)
+            problems += [
+                SoftmaxProblem(op, dtype, n, c, spatial, algorithm, mode, layout) for dtype, algorithm in kinds
+            ]
+            problems.append(SoftmaxProblem(op, "f32", n, c, spatial, "accurate", mode, layout, align=4))
+            problems.append(SoftmaxProblem(op, "bf16", n, c, spatial, "accurate", mode, layout, align=2))
+    return list(dict.fromkeys(problems))

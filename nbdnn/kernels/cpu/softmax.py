@@ -1,0 +1,319 @@
+"""Softmax and its gradient on the CPU: `rows` where the elements of a row are neighbours, `columns` everywhere.
+
+    y[i] = exp(x[i] - m) / sum_j exp(x[j] - m)           log: y[i] = x[i] - m - log(sum_j exp(x[j] - m))
+    dx[i] = (dy[i] - sum_j dy[j] * y[j]) * y[i]          log: dx[i] = dy[i] - exp(y[i]) * sum_j dy[j]
+
+    rows      a task a run of rows; each is read for its maximum, for its exponentials and to be scaled
+    columns   a task `width` neighbouring rows of an image, lane by lane, in a buffer that stays in the second-level
+              cache: width * length elements
+
+Traffic: x and y once from memory where a row (or a buffer) stays in cache. 16-bit data are widened into a worker's
+scratch. Sums in the compute type, of many lanes each; exp is good to 2 ulp. Source: own.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from math import ceil
+
+import numpy as np
+from numba import float32, float64, njit
+
+from nbdnn.candidate import YES, Candidate, NoConfig, Support
+from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.exponential import EXP
+from nbdnn.kernels.cpu.launch import Phase, Program
+from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_softmax import SoftmaxProblem
+
+_LANES = 64  # independent maxima of a row: several whole vectors on every machine
+_BUFFER_BYTES, _LEAST_WIDTH = 256 << 10, 16
+_TASKS_PER_THREAD = 8
+_REASSOCIATED = FASTMATH | {"reassoc"}
+_NS_PER_ELEM = {"rows": 0.5, "columns": 0.7}  # one thread: priors for the guess
+
+_FIELDS = record("rows", "rows_a_task", "length", "inner", "width", "blocks", "scratch", "scratch_bytes")
+
+
+@cache
+def _vector_loops(compute: str, algorithm: str):
+    """Compiled-in functions over one run of elements: (maximum, exponentials and their sum, finished)."""
+    data, exp = pointer(compute), EXP[compute]
+    real = float32 if compute == "f32" else float64
+    lanes_of = stack(_LANES * ITEMSIZE[compute])
+    is_log = algorithm == "log"
+
+    @njit(**DEVICE)
+    def maximum(source, n):
+        x, lanes = data(source), data(lanes_of())
+        whole = n // _LANES * _LANES
+        for j in range(_LANES):
+            lanes[j] = real(-np.inf)
+        for i in range(0, whole, _LANES):
+            for j in range(_LANES):
+                lanes[j] = x[i + j] if x[i + j] > lanes[j] else lanes[j]
+        for i in range(whole, n):
+            lanes[0] = x[i] if x[i] > lanes[0] else lanes[0]
+        found = lanes[0]
+        for j in range(1, _LANES):
+            found = lanes[j] if lanes[j] > found else found
+        return found
+
+    @njit(**DEVICE, fastmath=_REASSOCIATED)
+    def sum_of_powers(target, source, n, shift):
+        """Stores the powers, but for the logarithm, which needs their sum only."""
+        x, y, total = data(source), data(target), real(0.0)
+        if is_log:
+            for i in range(n):
+                total += exp(x[i] - shift)
+        else:
+            for i in range(n):
+                power = exp(x[i] - shift)
+                y[i] = power
+                total += power
+        return total
+
+    @njit(**DEVICE, fastmath=FASTMATH)
+    def finish(target, source, n, shift, total):
+        x, y = data(source), data(target)
+        if is_log:
+            offset = shift + real(math.log(total))
+            for i in range(n):
+                y[i] = x[i] - offset if x[i] == x[i] else x[i]
+        else:
+            scale = real(1.0) / total
+            for i in range(n):
+                y[i] *= scale
+
+    return maximum, sum_of_powers, finish
+
+
+@cache
+def _rows_task(dtype: str, algorithm: str, forward: bool, vl: int):
+    """A run of rows whose elements are neighbours."""
+    compute = DEFAULT_COMPUTE[dtype]
+    i64, at, real = pointer("i64"), struct(_FIELDS), float32 if compute == "f32" else float64
+    widen_row, narrow_row = convert_row(dtype, compute, vl), convert_row(compute, dtype, vl)
+    itemsize, is_wide, shifts = ITEMSIZE[dtype], dtype == compute, algorithm != "fast"
+    maximum, sum_of_powers, finish = _vector_loops(compute, algorithm)
+    dot, combine = _gradient_loops(compute, algorithm)
+
+    def softmax_rows(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        scratch = f.scratch + worker * f.scratch_bytes
+        for row in range(index * f.rows_a_task, min(f.rows, (index + 1) * f.rows_a_task)):
+            start = row * f.length * itemsize
+            source, target = pointers[0] + start, pointers[1] + start
+            if not is_wide:
+                widen_row(scratch, source, f.length)
+                source, target = scratch, scratch
+            shift = maximum(source, f.length) if shifts else real(0.0)
+            total = sum_of_powers(target, source, f.length, shift)
+            finish(target, source, f.length, shift, total)
+            if not is_wide:
+                narrow_row(pointers[1] + start, scratch, f.length)
+
+    def gradient_rows(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        scratch = f.scratch + worker * f.scratch_bytes
+        for row in range(index * f.rows_a_task, min(f.rows, (index + 1) * f.rows_a_task)):
+            start = row * f.length * itemsize
+            dy, y, dx = pointers[0] + start, pointers[1] + start, pointers[2] + start
+            if not is_wide:
+                wide = scratch + f.scratch_bytes // 2
+                widen_row(scratch, dy, f.length)
+                widen_row(wide, y, f.length)
+                dy, y, dx = scratch, wide, scratch
+            combine(dx, dy, y, f.length, dot(dy, y, f.length))
+            if not is_wide:
+                narrow_row(pointers[2] + start, scratch, f.length)
+
+    return compile_task(softmax_rows if forward else gradient_rows, (dtype, algorithm, forward, vl))
+
+
+@cache
+def _gradient_loops(compute: str, algorithm: str):
+    """Compiled-in functions over one run of elements: (what is summed, the gradient)."""
+    data, exp = pointer(compute), EXP[compute]
+    real = float32 if compute == "f32" else float64
+    is_log = algorithm == "log"
+
+    @njit(**DEVICE, fastmath=_REASSOCIATED)
+    def dot(dy, y, n):
+        a, b, total = data(dy), data(y), real(0.0)
+        for i in range(n):
+            total += a[i] if is_log else a[i] * b[i]
+        return total
+
+    @njit(**DEVICE, fastmath=FASTMATH)
+    def combine(dx, dy, y, n, total):
+        a, b, c = data(dy), data(y), data(dx)
+        for i in range(n):
+            c[i] = a[i] - exp(b[i]) * total if is_log else (a[i] - total) * b[i]
+
+    return dot, combine
+
+
+@cache
+def _columns_task(dtype: str, algorithm: str, forward: bool, vl: int):
+    """`width` neighbouring rows of an image, a lane each: first and total of each lane in front of the buffer."""
+    compute = DEFAULT_COMPUTE[dtype]
+    data, i64, at, exp = pointer(compute), pointer("i64"), struct(_FIELDS), EXP[compute]
+    real = float32 if compute == "f32" else float64
+    widen_row, narrow_row = convert_row(dtype, compute, vl), convert_row(compute, dtype, vl)
+    itemsize, real_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
+    shifts, is_log = algorithm != "fast", algorithm == "log"
+
+    @njit(**DEVICE)
+    def larger(found, line, width):
+        for j in range(width):
+            found[j] = line[j] if line[j] > found[j] else found[j]
+
+    @njit(**DEVICE, fastmath=FASTMATH)
+    def add_powers(total, line, shift, width):
+        for j in range(width):
+            power = exp(line[j] - shift[j])
+            total[j] += power
+            if not is_log:
+                line[j] = power
+
+    @njit(**DEVICE, fastmath=FASTMATH)
+    def scaled(line, shift, total, width):
+        for j in range(width):
+            line[j] = line[j] - shift[j] if is_log else line[j] * total[j]
+
+    @njit(**DEVICE, fastmath=FASTMATH)
+    def add_terms(total, a, b, width):
+        for j in range(width):
+            total[j] += a[j] if is_log else a[j] * b[j]
+
+    @njit(**DEVICE, fastmath=FASTMATH)
+    def combined(a, b, total, width):
+        for j in range(width):
+            a[j] = a[j] - exp(b[j]) * total[j] if is_log else (a[j] - total[j]) * b[j]
+
+    def softmax_columns(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        outer, block = index // f.blocks, index % f.blocks
+        first = block * f.width
+        width = min(f.width, f.inner - first)
+        start = (outer * f.length * f.inner + first) * itemsize
+        step, pitch = f.inner * itemsize, f.width * real_bytes
+        front = f.scratch + worker * f.scratch_bytes
+        shift, total, buffer = data(front), data(front + pitch), front + 2 * pitch
+        for j in range(width):
+            shift[j], total[j] = real(-np.inf) if shifts else real(0.0), real(0.0)
+        for i in range(f.length):
+            widen_row(buffer + i * pitch, pointers[0] + start + i * step, width)
+            if shifts:
+                larger(shift, data(buffer + i * pitch), width)
+        for i in range(f.length):
+            add_powers(total, data(buffer + i * pitch), shift, width)
+        for j in range(width):
+            if is_log:
+                shift[j] += real(math.log(total[j]))
+            else:
+                total[j] = real(1.0) / total[j]
+        for i in range(f.length):
+            scaled(data(buffer + i * pitch), shift, total, width)
+            narrow_row(pointers[1] + start + i * step, buffer + i * pitch, width)
+
+    def gradient_columns(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        outer, block = index // f.blocks, index % f.blocks
+        first = block * f.width
+        width = min(f.width, f.inner - first)
+        start = (outer * f.length * f.inner + first) * itemsize
+        step, pitch = f.inner * itemsize, f.width * real_bytes
+        front = f.scratch + worker * f.scratch_bytes
+        total, buffer = data(front), front + 2 * pitch
+        other = buffer + f.length * pitch
+        for j in range(width):
+            total[j] = real(0.0)
+        for i in range(f.length):
+            widen_row(buffer + i * pitch, pointers[0] + start + i * step, width)
+            widen_row(other + i * pitch, pointers[1] + start + i * step, width)
+            add_terms(total, data(buffer + i * pitch), data(other + i * pitch), width)
+        for i in range(f.length):
+            combined(data(buffer + i * pitch), data(other + i * pitch), total, width)
+            narrow_row(pointers[2] + start + i * step, buffer + i * pitch, width)
+
+    return compile_task(softmax_columns if forward else gradient_columns, (dtype, algorithm, forward, vl))
+
+
+class _Softmax(Candidate[NoConfig, Cpu]):
+    provider = "cpu"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def estimate(self, problem: SoftmaxProblem, config: NoConfig, device: Cpu) -> float:
+        _, _, inner = problem.rows
+        lanes_used = 1.0 if self.algorithm == "rows" else min(1.0, inner / device.lanes(problem.compute))
+        elements = problem.operands[0].size_elems
+        return kernel_us(device, 0.0, elements * _NS_PER_ELEM[self.algorithm] / lanes_used, device.threads)
+
+
+class Rows(_Softmax):
+    """Elements of a row are neighbours."""
+
+    algorithm = "rows"
+
+    def supports(self, problem: SoftmaxProblem, device: Cpu) -> Support:
+        inner = problem.rows[2]
+        return YES if inner == 1 else Support(False, f"elements of a row lie {inner} apart, not side by side")
+
+    def prepare(self, problem: SoftmaxProblem, config: NoConfig, device: Cpu) -> Program:
+        rows, length, _ = problem.rows
+        forward, compute = self.op == "softmax_fwd", problem.compute
+        vl = device.lanes(compute)
+        scratch_bytes = 0 if problem.dtype == compute else 2 * _lines(length * ITEMSIZE[compute])
+        scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
+        rows_a_task = ceil(rows / (device.threads * _TASKS_PER_THREAD))
+        ctx = _filled(rows=rows, rows_a_task=rows_a_task, length=length, scratch=scratch, scratch_bytes=scratch_bytes)
+        task = _rows_task(problem.dtype, problem.algorithm, forward, vl)
+        return Program([Phase(task, ceil(rows / rows_a_task), ctx)], [scratch])
+
+
+class Columns(_Softmax):
+    """Neighbours are elements of different rows, lane by lane; supports every softmax."""
+
+    algorithm = "columns"
+
+    def supports(self, problem: SoftmaxProblem, device: Cpu) -> Support:
+        return YES
+
+    def prepare(self, problem: SoftmaxProblem, config: NoConfig, device: Cpu) -> Program:
+        outer, length, inner = problem.rows
+        forward, compute = self.op == "softmax_fwd", problem.compute
+        vl, buffers = device.lanes(compute), 1 if forward else 2
+        fitting = _BUFFER_BYTES // (buffers * length * ITEMSIZE[compute])
+        width = min(max(fitting // vl * vl, _LEAST_WIDTH), inner)
+        scratch_bytes = _lines((buffers * length + 2) * width * ITEMSIZE[compute])
+        scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
+        blocks = ceil(inner / width)
+        ctx = _filled(
+            length=length, inner=inner, width=width, blocks=blocks, scratch=scratch, scratch_bytes=scratch_bytes
+        )
+        task = _columns_task(problem.dtype, problem.algorithm, forward, vl)
+        return Program([Phase(task, outer * blocks, ctx)], [scratch])
+
+
+def _lines(size_bytes: int) -> int:
+    """Rounded up to whole cache lines."""
+    return -(-size_bytes // 64) * 64
+
+
+def _filled(scratch: np.ndarray, **values: int) -> np.ndarray:
+    """The record of a task; what it has no use for is 0."""
+    start = scratch.ctypes.data + -scratch.ctypes.data % 64
+    return filled(_FIELDS, **(dict.fromkeys(_FIELDS.names or (), 0) | values | {"scratch": start}))
+
+
+FWD_ROWS, FWD_COLUMNS = Rows("softmax_fwd"), Columns("softmax_fwd")
+BWD_ROWS, BWD_COLUMNS = Rows("softmax_bwd"), Columns("softmax_bwd")
