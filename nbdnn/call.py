@@ -18,8 +18,6 @@ from nbdnn.dispatch.timing import Given
 from nbdnn.errors import CudaError, InvalidProblem, InvalidType
 from nbdnn.problem import Problem
 
-_ABSENT = (0, None)
-
 
 class Runs(Protocol):
     """A plan, or what stands for one where there is nothing to choose."""
@@ -53,11 +51,12 @@ def compute(
         key: list[Hashable] = [arguments]
         for array in arrays:
             if array is None:
-                pointer, facts = _ABSENT
+                pointers.append(0)
+                key.append(None)
             else:
                 pointer, facts = read_one(array) if type(array) is kind else read(array)
-            pointers.append(pointer)
-            key.append(facts)
+                pointers.append(pointer)
+                key.append(facts)
     except InvalidType:
         _name_unreadable(family.names(arguments), arrays)
         raise
@@ -99,14 +98,14 @@ def _call(
     return call
 
 
-class Output(NamedTuple):
-    """A result of a call. place: of the array that the caller may have given for it. allocate: makes it; or where the
-    given one is not dense (staged), what is computed before it is copied there. keeps: what was in it is read."""
+class Made(NamedTuple):
+    """A result that the call allocates: the caller gave no array for it, or one that is not dense, to which it is copied
+    in the end (is_copied). place: of that array. keeps: what was in it is read."""
 
     place: int
     library: Library
     allocate: Callable[[], Any]
-    staged: bool
+    is_copied: bool
     keeps: bool
 
 
@@ -123,15 +122,16 @@ class Copied(NamedTuple):
 class Call:
     """Calls with equal arguments on arrays of equal shapes, strides and dtypes.
 
-    order: the arrays whose addresses the runner takes, as it takes them. inputs: (place, name, offsets from the address
-    to the first byte and past the last) of every input that is not empty; given: (place, the same two) of the outputs
-    that the caller gives. without_plan: what runs a problem without elements.
+    order: the arrays whose addresses the runner takes, as it takes them. results: places of the outputs. inputs:
+    (place, name, offsets from the address to the first byte and past the last) of every input that is not empty; given:
+    (place, the same two) of the outputs that the caller gives. without_plan: what runs a problem without elements.
     """
 
     problem: Problem
     request: Request
     order: tuple[int, ...]
-    outputs: tuple[Output, ...]
+    results: tuple[int, ...]
+    made: tuple[Made, ...]
     copies: tuple[Copied, ...]
     inputs: tuple[tuple[int, str, int, int], ...]
     given: tuple[tuple[int, int, int], ...]
@@ -147,31 +147,41 @@ class Call:
         stream: int,
     ) -> Any:
         for place, low, high in self.given:
-            self._refuse_overlap(pointers, place, low, high)
-        results = [self._result(output, arrays, pointers) for output in self.outputs]
+            low, high = low + pointers[place], high + pointers[place]
+            for i, name, first, end in self.inputs:
+                if pointers[i] + first < high and low < pointers[i] + end:
+                    raise InvalidProblem(f"out overlaps {name} in memory")
+        outputs = self._allocate(arrays, pointers) if self.made else arrays
         copied = self._copy(arrays, pointers) if self.copies else None
         addresses = tuple([pointers[i] for i in self.order])
         if self.plan is None:
             self.plan = self._plan(context, addresses, scalars, stream)
         self.plan.run(addresses, scalars, stream)
         del copied  # alive until here: the runner had its address
-        for i, (place, library, _, staged, _) in enumerate(self.outputs):
-            if (given := arrays[place]) is None:
-                results[i] = library.given(results[i])
-            elif staged:
-                library.copy(given, results[i])
-                results[i] = given
-        return results[0] if len(results) == 1 else tuple(results)
+        if self.made:
+            self._hand_over(arrays, outputs)
+        if len(self.results) == 1:
+            return outputs[self.results[0]]
+        return tuple([outputs[place] for place in self.results])
 
-    def _result(self, output: Output, arrays: Sequence[Any], pointers: list[int]) -> Any:
-        given = arrays[output.place]
-        if given is not None and not output.staged:
-            return given
-        result = output.allocate()
-        pointers[output.place] = output.library.pointer(result)
-        if output.staged and output.keeps:
-            output.library.copy(result, given)
-        return result
+    def _allocate(self, arrays: Sequence[Any], pointers: list[int]) -> list[Any]:
+        """The arrays, with the results that are made here among them."""
+        outputs = list(arrays)
+        for place, library, allocate, is_copied, keeps in self.made:
+            outputs[place] = allocate()
+            pointers[place] = library.pointer(outputs[place])
+            if is_copied and keeps:
+                library.copy(outputs[place], arrays[place])
+        return outputs
+
+    def _hand_over(self, arrays: Sequence[Any], outputs: Any) -> None:
+        """What was made becomes the caller's, or is copied to where the caller wants it."""
+        for place, library, _, is_copied, _ in self.made:
+            if is_copied:
+                library.copy(arrays[place], outputs[place])
+                outputs[place] = arrays[place]
+            else:
+                outputs[place] = library.given(outputs[place])
 
     def _plan(
         self, context: dispatcher.Context, addresses: tuple[int, ...], scalars: tuple[float, ...], stream: int
@@ -192,14 +202,6 @@ class Call:
             copied.append(dense_copy(arrays[place], channels_last, dtype))
             pointers[place] = library_of(arrays[place]).pointer(copied[-1])
         return copied
-
-    def _refuse_overlap(self, pointers: list[int], place: int, low: int, high: int) -> None:
-        start = pointers[place]
-        low, high = low + start, high + start
-        for i, name, first, end in self.inputs:
-            pointer = pointers[i]
-            if pointer + first < high and low < pointer + end:
-                raise InvalidProblem(f"out overlaps {name} in memory")
 
 
 class NothingToDo:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from nbdnn import config
 from nbdnn.array import DTYPE_NAMES, View, alignment, library_of, view
-from nbdnn.call import Call, Copied, Output, Runs
+from nbdnn.call import Call, Copied, Made, Runs
 from nbdnn.dispatch import registry
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import Filters
@@ -121,22 +121,24 @@ def assemble(
     """
     first = views[0]
     assert first is not None
-    outputs = []
+    made = []
+    results = tuple(place for operand, place in zip(problem.operands, order, strict=True) if operand.role == "out")
     for operand, place in zip(problem.operands, order, strict=True):
         if operand.role == "out":
             out, last, shape = views[place], lasts[place], shapes.get(place, operand.shape)
             check_out(names[place], out, shape, operand.dtype)
-            staged = out is not None and not out.is_dense(last)
-            library = library_of(arrays[place] if staged else arrays[0])
+            if out is not None and out.is_dense(last):
+                continue
+            library = library_of(arrays[0] if out is None else arrays[place])
             allocate = library.allocator(shape, last, operand.dtype, first.gpu)
-            outputs.append(Output(place, library, allocate, staged, operand.keeps))
-    results = {output.place for output in outputs}
+            made.append(Made(place, library, allocate, out is not None, operand.keeps))
     bounds = {i: each.bounds for i, each in enumerate(views) if each is not None}
     return Call(
         problem,
         request,
         order,
-        tuple(outputs),
+        results,
+        tuple(made),
         copies,
         tuple((i, names[i], *span) for i, span in bounds.items() if i not in results and any(span)),
         tuple((i, *span) for i, span in bounds.items() if i in results),

@@ -92,11 +92,10 @@ def dnn_conv(
     return _compute(
         (
             "conv_fwd", 2, None, border_mode, subsample, dilation, conv_mode, direction_hint, algo, precision,
-            num_groups, activation, workspace_limit, deterministic, allow_tf32, layer,
+            num_groups, activation, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, kerns, bias, residual, out),
-        alpha,
-        beta,
+        (float(alpha), float(beta)),
         stream,
     )  # fmt: skip
 
@@ -142,11 +141,10 @@ def dnn_gradinput(
     return _compute(
         (
             "conv_bwd_data", 2, _hashable(img_shp), border_mode, subsample, dilation, conv_mode, None, algo, precision,
-            num_groups, None, workspace_limit, deterministic, allow_tf32, layer,
+            num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (kerns, topgrad, None, None, out),
-        alpha,
-        beta,
+        (float(alpha), float(beta)),
         stream,
     )  # fmt: skip
 
@@ -192,11 +190,10 @@ def dnn_gradweight(
     return _compute(
         (
             "conv_bwd_filter", 2, _hashable(kerns_shp), border_mode, subsample, dilation, conv_mode, None, algo,
-            precision, num_groups, None, workspace_limit, deterministic, allow_tf32, layer,
+            precision, num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, topgrad, None, None, out),
-        alpha,
-        beta,
+        (float(alpha), float(beta)),
         stream,
     )  # fmt: skip
 
@@ -229,11 +226,10 @@ def dnn_conv3d(
     return _compute(
         (
             "conv_fwd", 3, None, border_mode, subsample, dilation, conv_mode, direction_hint, algo, precision,
-            num_groups, activation, workspace_limit, deterministic, allow_tf32, layer,
+            num_groups, activation, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, kerns, bias, residual, out),
-        alpha,
-        beta,
+        (float(alpha), float(beta)),
         stream,
     )  # fmt: skip
 
@@ -265,11 +261,10 @@ def dnn_gradinput3d(
     return _compute(
         (
             "conv_bwd_data", 3, _hashable(img_shp), border_mode, subsample, dilation, conv_mode, None, algo, precision,
-            num_groups, None, workspace_limit, deterministic, allow_tf32, layer,
+            num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (kerns, topgrad, None, None, out),
-        alpha,
-        beta,
+        (float(alpha), float(beta)),
         stream,
     )  # fmt: skip
 
@@ -301,11 +296,10 @@ def dnn_gradweight3d(
     return _compute(
         (
             "conv_bwd_filter", 3, _hashable(kerns_shp), border_mode, subsample, dilation, conv_mode, None, algo,
-            precision, num_groups, None, workspace_limit, deterministic, allow_tf32, layer,
+            precision, num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, topgrad, None, None, out),
-        alpha,
-        beta,
+        (float(alpha), float(beta)),
         stream,
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ class Arguments(NamedTuple):
     """Everything of a call but its arrays and scalars, as the caller gave it.
 
     shape: img_shp or kerns_shp of a gradient. layer: what separates equal layers for the ``*_once`` policies.
+    has_beta: whether beta is not 0, so that out is read.
     """
 
     op: str
@@ -39,6 +40,7 @@ class Arguments(NamedTuple):
     deterministic: bool | None
     allow_tf32: bool | None
     layer: str | int | None
+    has_beta: bool
 
 
 def axes(name: str, value: Any, ndim: int, smallest: int = 1) -> tuple[int, ...]:

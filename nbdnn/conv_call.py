@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,6 @@ _FACTORS = {
     "conv_bwd_data": ("kerns", "topgrad"),
     "conv_bwd_filter": ("img", "topgrad"),
 }
-
-
-def compute(arguments: tuple, arrays: Sequence[Any], alpha: float, beta: float, stream: Any = None) -> Any:
-    """The result of a call.
-
-    arguments: the fields of `Arguments`, a plain tuple because it is part of the memo's key. arrays: both factors,
-    bias, residual and out, the last three None where absent. stream: what the caller gave, for arrays on a GPU.
-    """
-    return call.compute(_FAMILY, (arguments, beta != 0), arrays, (float(alpha), float(beta)), stream)
 
 
 class _EpilogueOfZeros:
@@ -69,13 +61,12 @@ class _EpilogueOfZeros:
 
 
 def _names(arguments: tuple) -> tuple[str, ...]:
-    (op, *_), _ = arguments
-    return (*_FACTORS[op], "bias", "residual", "out")
+    return (*_FACTORS[arguments[0]], "bias", "residual", "out")
 
 
 def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]) -> Call:
     """Check the arguments against the arrays, and settle dtype, layouts and copies."""
-    given, has_beta = Arguments(*arguments[0]), arguments[1]
+    given = Arguments(*arguments)
     conv_arguments.check(given)
     names = _names(arguments)
     views = call_setup.views_of(names, arrays, required=_BIAS)
@@ -84,7 +75,7 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
             _check_rank(given, name, len(each.shape))
     first, second, bias, residual, out = views
     assert first is not None and second is not None
-    if has_beta and out is None:
+    if given.has_beta and out is None:
         raise InvalidProblem(f"beta is {scalars[1]}, which needs the array it multiplies: out=")
 
     dtype = common_dtype([each.dtype for each in views[:_OUT] if each is not None])
@@ -93,7 +84,7 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
     copies = call_setup.copies_of(names, views, {place: (last, dtype) for place, last in wanted.items()})
     staged = [_OUT] if out is not None and not out.is_dense(lasts[2]) else []
     epilogue = epilogue_tokens(
-        bias=bias is not None, activation=given.activation, residual=residual is not None, beta=has_beta
+        bias=bias is not None, activation=given.activation, residual=residual is not None, beta=given.has_beta
     )
     align = call_setup.common_alignment(views, copies, staged)
     problem = _problem(given, first, second, dtype, lasts, align, epilogue)
@@ -105,9 +96,6 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
     return call_setup.assemble(
         problem, request, arrays, names, views, order, {_OUT: lasts[2]}, copies, without_plan=without_plan
     )
-
-
-_FAMILY = call.Family(_names, _prepare)
 
 
 def _check_rank(given: Arguments, name: str, rank: int) -> None:
@@ -189,3 +177,8 @@ def _given_shape(given: Arguments, name: str) -> tuple[int, ...]:
     shape = conv_arguments.shape(name, given.shape)
     _check_rank(given, name, len(shape))
     return shape
+
+
+# The result of a call: (arguments, arrays, (alpha, beta), stream). arguments: the fields of `Arguments` as a plain
+# tuple, which is part of the memo's key. arrays: both factors, bias, residual and out, the last three None where absent.
+compute = partial(call.compute, call.Family(_names, _prepare))

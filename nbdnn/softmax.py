@@ -59,7 +59,7 @@ def dnn_softmax(
     -inf alone, or with a NaN, is NaN, as in NumPy. Thread-safe.
     """
     options = policy, workspace_limit, deterministic, allow_tf32, layer
-    return _compute(("softmax_fwd", algo, mode, *options), (x, out), stream)
+    return _compute(("softmax_fwd", algo, mode, *options), (x, out), (), stream)
 
 
 def dnn_softmax_grad(
@@ -91,7 +91,7 @@ def dnn_softmax_grad(
         As in `dnn_softmax`; also where `dy` and `y` differ in shape.
     """
     options = policy, workspace_limit, deterministic, allow_tf32, layer
-    return _compute(("softmax_bwd", algo, mode, *options), (dy, y, out), stream)
+    return _compute(("softmax_bwd", algo, mode, *options), (dy, y, out), (), stream)
 
 
 def _compute(*call: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from nbdnn import call, call_setup
@@ -14,11 +15,6 @@ from nbdnn.problem_softmax import SoftmaxProblem
 
 _NAMES = {"softmax_fwd": ("x", "out"), "softmax_bwd": ("dy", "y", "out")}
 _RANKS = 2, 5
-
-
-def compute(arguments: tuple, arrays: Sequence[Any], stream: Any = None) -> Any:
-    """The result of a call. arguments: op, algo, mode and `call_setup.Options`. arrays: the inputs and out."""
-    return call.compute(_FAMILY, arguments, arrays, (), stream)
 
 
 def _names(arguments: tuple) -> tuple[str, ...]:
@@ -67,4 +63,6 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
     )
 
 
-_FAMILY = call.Family(_names, _prepare)
+# The result of a call: (arguments, arrays, scalars, stream). arguments: op, algo, mode and the fields of
+# `call_setup.Options`. arrays: the inputs and out.
+compute = partial(call.compute, call.Family(_names, _prepare))

@@ -499,6 +499,6 @@ def test_the_first_call_of_a_process_passes_its_stream_on() -> None:
         "seen = []\n"
         "sys.modules['nbdnn.conv_call'] = types.SimpleNamespace(compute=lambda *call: seen.append(call))\n"
         "for _ in range(2): nbdnn.dnn_conv('x', 'w', alpha=3, out='y', stream=7)\n"
-        "assert seen[0] == seen[1] and seen[0][1:] == (('x', 'w', None, None, 'y'), 3, 0, 7), seen"
+        "assert seen[0] == seen[1] and seen[0][1:] == (('x', 'w', None, None, 'y'), (3.0, 0.0), 7), seen"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
