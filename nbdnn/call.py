@@ -99,8 +99,8 @@ def _call(
 
 
 class Made(NamedTuple):
-    """A result that the call allocates: the caller gave no array for it, or one that is not dense, to which it is copied
-    in the end (is_copied). place: of that array. keeps: what was in it is read."""
+    """A result that the call allocates: the caller gave no array for it, or one that is not dense, to which it is
+    copied in the end (is_copied). place: of that array. keeps: what was in it is read."""
 
     place: int
     library: Library

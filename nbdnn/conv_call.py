@@ -180,5 +180,5 @@ def _given_shape(given: Arguments, name: str) -> tuple[int, ...]:
 
 
 # The result of a call: (arguments, arrays, (alpha, beta), stream). arguments: the fields of `Arguments` as a plain
-# tuple, which is part of the memo's key. arrays: both factors, bias, residual and out, the last three None where absent.
+# tuple, which is part of the memo's key. arrays: both factors, bias, residual and out, the last three None if absent.
 compute = partial(call.compute, call.Family(_names, _prepare))
