@@ -281,7 +281,7 @@ EDGES_3D = (
     Edge("n2c3d5h2w3:k2t3r1s1:p0x0x0:u3x1x1:d2x1x1:g1", "the same along the depth"),
     Edge("n1c9d4h6w7:k9t3r3s3:p1x1x1:u1x1x1:d1x1x1:g9", "depthwise in 3-D"),
 )
-# Channels in multiples of 8, which matrix units take; posed channels-last, in float32 and bfloat16.
+# Channels in multiples of 8, which matrix units take; posed in float32, bfloat16 and, in mixed layouts, float16.
 EDGES_MATRIX = (
     Edge("n2c72h5w6:k40r3s3:p1x1:u2x2:d1x1:g1", "channels beyond a stage with a remainder, stride 2"),
     Edge("n1c16h7w9:k32r3s2:ba1.2x0.3:u2x1:d1x2:g2", "asymmetric in every parameter, groups of unequal width"),
@@ -290,6 +290,7 @@ EDGES_MATRIX = (
     Edge("n1c136h5w5:k72r1s1:p1x1:u1x1:d1x1:g1", "1x1 with padding, a remainder behind several tiles"),
     Edge("n1c256h3w4:k24r3s3:p1x1:u1x1:d1x1:g1", "few outputs of a long reduction, which is cut into parts"),
     Edge("n1c64h17w19:k248r3s3:p1x1:u1x1:d1x1:g1", "several tiles on every axis"),
+    Edge("n2c16h6w8:k24r3s3:p1x1:u1x1:d1x1:g1", "planes whose pixels are stored four at a time"),
     Edge("n1c24d3h4w5:k16t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1", "stride 2 in 3-D"),
     Edge("n2c16d5h6w7:k32t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2", "asymmetric in every parameter, grouped, 3-D"),
 )
@@ -303,7 +304,7 @@ def edges(op: str) -> Sequence[Problem]:
 
 
 def conv_edges(op: str) -> list[ConvProblem]:
-    """All in float32 and both layouts; the core in every dtype, mode and epilogue; those of matrix units in bfloat16
+    """All in float32 and both layouts; the core in every dtype, mode and epilogue; those of matrix units in 16 bits
     too."""
     plain, last = {2: "nchw", 3: "ncdhw"}, {2: "nhwc", 3: "ndhwc"}
     problems = [_posed(op, "f32", edge, layout) for edge in EDGES_2D for layout in ("nchw", "nhwc")]
@@ -325,8 +326,12 @@ def conv_edges(op: str) -> list[ConvProblem]:
             replace(channels_last, align=4),
         ]
     for edge in EDGES_MATRIX:
-        posed = _posed(op, "f32", edge, last[3 if "d" in edge.shape.partition(":")[0] else 2])
-        problems += [posed, replace(posed, dtype="bf16", mode="conv", compute="")]
+        ndim = 3 if "d" in edge.shape.partition(":")[0] else 2
+        for layout, other in ((last[ndim], plain[ndim]), (plain[ndim], last[ndim])):
+            posed = _posed(op, "f32", edge, layout)
+            problems += [posed, replace(posed, dtype="bf16", mode="conv", compute="")]
+            if edge in EDGES_MATRIX[::4]:
+                problems.append(replace(posed, dtype="f16", compute="", y_layout=other))
     epilogues = EPILOGUES if op == "conv_fwd" else ("beta",)
     problems += [
         replace(_posed(op, "f32", edge, layout), epilogue=tuple(epilogue.split("+")))
@@ -334,6 +339,8 @@ def conv_edges(op: str) -> list[ConvProblem]:
         for edge in CORE_2D[1:5]
         for layout in ("nchw", "nhwc")
     ]
+    in_16_bits = [replace(p, dtype="bf16", compute="") for p in problems if p.epilogue and CORE_2D[1].shape in str(p)]
+    problems += in_16_bits
     return list(dict.fromkeys(problems))
 
 

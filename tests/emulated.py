@@ -107,6 +107,7 @@ class Block:
 
     INTEGER, REAL = {32: _int32, 64: int}, {"f32": float, "f64": float}
     WIDEN = NARROW = dict.fromkeys(("f16", "bf16", "f32", "f64"), _same)
+    WORD = staticmethod(int)
     divided, inline, pointer = staticmethod(_divided), staticmethod(_same), staticmethod(_same)
     words_of = word_of = float_of = computed_here = staticmethod(_same)
 
@@ -211,6 +212,10 @@ class Block:
         self._now.allocated = start + count
         assert self._now.allocated <= _SHARED_WORDS
         return SharedArray(self, start)
+
+    @staticmethod
+    def dynamic_shared() -> int:
+        return 0
 
     @staticmethod
     def shared_address(array: SharedArray) -> int:

@@ -52,10 +52,10 @@ _EVERY_DTYPE, _EVERY_LAYOUT = "f16 bf16 f32 f64", "nchw nhwc ncdhw ndhwc"
 _FORWARD_ENDS = "e:bias e:bias+relu e:swish e:sigmoid e:tanh e:bias+relu+res+beta a4"
 _FORWARD = Covers(_EVERY_DTYPE, _EVERY_LAYOUT, ", ".join(_SHAPES_2D), _FORWARD_ENDS)
 _GRADIENT = _FORWARD._replace(ends="e:beta a4")
-# Matrix units: channels of a group in multiples of 8 (TF32: 4), in memory next to each other.
+# Matrix units: channels of a group in multiples of 8 (TF32: 4).
 _OF_MATRIX = "3x3, 1x1, 5x5, stride, dilation, asymmetric, conv mode, one pixel"
-_MATRIX = Covers("f16 bf16", "nhwc ndhwc", _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
-_MATRIX_TF32 = Covers("f32", "nhwc ndhwc", _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
+_MATRIX = Covers("f16 bf16", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
+_MATRIX_TF32 = Covers("f32", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
 _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
 _OF_GROUPED = _OF_STEM._replace(shapes="groups")
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"

@@ -20,8 +20,8 @@ import ml_dtypes
 import numpy as np
 
 import nbdnn.kernels.cuda as package
-from nbdnn.kernels.cuda import epilogue, gemm_gather, gemm_pixels, gemm_store, gemm_tile
-from nbdnn.kernels.cuda.launch import Launch
+from nbdnn.kernels.cuda import epilogue, gemm_gather, gemm_pixels, gemm_store, gemm_tile, quads
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
 
 _NARROW = {"f16": np.float16, "bf16": ml_dtypes.bfloat16}
 _SHARED_BASE = 1024  # an address of shared memory, so that 0 is none
@@ -58,9 +58,15 @@ _here = _Here()
 
 def run(launch: Launch, operands: Sequence[np.ndarray], workspace: np.ndarray, scalars: tuple[float, float]) -> None:
     """All blocks of a launch, one after the other; operands are flat, 16-bit ones as uint16."""
-    kernel, _ = launch.source.builder(*launch.source.specialised_on)
-    given = [*operands, workspace, np.zeros(0, np.float32)]
-    arguments = (*(given[place] for place in launch.pointers), *map(np.float32, scalars), launch.integers)
+    kernel, types = launch.source.builder(*launch.source.specialised_on)
+
+    def memory(place: int, dtype: str) -> np.ndarray:
+        if place > WORKSPACE:
+            return [*operands, np.zeros(0, np.float32)][place]
+        return workspace.view(np.uint8)[WORKSPACE - place :].view(np.uint16 if dtype in _NARROW else np.float32)
+
+    pointers = tuple(map(memory, launch.pointers, types))
+    arguments = (*pointers, *(map(np.float32, scalars) if launch.scalars else ()), launch.integers)
     threads = launch.source.threads
     for y in range(launch.grid[1]):
         for x in range(launch.grid[0]):
@@ -108,7 +114,7 @@ def _install(modules: dict[str, ModuleType | None]) -> None:
         else:
             sys.modules[f"{package.__name__}.{name}"] = module
             setattr(package, name, module)
-    for user in (epilogue, gemm_gather, gemm_pixels, gemm_store, gemm_tile):
+    for user in (epilogue, gemm_gather, gemm_pixels, gemm_store, gemm_tile, quads):
         for function in vars(user).values():
             if hasattr(function, "cache_clear"):
                 function.cache_clear()
@@ -140,8 +146,8 @@ def _ptx() -> ModuleType:
         INTEGER={32: _int32, 64: int},
         WORD=lambda value: int(value) & 0xFFFFFFFF,
         REAL={"f32": np.float32},
-        WIDEN=dict.fromkeys(("f16", "bf16", "f32")),
-        NARROW=dict.fromkeys(("f16", "bf16", "f32")),
+        WIDEN={"f32": lambda value: value, **{dtype: _widen(kind) for dtype, kind in _NARROW.items()}},
+        NARROW={"f32": lambda value: value, **{dtype: _narrow(kind) for dtype, kind in _NARROW.items()}},
         pointer=lambda dtype: dtype,
         record=lambda fields, bits: fields,
         thread_x=lambda: _here.thread,
@@ -152,12 +158,26 @@ def _ptx() -> ModuleType:
         shift_left=_shift_left,
         fma=lambda a, b, c: np.float32(np.float64(a) * np.float64(b) + np.float64(c)),
         address=lambda base, index: (base, index),
+        load_constant=_element,
         LOAD=loads,
         LOAD_CONSTANT=loads,
         STORE=stores,
         cuda=SimpleNamespace(local=local, shared=shared, syncthreads=lambda: _here.block.barrier.wait()),
     )
     return module
+
+
+def _widen(kind: type) -> Callable:
+    return lambda element: element.view(kind).astype(np.float32)
+
+
+def _narrow(kind: type) -> Callable:
+    return lambda value: np.float32(value).astype(kind).view(np.uint16)
+
+
+def _element(base: np.ndarray, index: int):
+    assert 0 <= index < base.size, (index, base.size)
+    return base[index]
 
 
 def _words_at(base: np.ndarray, index: int, count: int) -> np.ndarray:
@@ -225,6 +245,7 @@ def _ptx_tile() -> ModuleType:
         UNPACK={dtype: unpack(kind) for dtype, kind in _NARROW.items()},
         PACK={dtype: pack(kind) for dtype, kind in _NARROW.items()},
         float_of=lambda word: np.array([word], np.uint32).view(np.float32)[0],
+        PAIR_HALVES={0: lambda a, b: a & 0xFFFF | (b & 0xFFFF) << 16, 1: lambda a, b: a >> 16 | b >> 16 << 16},
         word_of=lambda value: int(np.array([value], np.float32).view(np.uint32)[0]),
         dynamic_shared=lambda: _SHARED_BASE,
         LOAD_SHARED={
@@ -284,12 +305,12 @@ def _load_words(places: tuple) -> Callable:
     return lambda address: _collective(address, compute)
 
 
-def _store_pairs(places: tuple) -> Callable:
+def _store_floats(places: tuple, count: int) -> Callable:
     def compute(brought: list[tuple]) -> list[None]:
         for i, place in enumerate(places):
-            found = _at([address for address, _ in brought], place, 8, 16)
+            found = _at([address for address, _ in brought], place, 4 * count, 32 // count)
             for at, (_, values) in zip(found, brought, strict=True):
-                _shared(at, 8).view(np.float32)[:] = values[2 * i : 2 * i + 2]
+                _shared(at, 4 * count).view(np.float32)[:] = values[count * i : count * (i + 1)]
         return [None] * 32
 
     return lambda address, values: _collective((address, values), compute)
@@ -336,7 +357,7 @@ def _ptx_matrix() -> ModuleType:
     module.__dict__.update(
         load_matrices_at=cache(_load_matrices),
         load_words_at=cache(_load_words),
-        store_pairs_at=cache(_store_pairs),
+        store_floats_at=cache(_store_floats),
         multiply_tile=cache(_multiply),
         zeros=lambda count: lambda: (np.float32(0.0),) * count,
     )

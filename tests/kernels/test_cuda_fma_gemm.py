@@ -22,6 +22,7 @@ from nbdnn.kernels.cuda import (
     fma_gather,
     fma_store,
     fma_tile,
+    quads,
 )
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.fma_plan import Config
@@ -33,7 +34,7 @@ CANDIDATES = {c.op: c for c in (conv_fma_gemm.FWD, conv_fma_gemm.BWD_DATA, conv_
 
 def run(problem: ConvProblem, config: Config, block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of all launches of a candidate: the output must be exact."""
-    install(block, (add_parts, epilogue, fma_filter, fma_gather, fma_store, fma_tile), monkeypatch)
+    install(block, (add_parts, epilogue, fma_filter, fma_gather, fma_store, fma_tile, quads), monkeypatch)
     got, expected = result(CANDIDATES[problem.op], problem, config, H200, block)
     assert got == expected
 

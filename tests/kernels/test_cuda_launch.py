@@ -12,7 +12,7 @@ from nbdnn import driver
 from nbdnn.errors import CudaError
 from nbdnn.kernels.cuda import launch as cuda_launch
 from nbdnn.kernels.cuda.compile import Kernel, Source
-from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, Program, load
+from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, Program, in_workspace, load
 
 X, W, Y, SCRATCH = 0x7F0000000100, 0x7F0000000200, 0x7F0000000300, 0x7F0000000400
 
@@ -114,6 +114,16 @@ def test_a_kernel_of_one_pointer_and_no_scalars(stand_in: StandIn) -> None:
     stand_in.types = (ctypes.c_void_p, ctypes.c_int32)
     Program([launch(pointers=(1,), scalars="", integers=(5,))], "sm_90a")((X, W, Y), (1.0, 0.0))
     assert stand_in.started[0].arguments == (W, 5)
+
+
+def test_pointers_into_the_workspace(stand_in: StandIn) -> None:
+    given = (in_workspace(256), 2, in_workspace(0))
+    Program([launch(pointers=given), launch(pointers=(NULL, WORKSPACE, in_workspace(4)))], "sm_90a")(
+        (X, W, Y), (1.0, 0.0), SCRATCH
+    )
+    first, second = (started.arguments[:3] for started in stand_in.started)
+    assert first == (SCRATCH + 256, Y, SCRATCH)
+    assert second == (None, SCRATCH, SCRATCH + 4)
 
 
 def test_launches_follow_each_other_and_empty_grids_are_left_out(stand_in: StandIn) -> None:

@@ -16,6 +16,8 @@ from nbdnn.kernels.cuda import conv_mma_gemm, conv_mma_gemm_filter
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate
 from nbdnn.kernels.cuda.gemm_tile import Tile
+from nbdnn.kernels.cuda.launch import WORKSPACE
+from nbdnn.kernels.cuda.turn_channels import input_places, turn_inputs, turned_bytes
 from nbdnn.problem import CONV_OPS, ConvProblem, parse
 
 CANDIDATES = (*conv_mma_gemm.FWD, *conv_mma_gemm.BWD_DATA, *conv_mma_gemm_filter.BWD_FILTER)
@@ -29,6 +31,12 @@ _SHAPES = (
     ("n1c16h8w11:k8r3s3:p2x2:u2x4:d2x2:g1:conv:nhwc", "stride and dilation with a common factor"),
     ("n2c16h5w5:k24r1s1:p0x0:u2x2:d1x1:g1:cross:nhwc", "one tap"),
     ("n2c16d3h4w5:k16t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2:cross:ndhwc", "3-D, asymmetric in every parameter"),
+    ("n2c16h5w6:k24r3s3:p1x1:u1x1:d1x1:g1:conv:nchw", "planar: pixels of 16 bits two at a time, taps one"),
+    ("n2c24h4w7:k16r3s2:ba1.2x0.3:u2x1:d1x2:g1:cross:nchw", "planar, four pixels of a plane at a time, residues"),
+    ("n1c16h5w7:k32r2s2:p0x0:u1x1:d1x1:g2:cross:nchw:ynhwc", "planar in, channels-last out, groups"),
+    ("n2c16h7w5:k24r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc:ynchw", "channels-last in, planar out"),
+    ("n1c8h6w4:k16r2s3:p1x1:u1x1:d1x1:g1:cross:nhwc:kcrs", "the filter alone is turned"),
+    ("n1c16d3h4w3:k8t2r1s2:p1x0x1:u1x1x2:d1x1x1:g1:conv:ncdhw", "planar 3-D"),
 )
 _ENDS = ("e:bias", "e:res+beta", "e:bias+relu+res+beta")
 
@@ -90,9 +98,47 @@ def test_a_launch_as_it_is_chosen(op: str, dtype: str, on_lanes: None) -> None:
 @pytest.mark.parametrize("end", _ENDS)
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_the_epilogue_is_fused_whole(dtype: str, end: str, parts: int, on_lanes: None) -> None:
-    check_on_lanes(
-        parse(f"conv_fwd:{dtype}:n2c16h3w3:k24r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc:{end}"), Config(_ONE_WARP, parts)
-    )
+    for shape, layout in (("h3w3", "nhwc"), ("h3w3", "nchw"), ("h2w4", "nchw")):
+        text = f"conv_fwd:{dtype}:n2c16{shape}:k24r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}:{end}"
+        check_on_lanes(parse(text), Config(_ONE_WARP, parts))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
+@pytest.mark.parametrize("shape", ["n2c16h5w7:k24r3s2", "n2c24h6w4:k16r1s3"])
+def test_inputs_are_turned(dtype: str, shape: str, on_lanes: None) -> None:
+    """Both at once, one alone, and none."""
+    for layouts, launches in (("nchw", 2), ("nchw:krsc", 2), ("nhwc:kcrs", 2), ("nhwc:ynchw", 1)):
+        problem = parse(f"conv_fwd:{dtype}:{shape}:p1x1:u1x1:d1x1:g1:cross:{layouts}")
+        config = Config(_ONE_WARP, 1)
+        assert len(candidate_of(problem).launches(problem, config, H200)) == launches
+        check_on_lanes(problem, config)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "words"),
+    [
+        ("bf16", "n2c72h9w8:k8", (4, 1)),
+        ("bf16", "n1c136h5w20:k16", (2, 1)),
+        ("bf16", "n2c24h9w9:k8", (0, 1)),
+        ("bf16", "n2c24h3w3:k72", (0, 1)),
+        ("f32", "n2c36h11w12:k4", (4, 1)),
+        ("f32", "n1c40h6w11:k36", (2, 1)),
+        ("f32", "n2c4h9w9:k4", (1, 1)),
+    ],
+)
+def test_every_element_is_turned(dtype: str, shape: str, words: tuple[int, int], on_lanes: None) -> None:
+    """In tiles by loads of 16 and 8 bytes, and by words and elements, with remainders of channels and pixels."""
+    problem = parse(f"conv_fwd:{dtype}:{shape}r2s2:p1x1:u1x1:d1x1:g1:cross:nchw")
+    numpy_dtype = np.float32 if dtype == "f32" else np.uint16
+    flat = [np.arange(o.size_elems).astype(numpy_dtype) for o in problem.operands]
+    workspace = np.zeros(turned_bytes(problem) // 4, np.float32)
+    (launch,) = turn_inputs(problem, 0)
+    assert launch.source.specialised_on[1:] == words
+    lanes.run(launch, flat, workspace, (1.0, 0.0))
+    for place, source, operand in zip(input_places(problem, 0), flat, problem.operands, strict=False):
+        at = (WORKSPACE - place) // source.itemsize
+        turned = workspace.view(numpy_dtype)[at : at + source.size].reshape(operand.shape[0], -1, operand.shape[1])
+        assert np.array_equal(turned.swapaxes(1, 2).ravel(), source)
 
 
 def _tiles(op: str, dtype: str) -> tuple[MmaCandidate, ConvProblem, tuple[Tile, ...]]:
@@ -138,12 +184,11 @@ def test_refusals_name_the_number() -> None:
         assert not support.ok
         return support.reason
 
-    (sixteen, tf32), (filter_16, _) = conv_mma_gemm.FWD, conv_mma_gemm_filter.BWD_FILTER
+    sixteen, tf32 = conv_mma_gemm.FWD
     rest = "r3s3:p1x1:u1x1:d1x1:g1:cross"
     assert "f32" in reason(sixteen, f"f32:n1c8h8w8:k8{rest}:nhwc")
     assert "12 input channels" in reason(sixteen, f"bf16:n1c12h8w8:k8{rest}:nhwc")
     assert "6 output channels" in reason(tf32, f"f32:n1c8h8w8:k6{rest}:nhwc")
-    assert "nchw" in reason(filter_16, f"bf16:n1c8h8w8:k8{rest}:nchw")
     assert "8 bytes" in reason(sixteen, f"bf16:n1c8h8w8:k8{rest}:nhwc:a8")
     assert "extent 17" in reason(sixteen, "bf16:n1c8h32w32:k8r3s17:p1x8:u1x1:d1x1:g1:cross:nhwc")
     assert "3072000000" in reason(sixteen, f"bf16:n3c1024h1000w1000:k8{rest}:nhwc")

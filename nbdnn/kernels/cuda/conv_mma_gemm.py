@@ -1,4 +1,4 @@
-"""Implicit GEMM on the tensor cores (mma.sync), channels-last: forward and bwd_data, any stride, dilation and group.
+"""Implicit GEMM on the tensor cores (mma.sync): forward and bwd_data of any stride, dilation, group and layout.
 
     out[pixel, o] = sum over taps, i of  image[pixel reached by tap, i] * w[o, tap, i]
     rows of a: pixels, m of a block         columns of b: output channels, n         k: taps, within them channels
@@ -13,8 +13,9 @@ pixels of dx whose position has one residue on each axis see the same taps; a bl
 which the sum is again a convolution of stride 1, with every (stride / gcd(stride, dilation))-th tap.
 
 A reduction may be cut into parts, for as many more blocks: their sums go to the workspace and are added in order.
-Traffic: image once from memory, taps * n tiles times from cache; w once a row of tiles. Accumulates in float32; TF32
-rounds both factors to 10 bits. Source: own; the pipeline's shape is known from CUTLASS.
+An image or filter whose channels are not last in memory is turned first; a planar output is stored as it is, pixels of
+a channel together. Traffic: image once from memory, taps * n tiles times from cache; w once a row of tiles. Accumulates
+in float32; TF32 rounds both factors to 10 bits. Source: own; the pipeline's shape is known from CUTLASS.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from typing import NamedTuple
 
 from nbdnn.candidate import Support
 from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.add_parts import add_parts
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.gemm_gather import GatherTiles, gather_tiles, pixels, residues, tiles_m
-from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate, Work, data_type, fitting, staged
-from nbdnn.kernels.cuda.gemm_store import epilogue_pointers, parts_launch
+from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate, Work, data_type, fitting, parts_bytes, staged
+from nbdnn.kernels.cuda.gemm_store import epilogue_pointers
 from nbdnn.kernels.cuda.gemm_tile import CHUNK_BYTES, Tile
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
+from nbdnn.kernels.cuda.quads import QUAD
+from nbdnn.kernels.cuda.turn_channels import input_places, is_planar, turn_inputs
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
 # Bits that say which taps of an axis fall inside: of (depth, height, width) from these on, in 32.
@@ -38,20 +42,21 @@ _MOST_TAPS = {2: (1, 16, 16), 3: (10, 11, 11)}
 
 
 class _Variant(NamedTuple):
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for. run: pixels of a planar output that are stored at once, 0 if it is not planar."""
 
     forward: bool
     dtype: str
     ndim: int
     epilogue: tuple[str, ...]
     tile: Tile
+    run: int
 
 
 def _kernel(*specialised_on):
     from nbdnn.kernels.cuda import gemm_gather, gemm_pipeline, gemm_pixels, gemm_store, gemm_tile, ptx, ptx_tile
 
     variant = _Variant(*specialised_on)
-    forward, deep, tile = variant.forward, variant.ndim == 3, variant.tile
+    forward, deep, tile, planar = variant.forward, variant.ndim == 3, variant.tile, variant.run > 0
     kind = "tf32" if variant.dtype == "f32" else variant.dtype
     side_a, side_b = gemm_tile.side_a(kind, tile, False), gemm_tile.side_b(kind, tile, not forward)
     integer, word = ptx.INTEGER[32], ptx.WORD
@@ -70,6 +75,7 @@ def _kernel(*specialised_on):
     place_a, place_b = gemm_tile.chunk_place(side_a), gemm_tile.chunk_place(side_b)
     copy, store_place = ptx_tile.COPY_ASYNC[CHUNK_BYTES], ptx_tile.STORE_SHARED[1]
     store = gemm_store.tile_store(variant.dtype, variant.epilogue, tile)
+    store_planar = gemm_store.planar_store(variant.dtype, variant.epilogue, tile, max(variant.run, 1))
 
     @ptx.inline
     def axes_of(residue, f):
@@ -207,7 +213,7 @@ def _kernel(*specialised_on):
             copy(word(shared + to_b + i * step_b_bytes), source, size_bytes)
         return next_stage(state, axes, f)
 
-    product = gemm_pipeline.tile_product(tile, side_a, side_b, copy_stage)
+    product = gemm_pipeline.tile_product(tile, side_a, side_b, copy_stage, planar)
 
     def gather_gemm(image, w, out, bias, residual, parts, alpha, beta, f):
         thread = integer(ptx.thread_x())
@@ -241,10 +247,14 @@ def _kernel(*specialised_on):
         # 3. The products, and from shared memory to the output or to this part's place in the workspace.
         state, count = first_stage(integer(by_d.taps * by_h.taps * by_w.taps), axes, f)
         product(shared, thread, count, state, (image, w, thread, starts, bits, w_start, w_bits, axes, f))
-        o = integer(first_o + (thread & (extent_n // 4 - 1)) * 4)
-        channel = integer(group * f.group_out + o)
-        operands = out, bias, residual, parts
-        store(shared, thread, channel, o < f.group_out, channel, f, operands, (alpha, beta))
+        operands, scalars = (out, bias, residual, parts), (alpha, beta)
+        if planar:
+            channel, columns = integer(group * f.group_out + first_o), integer(f.group_out - first_o)
+            store_planar(shared, thread, channel, columns, f.out_channel, f, operands, scalars)
+        else:
+            o = integer(first_o + (thread & (extent_n // 4 - 1)) * 4)
+            channel = integer(group * f.group_out + o)
+            store(shared, thread, channel, o < f.group_out, channel, f, operands, scalars)
 
     data, real = ptx.pointer(variant.dtype), ptx.REAL["f32"]
     pointers = (data, data, data, data, data, ptx.pointer("f32"))
@@ -289,19 +299,28 @@ class MmaGemm(MmaCandidate):
         return Work(blocks, stages)
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
-        chosen, parts = config
-        integers = gather_tiles(problem, *config)
-        forward = self.op == "conv_fwd"
-        variant = _Variant(forward, problem.dtype, problem.ndim, problem.epilogue, chosen)
+        (chosen, parts), start_bytes = config, parts_bytes(problem, config)
+        integers, forward = gather_tiles(problem, *config), self.op == "conv_fwd"
+        variant = _Variant(forward, problem.dtype, problem.ndim, problem.epilogue, chosen, _run(problem))
+        first, second = input_places(problem, start_bytes)
         product = Launch(
             source=Source(_kernel, variant, chosen.threads, chosen.min_blocks),
             grid=(residues(problem) * problem.groups * integers.tiles_m * integers.tiles_n, parts, 1),
-            pointers=(*((0, 1) if forward else (1, 0)), 2, *epilogue_pointers(problem), WORKSPACE),
+            pointers=(*((first, second) if forward else (second, first)), 2, *epilogue_pointers(problem), WORKSPACE),
             scalars="f32",
             integers=integers,
             dynamic_shared_bytes=chosen.shared_bytes,
         )
-        return [product, parts_launch(problem, parts)] if parts > 1 else [product]
+        add = [add_parts(problem, parts)] if parts > 1 else []
+        return [*turn_inputs(problem, start_bytes), product, *add]
+
+
+def _run(problem: ConvProblem) -> int:
+    """Pixels of the output that follow each other in a channel for certain: a tile's rows are those of one residue."""
+    out = problem.operands[2]
+    if not is_planar(out):
+        return 0
+    return QUAD if out.strides[1] % QUAD == 0 and residues(problem) == 1 else 1
 
 
 FWD, BWD_DATA = ((MmaGemm(op), MmaGemm(op, tf32=True)) for op in ("conv_fwd", "conv_bwd_data"))

@@ -1,4 +1,4 @@
-"""Filter gradient as an implicit GEMM on the tensor cores (mma.sync), channels-last: any stride, dilation and group.
+"""Filter gradient as an implicit GEMM on the tensor cores (mma.sync): any stride, dilation, group and layout.
 
     dw[k, tap, c] = sum over pixels of  dy[pixel, k] * x[pixel reached by tap, c]
 
@@ -9,8 +9,9 @@ copied in 16-byte chunks, those beyond a border as zeros; both operands lie turn
 which is of one tap, of each `step`-th pixel, and walks from one to the next without dividing.
 
 There are few tiles and many pixels, which are cut into parts, as many as fill the multiprocessors: their float32 sums
-go to the workspace and are added in order. Traffic: dy once for each tile of n, x once for each tap and tile of m, most
-of it from cache; the parts. Accumulates in float32; TF32 rounds both factors to 10 bits. Source: own.
+go to the workspace and are added in order. Planar images and dy are turned first; a dw with its taps last is written by
+the addition, of one part too. Traffic: dy once for each tile of n, x once for each tap and tile of m, most of it from
+cache; the parts. Accumulates in float32; TF32 rounds both factors to 10 bits. Source: own.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate, Work, data_type, fitting, staged
-from nbdnn.kernels.cuda.gemm_store import parts_launch
+from nbdnn.kernels.cuda.gemm_plan import (
+    Config,
+    MmaCandidate,
+    Work,
+    added_parts,
+    data_type,
+    fitting,
+    parts_bytes,
+    staged,
+)
 from nbdnn.kernels.cuda.gemm_tile import CHUNK_BYTES, Tile
 from nbdnn.kernels.cuda.geometry import filter_gradient
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
+from nbdnn.kernels.cuda.turn_channels import channels_last, input_places, is_planar, turn_inputs
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
 
@@ -38,9 +49,12 @@ class _Variant(NamedTuple):
 
 
 class _Integers(NamedTuple):
-    """A bwd_filter in tiles: `FilterGradient`, with the columns of a group's product and what tiles and parts need."""
+    """A bwd_filter in tiles: `FilterGradient`, with the columns of a group's product and what tiles and parts need.
 
-    outputs: int
+    part_elems: from a part of the sums to the next, 0 where they go to dw at once.
+    """
+
+    part_elems: int
     parts: int
     tiles_m: int
     tiles_n: int
@@ -207,10 +221,10 @@ class MmaGemmFilter(MmaCandidate):
 
     def integers(self, problem: ConvProblem, config: Config) -> _Integers:
         chosen, parts = config
-        g = filter_gradient(problem, chosen.m, chosen.n)
+        g = filter_gradient(channels_last(problem), chosen.m, chosen.n)
         _, columns = _extents(problem)
         own = {
-            "outputs": problem.operands[2].size_elems,
+            "part_elems": part_elems(problem) if added_parts(problem, config) else 0,
             "parts": parts,
             "tiles_m": g.tiles_k,
             "tiles_n": ceil(columns / chosen.n),
@@ -236,17 +250,18 @@ class MmaGemmFilter(MmaCandidate):
         return Work(blocks, ceil(pixels / tile.k_elems(data_type(problem))))
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
-        chosen, parts = config
+        chosen, start_bytes, parts = config.tile, parts_bytes(problem, config), added_parts(problem, config)
         variant = _Variant(problem.dtype, problem.ndim, problem.epilogue, chosen)
         product = Launch(
             source=Source(_kernel, variant, chosen.threads, chosen.min_blocks),
-            grid=(self.work(problem, chosen).blocks, parts, 1),
-            pointers=(0, 1, 2, WORKSPACE),
+            grid=(self.work(problem, chosen).blocks, config.parts, 1),
+            pointers=(*input_places(problem, start_bytes), 2, WORKSPACE),
             scalars="f32",
             integers=self.integers(problem, config),
             dynamic_shared_bytes=chosen.shared_bytes,
         )
-        return [product, parts_launch(problem, parts)] if parts > 1 else [product]
+        add = [add_parts(problem, parts, is_planar(problem.operands[2]))] if parts else []
+        return [*turn_inputs(problem, start_bytes), product, *add]
 
 
 BWD_FILTER = MmaGemmFilter("conv_bwd_filter"), MmaGemmFilter("conv_bwd_filter", tf32=True)

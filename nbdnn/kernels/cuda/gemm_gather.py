@@ -11,8 +11,10 @@ from math import ceil, gcd, prod
 from typing import NamedTuple
 
 from nbdnn.kernels.cpu.geometry import spatial3, tensor_strides
+from nbdnn.kernels.cuda.add_parts import part_elems
 from nbdnn.kernels.cuda.gemm_tile import Tile
 from nbdnn.kernels.cuda.geometry import gather
+from nbdnn.kernels.cuda.turn_channels import channels_last
 from nbdnn.problem import ConvProblem
 
 
@@ -20,10 +22,11 @@ class GatherTiles(NamedTuple):
     """A forward or bwd_data in tiles: `Gather`, with what tiles and residues need.
 
     tap_: taps of a residue are so many apart, and reach the input `reach_` apart. lift_: a multiple of the stride that
-    no tap's distance reaches.
+    no tap's distance reaches. part_elems: from a part of the sums to the next, 0 where they are whole. out_channel:
+    from a channel of the output to the next.
     """
 
-    outputs: int
+    part_elems: int
     parts: int
     groups: int
     tiles_m: int
@@ -32,6 +35,7 @@ class GatherTiles(NamedTuple):
     group_in: int
     n: int
     out_n: int
+    out_channel: int
     out_d: int
     out_h: int
     out_w: int
@@ -76,21 +80,23 @@ class GatherTiles(NamedTuple):
 
 
 def gather_tiles(problem: ConvProblem, tile: Tile, parts: int) -> GatherTiles:
-    """The integers of a conv_fwd or conv_bwd_data."""
-    g, forward = gather(problem), problem.op == "conv_fwd"
+    """The integers of a conv_fwd or conv_bwd_data, whose inputs are channels-last or have been turned."""
+    g, forward = gather(channels_last(problem)), problem.op == "conv_fwd"
     target = problem.operands[2]
-    out_n, _, *out_places = tensor_strides(target.shape, True)
+    out_n, out_channel, *out_places = tensor_strides(target.shape, problem.y_channels_last)
     dilation, taps = (g.dilation_d, g.dilation_h, g.dilation_w), (g.taps_d, g.taps_h, g.taps_w)
     stride = (g.stride_d, g.stride_h, g.stride_w)
     apart = (1, 1, 1) if forward else tuple(u // gcd(u, d) for u, d in zip(stride, dilation, strict=True))
     back = tuple(-(step * d // u) for step, d, u in zip(apart, dilation, stride, strict=True))
     own = {
+        "part_elems": part_elems(problem) if parts > 1 else 0,
         "parts": parts,
         "groups": problem.groups,
         "tiles_m": tiles_m(problem, tile),
         "tiles_n": ceil(g.group_out / tile.n),
         "n": problem.n,
         "out_n": out_n,
+        "out_channel": out_channel,
         **_by_axis("out", tuple(out_places)),
         **_by_axis("positions", spatial3(target.shape[2:])),
         **_by_axis("tap", apart),

@@ -13,11 +13,11 @@ from __future__ import annotations
 from nbdnn.kernels.cuda.gemm_tile import Side, Tile
 
 
-def tile_product(tile: Tile, a: Side, b: Side, copy_stage):
+def tile_product(tile: Tile, a: Side, b: Side, copy_stage, planar: bool = False):
     """Device function (shared, thread, count, state, given) that leaves the sums of `count` stages in shared memory.
 
     copy_stage: device function (address of a stage, state, given) -> the next state, which starts this thread's copies
-    of the stage that a state stands for.
+    of the stage that a state stands for. planar: whether the sums are left column by column.
     """
     from nbdnn.kernels.cuda import gemm_store, gemm_tile, ptx, ptx_matrix, ptx_tile
 
@@ -28,7 +28,7 @@ def tile_product(tile: Tile, a: Side, b: Side, copy_stage):
         ptx_tile.copy_async_wait(0),
     )
     lane_a, lane_b = gemm_tile.lane_place(a), gemm_tile.lane_place(b)
-    products, to_shared = gemm_tile.stage_products(a, b), gemm_store.sums_to_shared(tile)
+    products, to_shared = gemm_tile.stage_products(a, b), gemm_store.sums_to_shared(tile, planar)
     no_sums = ptx_matrix.zeros(tile.sums)
     stages, stage_bytes, a_bytes = tile.stages, tile.stage_bytes, tile.m * tile.k_bytes
     warps_m, warp_m, warp_n = tile.warps_m, tile.warp_m, tile.warp_n

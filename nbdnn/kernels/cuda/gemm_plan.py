@@ -9,10 +9,11 @@ from typing import NamedTuple
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import peaks
-from nbdnn.kernels.cuda.gemm_store import parts_bytes
+from nbdnn.kernels.cuda.add_parts import part_elems
 from nbdnn.kernels.cuda.gemm_tile import CHUNK_BYTES, Tile
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
+from nbdnn.kernels.cuda.turn_channels import ALIGN_BYTES, is_planar, turned_bytes
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
 _FIRST_CAPABILITY = (8, 0)  # of bf16 and TF32 in mma.sync, and of asynchronous copies
@@ -92,9 +93,6 @@ class MmaCandidate(LaunchedCandidate[Config]):
             return Support(False, f"dtype {problem.dtype} is not {' or '.join(self._dtypes)}")
         if device.capability < _FIRST_CAPABILITY:
             return Support(False, f"capability {device.capability} is below {_FIRST_CAPABILITY}")
-        layouts = (problem.layout, problem.w_layout, problem.y_layout)
-        if not (problem.channels_last and problem.w_channels_last and problem.y_channels_last):
-            return Support(False, f"layouts {', '.join(layouts)} are not all channels-last")
         if problem.align < CHUNK_BYTES:
             return Support(False, f"alignment of {problem.align} bytes is below {CHUNK_BYTES}")
         multiple = CHUNK_BYTES // ITEMSIZE[problem.dtype]
@@ -120,7 +118,7 @@ class MmaCandidate(LaunchedCandidate[Config]):
         return tuple(config for config in ranked if costs[config] <= _WORTH_A_TRY * best)[:_MOST_CONFIGS]
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:
-        return parts_bytes(problem, config.parts)
+        return parts_bytes(problem, config) + turned_bytes(problem)
 
     def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
         tile, parts = config
@@ -131,7 +129,20 @@ class MmaCandidate(LaunchedCandidate[Config]):
         products_us = ceil(blocks * parts / device.sms) * (stages / parts + _FILL_STAGES) * stage_us
         bytes_per_us = peaks.copy_bytes_per_s(device) / 1e6
         us = _LAUNCH_US + max(products_us, problem.min_bytes / bytes_per_us)
-        return us + (_LAUNCH_US + 2 * parts_bytes(problem, parts) / bytes_per_us if parts > 1 else 0.0)
+        for moved_bytes in (parts_bytes(problem, config), turned_bytes(problem)):
+            us += _LAUNCH_US + 2 * moved_bytes / bytes_per_us if moved_bytes else 0.0
+        return us
+
+
+def added_parts(problem: ConvProblem, config: Config) -> int:
+    """Parts of the sums that go through the workspace, the only one too where dw has its taps last: 0 for none."""
+    turned = problem.op == "conv_bwd_filter" and is_planar(problem.operands[2])
+    return config.parts if config.parts > 1 or turned else 0
+
+
+def parts_bytes(problem: ConvProblem, config: Config) -> int:
+    """Workspace of the parts, which is its beginning; the turned inputs follow."""
+    return -(-4 * added_parts(problem, config) * part_elems(problem) // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _parts(tile: Tile, work: Work, device: Gpu) -> list[int]:

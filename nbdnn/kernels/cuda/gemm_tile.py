@@ -59,9 +59,14 @@ class Tile(NamedTuple):
         return (self.m + self.n) * self.k_bytes
 
     @property
+    def column_bytes(self) -> int:
+        """From a column of sums to the next in shared memory, where they lie column by column."""
+        return 4 * (self.m + 4)
+
+    @property
     def rows_at(self) -> int:
         """Where in shared memory the table of the rows' places in the output begins: behind stages and sums."""
-        return max(self.stages * self.stage_bytes, 4 * self.m * self.n)
+        return max(self.stages * self.stage_bytes, self.n * self.column_bytes)
 
     @property
     def shared_bytes(self) -> int:

@@ -19,7 +19,7 @@ from nbdnn.candidate import Candidate, ConfigT
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Kernel, Source, compile_kernel
 
-# Places of a kernel's pointers beyond the problem's operands.
+# Places of a kernel's pointers beyond the problem's operands; below WORKSPACE those of `in_workspace`.
 WORKSPACE, NULL = -2, -1
 
 _STATIC_SHARED_BYTES = 48 << 10  # a kernel may have more than this only after it has said so
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 class Launch(NamedTuple):
     """One kernel on one grid, each of whose blocks has all the threads that its source allows.
 
-    pointers: where each pointer comes from: a position among the problem's operands, WORKSPACE or NULL.
+    pointers: where each comes from: a position among the problem's operands, `in_workspace`, WORKSPACE or NULL.
     scalars: the type of alpha and beta, 'f32' or 'f64'; '' where the kernel does not take them.
     """
 
@@ -45,6 +45,11 @@ class Launch(NamedTuple):
     integers: tuple[int, ...]
     integer_bits: int = 32
     dynamic_shared_bytes: int = 0
+
+
+def in_workspace(offset_bytes: int) -> int:
+    """The place of a pointer to so many bytes behind the workspace's beginning."""
+    return WORKSPACE - offset_bytes
 
 
 class Program:
@@ -112,7 +117,11 @@ def _prepared(launch: Launch, arch: str) -> Callable[[tuple[int, ...], tuple[flo
 
 
 def _selection(places: tuple[int, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
-    """A tuple's elements at these places, as a tuple also where there is one."""
+    """What is at these places among (operands, workspace, 0), as a tuple also where there is one."""
+    if min(places) < WORKSPACE:
+        return lambda given: tuple(
+            given[place] if place >= WORKSPACE else given[WORKSPACE] + WORKSPACE - place for place in places
+        )
     if len(places) == 1:
         return lambda given: (given[places[0]],)
     return itemgetter(*places)

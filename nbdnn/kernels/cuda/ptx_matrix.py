@@ -68,20 +68,20 @@ def load_words_at(places: Places):
 
 
 @cache
-def store_pairs_at(places: Places):
-    """Intrinsic of an address and a tuple of float32: two that follow each other go to each place."""
-    floats = types.UniTuple(types.float32, 2 * len(places))
+def store_floats_at(places: Places, count: int):
+    """Intrinsic of an address and a tuple of float32: `count` (1 or 2) that follow each other go to each place."""
+    floats = types.UniTuple(types.float32, count * len(places))
 
     @intrinsic
     def store(typingctx, where, values):
         def codegen(context, builder, sig, args):
-            bases, pair = _bases(builder, args[0], places), ir.VectorType(F32, 2)
-            parts = unpacked(builder, args[1], 2 * len(places))
+            bases, vector = _bases(builder, args[0], places), ir.VectorType(F32, count)
+            parts = unpacked(builder, args[1], count * len(places))
             for i, (xor, add) in enumerate(places):
-                both = ir.Constant(pair, ir.Undefined)
-                for lane in range(2):
-                    both = builder.insert_element(both, parts[2 * i + lane], I32(lane))
-                builder.store(both, _at(builder, bases[xor], add, pair), align=8)
+                together = ir.Constant(vector, ir.Undefined)
+                for lane in range(count):
+                    together = builder.insert_element(together, parts[count * i + lane], I32(lane))
+                builder.store(together, _at(builder, bases[xor], add, vector), align=4 * count)
             return context.get_dummy_value()
 
         return signature(types.none, types.uint32, floats), codegen
