@@ -96,6 +96,10 @@ class Candidate(ABC, Generic[ConfigT, DeviceT]):
         """Every config worth measuring, the default first."""
         return (NoConfig(),)  # type: ignore[return-value]
 
+    def roundings(self, problem: Any, device: DeviceT) -> int:
+        """How often a result of 16 bits is rounded to that type: once more for each step that is not fused."""
+        return 1
+
     def workspace_bytes(self, problem: Any, config: ConfigT, device: DeviceT) -> int:
         return 0
 

@@ -28,7 +28,8 @@ class ConvSample(Sample):
     """Of a convolution, with the size of what was summed.
 
     ``rss`` and ``sum_abs`` are the root sum of squares and the sum of magnitudes of all terms: every product (times
-    alpha), bias, residual and beta * out. ``peak`` is the largest magnitude among convolution, sum and result.
+    alpha), bias, residual and beta * out. ``peak`` is the largest magnitude among convolution, alpha * convolution +
+    beta * out, sum and result: of what steps that are not fused round.
     """
 
     rss: np.ndarray

@@ -198,12 +198,13 @@ def _finished(
     terms = _added_terms(problem, operands, beta, index)
     total = sum(terms, start=alpha * conv)
     value = activate(problem.activation, total)
+    unfused = alpha * conv + (terms[0] if "beta" in problem.epilogue else 0.0)
     return ConvSample(
         index,
         value,
         rss=np.sqrt(sum((term * term for term in terms), start=alpha * alpha * squares)),
         sum_abs=sum((abs(term) for term in terms), start=abs(alpha) * sum_abs),
-        peak=np.maximum.reduce([abs(conv), abs(alpha * conv), abs(total), abs(value)]),
+        peak=np.maximum.reduce([abs(conv), abs(alpha * conv), abs(unfused), abs(total), abs(value)]),
     )
 
 

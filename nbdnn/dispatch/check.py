@@ -34,7 +34,7 @@ class Check:
     """
 
     def __init__(self, problem: Problem, device: Device) -> None:
-        self._problem = problem
+        self._problem, self._device = problem, device
         self._operands = one_copy(problem, device)
         self._arrays = dict(zip((o.name for o in problem.operands), self._operands.arrays(), strict=True))
         for operand in problem.operands:
@@ -51,14 +51,15 @@ class Check:
 
     def run(self, runner: Runner, candidate: Candidate, workspace_bytes: int) -> Verdict:
         """Run once and compare."""
-        samples = self._samples
+        samples, roundings = self._samples, candidate.roundings(self._problem, self._device)
         for name, before in self._before.items():
             self._arrays[name][...] = before
         self._operands.run(runner, self._problem.scalars, workspace_bytes)
         error, faults = 0.0, []
         for out in self._outputs:
             values, sample = widened(self._arrays[out.name], out.dtype), samples[out.name]
-            error = max(error, float(tolerance.shares(self._problem, candidate, values, sample).max(initial=0.0)))
-            if wrong := tolerance.fault(self._problem, candidate, values, sample):
+            shares = tolerance.shares(self._problem, candidate, values, sample, roundings=roundings)
+            error = max(error, float(shares.max(initial=0.0)))
+            if wrong := tolerance.fault(self._problem, candidate, values, sample, roundings=roundings):
                 faults.append(f"{out.name}: {wrong}" if len(self._outputs) > 1 else wrong)
         return Verdict(error if np.isfinite(error) else None, "; ".join(faults))

@@ -82,6 +82,7 @@ def _cuda_lists() -> _Lists:
         conv_mma_gemm_filter,
         conv_stem,
         conv_winograd,
+        unfused,
     )
 
     return {
@@ -91,8 +92,8 @@ def _cuda_lists() -> _Lists:
             conv_stem.FWD_TF32,
             conv_grouped.FWD,
             conv_grouped.FWD_TF32,
-            *conv_graph.FWD,
-            *conv_legacy.FWD,
+            *map(unfused.Unfused, conv_graph.FWD),
+            *map(unfused.Unfused, conv_legacy.FWD),
             *conv_mma_gemm.FWD,
             conv_winograd.FWD_4X4,
             conv_winograd.FWD_2X2,
@@ -161,8 +162,8 @@ def kind_of(candidate: Candidate) -> str:
 def candidates(op: str, hint: str = "", kind: str = "cpu") -> tuple[Candidate, ...]:
     """The candidates of `op` for a kind of device, in order; with a direction hint, that lowering's come before the
     last of them."""
-    listed = table(kind).lists.get(op, ())
-    return (*listed[:-1], *table(kind).lowerings.get(hint, ()), *listed[-1:])
+    *specialised, general = table(kind).lists[op]
+    return (*specialised, *table(kind).lowerings.get(hint, ()), general)
 
 
 def candidate(id: str) -> Candidate:

@@ -12,6 +12,7 @@ from nbdnn.cudnn.conv_operations import Scalars, operations
 from nbdnn.cudnn.descriptors import Backend
 from nbdnn.cudnn.graph import operation_graph, plan
 from nbdnn.cudnn.handle import property_descriptor
+from nbdnn.dispatch import registry
 from nbdnn.problem import CONV_OPS, DEFAULT_ALIGN, ConvProblem, parse
 from nbdnn.workloads import edges
 
@@ -129,11 +130,15 @@ def test_other_refusals() -> None:
 
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_every_edge_case_is_answered(op: str) -> None:
-    """Every convolution has an engine, whatever its dtype, shape, mode and layouts; but for a few epilogues."""
+    """Every convolution has an engine, whatever its dtype, shape, mode and layouts; but for a few epilogues, and these
+    are finished behind the engines of what is left."""
     plain = KINDS[op][0]
     posed = [p for p in edges(op) if min(p.n, p.c, p.k) and (op != "conv_bwd_filter" or p.align == DEFAULT_ALIGN)]
     refused = [p for p in posed if not plain.supports(p, DEVICE).ok]
     assert {"+".join(problem.epilogue) for problem in refused} == (_NOT_FUSED if op == "conv_fwd" else set())
+    if op == "conv_fwd":
+        listed = registry.candidate(plain.id)
+        assert not [problem for problem in posed if not listed.supports(problem, DEVICE).ok]
 
 
 def test_scalars_are_part_of_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
