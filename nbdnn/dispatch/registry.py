@@ -162,8 +162,8 @@ def kind_of(candidate: Candidate) -> str:
 def candidates(op: str, hint: str = "", kind: str = "cpu") -> tuple[Candidate, ...]:
     """The candidates of `op` for a kind of device, in order; with a direction hint, that lowering's come before the
     last of them."""
-    *specialised, general = table(kind).lists[op]
-    return (*specialised, *table(kind).lowerings.get(hint, ()), general)
+    listed = table(kind).lists.get(op, ())
+    return (*listed[:-1], *table(kind).lowerings.get(hint, ()), *listed[-1:])
 
 
 def candidate(id: str) -> Candidate:
