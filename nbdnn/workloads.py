@@ -265,6 +265,9 @@ EDGES_2D = (
     Edge("n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1", "several tiles and a remainder on every axis"),
     Edge("n1c520h5w6:k9r3s3:p1x1:u1x1:d1x1:g1", "a reduction over channels longer than any block"),
     Edge("n2c300h5w6:k260r3s3:p1x1:u1x1:d1x1:g1", "few pixels and more filter than a second-level cache holds"),
+    Edge(
+        "n2c130h18w19:k70r3s3:p1x1:u1x1:d1x1:g1", "sums of 7 stages, which even shares of a GPU's blocks cut anywhere"
+    ),
     Edge("n1c9h4w5:k520r1s1:p0x0:u1x1:d1x1:g1", "more filters than any block; the long reduction of bwd_data"),
     Edge("n3c5h41w43:k6r3s3:p1x1:u1x1:d1x1:g1", "the long reduction of bwd_filter"),
 )

@@ -107,6 +107,9 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_bwd_filter/numba/direct": _GRADIENT,
     "conv_bwd_filter/numba/fma_gemm": _GRADIENT._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
+    "conv_bwd_filter/numba/winograd_4x4": _GRADIENT._replace(
+        dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD
+    ),
     "conv_bwd_filter/numba/stem": _OF_STEM,
     "conv_bwd_filter/numba/stem_tf32": _OF_STEM._replace(dtypes="f32"),
     "conv_bwd_filter/numba/grouped": _OF_GROUPED,

@@ -82,6 +82,7 @@ def _cuda_lists() -> _Lists:
         conv_mma_gemm_filter,
         conv_stem,
         conv_winograd,
+        conv_winograd_filter,
         unfused,
     )
 
@@ -121,6 +122,7 @@ def _cuda_lists() -> _Lists:
             *conv_graph.BWD_FILTER,
             *conv_legacy.BWD_FILTER,
             *conv_mma_gemm_filter.BWD_FILTER,
+            conv_winograd_filter.BWD_FILTER,
             conv_fma_gemm_filter.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),

@@ -71,6 +71,22 @@ def _plan(problem: ConvProblem, m: int) -> _Plan:
     return _Plan(tile_rows, tile_columns, tiles, pitch, group_in, group_out, m_start, u_start, end)
 
 
+def refusal(problem: ConvProblem, workspace_elems: int) -> str:
+    """Why the kernels of this family are not correct on a problem, with the number that says so; or ''."""
+    if problem.dtype != "f32":
+        return f"dtype is {problem.dtype}, this kernel multiplies f32"
+    if problem.filter != (3, 3):
+        return f"the filter is {'x'.join(map(str, problem.filter))}, not 3x3"
+    for name, steps in (("stride", problem.stride), ("dilation", problem.dilation)):
+        if steps != (1, 1):
+            return f"{name} {steps} is not (1, 1)"
+    if problem.groups != 1 or not problem.c or not problem.k:
+        return f"{problem.c} to {problem.k} channels in {problem.groups} groups, this kernel takes 1"
+    padded = [2 * (extent + sum(pad)) for extent, pad in zip(problem.spatial, problem.pad, strict=True)]
+    largest = max(*(operand.size_elems for operand in problem.operands), *padded, workspace_elems)
+    return f"an index reaches {largest}, this kernel's end at {_INT32_END}" if largest >= _INT32_END else ""
+
+
 class Winograd(LaunchedCandidate[Config]):
     """Winograd convolution with output tiles of m x m."""
 
@@ -80,22 +96,8 @@ class Winograd(LaunchedCandidate[Config]):
         self.algo = {2: "winograd", 4: "winograd_non_fused"}[m]
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        if problem.dtype != "f32":
-            return Support(False, f"dtype is {problem.dtype}, this kernel multiplies f32")
-        if problem.filter != (3, 3):
-            return Support(False, f"the filter is {'x'.join(map(str, problem.filter))}, not 3x3")
-        for name, steps in (("stride", problem.stride), ("dilation", problem.dilation)):
-            if steps != (1, 1):
-                return Support(False, f"{name} {steps} is not (1, 1)")
-        if problem.groups != 1 or not problem.c or not problem.k:
-            return Support(
-                False, f"{problem.c} to {problem.k} channels in {problem.groups} groups, this kernel takes 1"
-            )
-        padded = [2 * (extent + sum(pad)) for extent, pad in zip(problem.spatial, problem.pad, strict=True)]
-        largest = max(*(operand.size_elems for operand in problem.operands), *padded, _plan(problem, self._m).end)
-        if largest >= _INT32_END:
-            return Support(False, f"an index reaches {largest}, this kernel's end at {_INT32_END}")
-        return YES
+        reason = refusal(problem, _plan(problem, self._m).end if len(problem.spatial) == 2 else 0)
+        return Support(False, reason) if reason else YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
         return tuple(c for c in fma_plan.configs(self._product(problem), _TILES, device) if c.parts == 1)

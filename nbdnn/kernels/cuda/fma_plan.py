@@ -50,14 +50,19 @@ def product_us(product: Product, config: Config, device: Gpu) -> float:
     blocks = product.products * ceil(product.m / tile.m) * ceil(product.n / tile.n) * parts
     stages = ceil(product.stages / parts) + _STAGES_OF_START
     on_one = ceil(blocks / device.sms)
+    us = LAUNCH_US + on_one * stages * stage_us(tile, on_one, device)
+    if parts > 1:
+        us += LAUNCH_US + (2 * parts + 1) * product.out_elems * 4 / copy_bytes_per_s(device) * 1e6
+    return us
+
+
+def stage_us(tile: Tile, on_one: int, device: Gpu) -> float:
+    """Microseconds in which a multiprocessor that has so many blocks gets a stage of one of them done."""
     warps = min(on_one, tile.min_blocks) * tile.threads / 32
     copies = STAGE_K * (tile.m + tile.n) / tile.threads
     share = _EFFICIENCY * _PRODUCTS / (_PRODUCTS + _OTHERS + _OF_A_COPY * copies)
     rate = share * min(1.0, warps / _BUSY_WARPS) * fma_flops_per_s(device, "f32") / device.sms
-    us = LAUNCH_US + on_one * stages * 2 * tile.m * tile.n * STAGE_K / rate * 1e6
-    if parts > 1:
-        us += LAUNCH_US + (2 * parts + 1) * product.out_elems * 4 / copy_bytes_per_s(device) * 1e6
-    return us
+    return 2 * tile.m * tile.n * STAGE_K / rate * 1e6
 
 
 def configs(product: Product, tiles: tuple[Tile, ...], device: Gpu) -> tuple[Config, ...]:
