@@ -76,25 +76,13 @@ def _plan(problem: ConvProblem, m: int, tile: Tile, device: Gpu) -> _Plan:
     pitch_c, pitch_k = (ceil(channels / 4) * 4 for channels in (problem.c, problem.k))
     tiles = ceil(problem.k / tile.m), ceil(problem.c / tile.n)
     stages = kinds.total() // STAGE_K * tiles[0] * tiles[1]
-    share = _share(stages, kinds.stages[0], tile.min_blocks, device)
+    share = max(1, ceil(stages / (device.sms * tile.min_blocks)))
     d_start = kinds.total() * pitch_c
     m_start = d_start + kinds.total() * pitch_k
     product = winograd_product.fields(kinds, share, tiles, (d_start, pitch_k), (0, pitch_c), m_start)
     blocks = ceil(stages / share)
     end = m_start + (sum(kinds.planes) * product.tiles + blocks) * tile.m * tile.n
     return _Plan(rows, columns, kept_rows, kept_columns, kinds, pitch_c, d_start, blocks, product, end)
-
-
-def _share(stages: int, longest: int, resident: int, device: Gpu) -> int:
-    """Stages of a block: an even share for all that run at once, or whole tiles, whose sums have one part."""
-
-    def on_one(share: int) -> int:
-        """Stages of the multiprocessor that has the most."""
-        return ceil(ceil(stages / share) / device.sms) * share
-
-    even = max(1, ceil(stages / (device.sms * resident)))
-    whole = ceil(even / max(1, longest)) * longest
-    return whole if 0 < whole <= 1.25 * even and on_one(whole) <= 1.03 * on_one(even) else even
 
 
 class WinogradFilter(LaunchedCandidate[Config]):
