@@ -209,8 +209,8 @@ def _row(builder, dtype, lanes, offsets, place, row: int):
     return values
 
 
-def _end_row(context, builder, end: End, sums, place, row: int):
-    """Finish and store one row's sums."""
+def _finished_row(context, builder, end: End, sums, place, row: int):
+    """(address, whether it is in the output, elements) of each vector of one row of sums."""
     real = types.float32
     finish, of_six = epilogue.finish("f32", end.tokens).py_func, signature(real, *[real] * 6)
     at_row = _moved(builder, place["row"], row)
@@ -230,7 +230,7 @@ def _end_row(context, builder, end: End, sums, place, row: int):
             context.compile_internal(builder, finish, of_six, [total, place["alpha"], place["beta"], *others])
             for total, *others in zip(vector, before, bias, residual, strict=True)
         ]
-        _store(builder, where, wanted, end.dtype, finished)
+        yield where, wanted, finished
 
 
 @cache
@@ -259,26 +259,51 @@ def multiply_rows(rows: Rows, end: End | None = None):
     return multiply
 
 
-def _end_rows(context, builder, end: End, sums, place, complete):
+def _end_rows(context, builder, end: End, sums, place, complete, apart=1):
+    """Finish and store rows of the sums."""
     of_row = len(end.columns) * end.lanes
     for row in complete:
-        _end_row(context, builder, end, sums[row * of_row : (row + 1) * of_row], place, row)
+        vectors = _finished_row(context, builder, end, sums[row * of_row : (row + 1) * of_row], place, row * apart)
+        for where, wanted, finished in vectors:
+            _store(builder, where, wanted, end.dtype, finished)
 
 
 @cache
-def store_rows(end: End, count: int):
-    """Intrinsic (sums, target): so many rows."""
+def store_rows(end: End, count: int, apart: int = 1):
+    """Intrinsic (sums, target): so many rows, so far apart."""
 
     @intrinsic
     def store(typingctx, sums, target):
         def codegen(context, builder, sig, args):
             totals, place = unpacked(builder, args[0], sig.args[0].count), _fields(builder, args[1], sig.args[1])
-            _end_rows(context, builder, end, totals, place, range(count))
+            _end_rows(context, builder, end, totals, place, range(count), apart)
             return context.get_dummy_value()
 
         return signature(types.none, sums, target), codegen
 
     return store
+
+
+@cache
+def finish_rows(end: End, count: int, apart: int):
+    """Intrinsic (sums, target) -> what `store_rows` would store, in words of two 16-bit elements."""
+    of_row = len(end.columns) * end.lanes
+    words = types.UniTuple(types.uint32, count * of_row // 2)
+
+    @intrinsic
+    def finish(typingctx, sums, target):
+        def codegen(context, builder, sig, args):
+            totals, place = unpacked(builder, args[0], count * of_row), _fields(builder, args[1], sig.args[1])
+            every = []
+            for row in range(count):
+                of_sums = totals[row * of_row : (row + 1) * of_row]
+                for _, _, finished in _finished_row(context, builder, end, of_sums, place, row * apart):
+                    every += finished
+            return packed(builder, _narrowed(builder, end.dtype, every))
+
+        return signature(words, sums, target), codegen
+
+    return finish
 
 
 @cache
