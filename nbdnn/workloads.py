@@ -307,6 +307,7 @@ EDGES_BANDS = (
     Edge("n2c8h13w20:k8r15s11:ba3.9x7.2:u1x1:d1x1:g8", "rows of taps in two products, asymmetric"),
     Edge("n1c8h34w33:k8r4s8:p1x3:u1x1:d1x1:g8", "an even filter of 8 taps a row"),
     Edge("n1c8h4w4:k8r3s3:p5x4:u1x1:d1x1:g8", "outputs wholly in the padding are zero"),
+    Edge("n1c8h3w20:k8r3s3:p20x9:u1x1:d1x1:g8", "the same for tiles before and behind the image"),
     Edge("n4c72h1w1:k72r3s3:p1x1:u1x1:d1x1:g72", "one pixel, channels beyond a block's with a remainder"),
     Edge("n1c8h9w48:k8r1s7:p0x3:u1x1:d1x1:g8", "a row filter"),
 )

@@ -73,8 +73,8 @@ def rows_inside(rows: int):
     @ptx.inline
     def inside(row, extent):
         low = integer(-row) if row < 0 else integer(0)
-        high = integer(extent - row)
-        return low, high if high < rows else integer(rows)
+        high = integer(min(integer(extent - row), integer(rows)))
+        return low, integer(max(high, low))
 
     return inside
 
