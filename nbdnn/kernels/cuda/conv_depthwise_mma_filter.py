@@ -81,8 +81,11 @@ class _Variant(NamedTuple):
 
     @property
     def min_blocks(self) -> int:
-        kept = self.taps_h * (4 + self.tile.high) + self.tile.high + 2 * self.x_planes.chunks
-        return plan.min_blocks(self.threads, kept + 22, self.shared_bytes)
+        """64 registers have room for the sums of 7 rows and a product of two tiles; more of either take up to 128, as
+        do copies of single elements, many of which are under way at once."""
+        vectors = (self.x_last or self.run > 1) and (self.y_last or self.y_run > 1)
+        few = vectors and self.taps_h <= 7 and self.tile.high * self.tile.wide <= 2
+        return plan.min_blocks(self.threads, 64 if few else 128, self.shared_bytes)
 
     @property
     def chunks(self) -> int:
@@ -153,10 +156,8 @@ def _kernel(*specialised_on):
     copy_y = depthwise_planes.copy_in(Copied(y_planes, v.y_last, v.y_run, threads))
     clear_x, clear_y = (depthwise_planes.clear_zeros(planes, threads) for planes in (x_planes, y_planes))
     x_inside, y_inside = (depthwise_planes.rows_inside(planes.rows) for planes in (x_planes, y_planes))
-    starts = tuple(range(0, tile_rows, 16))
-    x_rows_at = ptx_planes.rows_at(starts, v.taps_h, x_planes.row_bytes, x_planes.zeros_at)
-    y_rows_at = ptx_planes.rows_at(starts, 1, y_planes.row_bytes, y_planes.zeros_at)
-    multiply = ptx_planes.multiply_rows(v.dtype, v.taps_h, v.tile.high, v.tile.wide)
+    of_planes = ((planes.row_bytes, planes.zeros_at) for planes in (x_planes, y_planes))
+    multiply = ptx_planes.multiply_rows(v.dtype, v.taps_h, v.tile.high, v.tile.wide, *of_planes)
     zeros, diagonals, shared_of_warp = ptx_vector.zeros(4 * v.taps_h), _diagonals(v), 4 * v.taps_h * _G_FLOATS
 
     def partial_sums(x, dy, parts, f):
@@ -176,10 +177,10 @@ def _kernel(*specialised_on):
         # 2. Its tiles.
         sums = zeros()
         i, stop = integer(split * f.chunk), integer(min(f.tiles, integer((split + 1) * f.chunk)))
+        rest, column = ptx.divided(i, f.tiles_w)
+        n, row = ptx.divided(rest, f.tiles_h)
+        row, column = integer(row * tile_rows), integer(column * tile_columns)
         while i < stop:
-            rest, column = ptx.divided(i, f.tiles_w)
-            n, row = ptx.divided(rest, f.tiles_h)
-            row, column = integer(row * tile_rows), integer(column * tile_columns)
             x_row, x_column = integer(row - f.pad_h), integer(column - f.pad_w - shift)
             low, high = x_inside(x_row, f.x_rows)
             nothing, rows = y_inside(row, f.y_rows)
@@ -188,10 +189,14 @@ def _kernel(*specialised_on):
             ptx.cuda.syncthreads()
             if channel < f.channels:
                 own = ptx_tile.computed_here(integer(lane & 15))
-                x_rows, y_rows = x_rows_at(own, rows, low, high), y_rows_at(own, rows, nothing, rows)
+                x_rows, y_rows = (own, rows, low, high), (own, rows, nothing, rows)
                 sums = multiply(sums, word(x_plane + chunk), x_rows, word(y_plane + chunk), y_rows)
             ptx.cuda.syncthreads()
-            i = integer(i + 1)
+            i, column = integer(i + 1), integer(column + tile_columns)
+            if column >= f.y_columns:
+                row, column = integer(row + tile_rows), integer(0)
+            if row >= f.y_rows:
+                n, row = integer(n + 1), integer(0)
 
         # 3. The diagonals.
         if channel < f.channels:

@@ -158,7 +158,12 @@ def _by_planes(copied: Copied, run: int, move):
 
     planes, warps = copied.planes, copied.threads // 32
     integer, word, channel_of_plane = ptx.INTEGER[32], ptx.WORD, channel_of(copied.planes.vectors)
-    runs, row_bytes, plane_bytes, count = planes.chunks * (8 // run), planes.row_bytes, planes.plane_bytes, planes.channels
+    runs, row_bytes, plane_bytes, count = (
+        planes.chunks * (8 // run),
+        planes.row_bytes,
+        planes.plane_bytes,
+        planes.channels,
+    )
 
     @ptx.inline
     def copy(p, shared):

@@ -121,28 +121,26 @@ def store_pairs(rows: int, pairs: int, row_bytes: int):
 # ---- rows of planes as matrices --------------------------------------------------------------------------------------
 
 
+def _row_at(builder, lane_rows, start: int, tap: int, row_bytes: int, nowhere: int):
+    """The byte where row + start + tap begins; `nowhere` unless row + start < count, first <= the sum < end."""
+    row, count, first, end = lane_rows
+    here = builder.add(row, I32(start))
+    reached = builder.add(here, I32(tap))
+    inside = builder.icmp_unsigned("<", builder.sub(reached, first), builder.sub(end, first))
+    wanted = builder.and_(builder.icmp_signed("<", here, count), inside)
+    return builder.select(wanted, builder.mul(reached, I32(row_bytes)), I32(nowhere))
+
+
 @cache
 def rows_at(starts: tuple[int, ...], taps_h: int, row_bytes: int, nowhere: int):
-    """Intrinsic (row, count, first, end) -> the bytes where row + start + tap begin, all taps of the first start first.
-
-    `nowhere` unless row + start < count and first <= row + start + tap < end.
-    """
+    """Intrinsic (row, count, first, end) -> `_row_at` of each start and tap, all taps of the first start first."""
     places = types.UniTuple(types.uint32, len(starts) * taps_h)
 
     @intrinsic
     def at(typingctx, row, count, first, end):
         def codegen(context, builder, sig, args):
-            row, count, first, end = args
-            found, size = [], builder.sub(end, first)
-            for start in starts:
-                here = builder.add(row, I32(start))
-                wanted = builder.icmp_signed("<", here, count)
-                for tap in range(taps_h):
-                    reached = builder.add(here, I32(tap))
-                    inside = builder.icmp_unsigned("<", builder.sub(reached, first), size)
-                    place = builder.mul(reached, I32(row_bytes))
-                    found.append(builder.select(builder.and_(wanted, inside), place, I32(nowhere)))
-            return packed(builder, found)
+            pairs = ((start, tap) for start in starts for tap in range(taps_h))
+            return packed(builder, [_row_at(builder, args, *pair, row_bytes, nowhere) for pair in pairs])
 
         return signature(places, *[types.int32] * 4), codegen
 
@@ -247,25 +245,25 @@ def correlate(dtype: str, taps_h: int, tiles_h: int, tiles_w: int, steps: int):
 
 
 @cache
-def multiply_rows(dtype: str, taps_h: int, tiles_h: int, tiles_w: int):
+def multiply_rows(dtype: str, taps_h: int, tiles_h: int, tiles_w: int, of_x: tuple[int, int], of_dy: tuple[int, int]):
     """Intrinsic (sums, plane of x, its rows, plane of dy, its rows) -> the products of columns of x and of dy.
 
     sums[r, i, j] += sum over rows p, tiles of  x[p + r, 8*tile + i] * dy[p, 8*tile + j],   i < 16, j < 8
 
-    rows: where a lane's row begins, for each tile of 16 rows; of x also for each tap row.
+    rows: a lane's (row, count, first, end) as `_row_at` takes them. of_x, of_dy: bytes of a row, and where zeros are.
     """
-    sums = types.UniTuple(types.float32, 4 * taps_h)
-    of_x, of_dy = (types.UniTuple(types.uint32, tiles_h * each) for each in (taps_h, 1))
+    sums, rows = types.UniTuple(types.float32, 4 * taps_h), types.UniTuple(types.int32, 4)
 
     @intrinsic
     def add(typingctx, acc, x, x_rows, dy, dy_rows):
         def codegen(context, builder, sig, args):
             totals = unpacked(builder, args[0], 4 * taps_h)
-            x_starts, dy_starts = unpacked(builder, args[2], tiles_h * taps_h), unpacked(builder, args[4], tiles_h)
-            for i in range(tiles_h):
-                gradients = _chunks(builder, builder.add(args[3], dy_starts[i]), tiles_w, ".trans")
+            lane_x, lane_dy = unpacked(builder, args[2], 4), unpacked(builder, args[4], 4)
+            for start in range(0, 16 * tiles_h, 16):
+                where = builder.add(args[3], _row_at(builder, lane_dy, start, 0, *of_dy))
+                gradients = _chunks(builder, where, tiles_w, ".trans")
                 for r in range(taps_h):
-                    where = builder.add(args[1], x_starts[i * taps_h + r])
+                    where = builder.add(args[1], _row_at(builder, lane_x, start, r, *of_x))
                     images = _chunks(builder, where, tiles_w + 1, ".trans")
                     for j in range(tiles_w):
                         (a0, a2), (a1, a3) = images[j], images[j + 1]
@@ -273,7 +271,7 @@ def multiply_rows(dtype: str, taps_h: int, tiles_h: int, tiles_w: int):
                         totals[4 * r : 4 * r + 4] = product(builder, dtype, operands)
             return packed(builder, totals)
 
-        return signature(sums, sums, types.uint32, of_x, types.uint32, of_dy), codegen
+        return signature(sums, sums, types.uint32, rows, types.uint32, rows), codegen
 
     return add
 
