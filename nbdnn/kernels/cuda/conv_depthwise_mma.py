@@ -44,7 +44,7 @@ class _Variant(NamedTuple):
     """What a kernel is compiled for.
 
     steps: instructions for a filter row and 8 columns. run, shift: of planar x. out_run: neighbours of planar y that
-    are stored at once.
+    are stored at once. reversed_: a filter's last tap comes first. copy_bytes: of filters, at once.
     """
 
     dtype: str
@@ -57,6 +57,8 @@ class _Variant(NamedTuple):
     run: int
     shift: int
     out_run: int
+    reversed_: bool
+    copy_bytes: int
     epilogue: tuple[str, ...]
 
     @property
@@ -107,8 +109,6 @@ class Blocks(NamedTuple):
     out_w: int
     out_rows: int
     out_columns: int
-    w_first: int
-    w_step: int
 
 
 def _end(v: _Variant):
@@ -186,12 +186,13 @@ def _kernel(*specialised_on):
     high, wide, taps, shift, threads = v.tile.high, v.tile.wide, v.taps_h * v.taps_w, v.shift, v.threads
     plane_bytes, filters_at, last = planes.plane_bytes, planes.shared_bytes, v.out_last
     part, side, target = depthwise_planes.Part, plan.Side, ptx_vector.Target
-    copy_filters = depthwise_planes.copy_filters(tile_channels, taps, threads)
+    copy_filters = depthwise_planes.copy_filters(tile_channels, taps, v.copy_bytes, threads)
     copy_in = depthwise_planes.copy_in(Copied(planes, v.in_last, v.run, threads))
     clear, channel_of = depthwise_planes.clear_zeros(planes, threads), depthwise_planes.channel_of(planes.vectors)
     rows_inside = depthwise_planes.rows_inside(planes.rows)
     rows_at = ptx_planes.rows_at(tuple(range(0, tile_rows, 16)), v.taps_h, planes.row_bytes, planes.zeros_at)
-    bands, zeros = ptx_planes.bands(v.taps_h, v.taps_w, v.steps), ptx_vector.zeros(4 * high * wide)
+    bands = ptx_planes.bands(v.taps_h, v.taps_w, v.steps, v.reversed_)
+    zeros, arrived = ptx_vector.zeros(4 * high * wide), ptx_tile.copy_async_wait(0)
     correlate = ptx_planes.correlate(v.dtype, v.taps_h, high, wide, v.steps)
     put, empty, repeated = _put(v), _empty(v), ptx_vector.repeated(_end(v).lanes)
     widen, has_bias, none = ptx.WIDEN[v.dtype], "bias" in v.epilogue, ptx.REAL["f32"](0.0)
@@ -207,10 +208,11 @@ def _kernel(*specialised_on):
         shared, of_image = ptx_tile.dynamic_shared(), side(f.in_n, f.in_c, f.in_h, f.in_w, f.in_rows, f.in_columns)
         in_row, in_column = integer(row - f.pad_h), integer(column - f.pad_w - shift)
         low, high_ = rows_inside(in_row, f.in_rows)
+        copy_filters(w, first, f.channels, word(shared + word(filters_at)))
         clear(shared)
-        copy_filters(w, first, f.channels, f.w_first, f.w_step, word(shared + word(filters_at)))
         source = part(image, integer(n * f.in_n), first, f.channels, in_row, low, high_, in_column, of_image)
         copy_in(source, shared)
+        arrived()
         ptx.cuda.syncthreads()
 
         # 3. A warp's planes.
@@ -241,10 +243,22 @@ def _variant(problem: ConvProblem, tile: Tile) -> _Variant:
     taps_h, taps_w = problem.filter
     in_shape, out_shape, pad = _gathered(problem)
     run, shift = (1, 0) if problem.channels_last else plan.run_of(problem, in_shape[-1], pad[1], taps_w)
-    out_run = 1 if out_shape[-1] % 2 or problem.align < 4 else 2
-    layouts = problem.channels_last, problem.y_channels_last
-    steps = plan.steps(taps_w, shift)
-    return _Variant(problem.dtype, *layouts, tile, taps_h, taps_w, steps, run, shift, out_run, problem.epilogue)
+    *_, w_s = filter_strides(problem)
+    return _Variant(
+        dtype=problem.dtype,
+        in_last=problem.channels_last,
+        out_last=problem.y_channels_last,
+        tile=tile,
+        taps_h=taps_h,
+        taps_w=taps_w,
+        steps=plan.steps(taps_w, shift),
+        run=run,
+        shift=shift,
+        out_run=1 if out_shape[-1] % 2 else 2,
+        reversed_=(w_s < 0) == (problem.op == "conv_fwd"),
+        copy_bytes=min(plan.CHUNK_BYTES, problem.align),
+        epilogue=problem.epilogue,
+    )
 
 
 def _gathered(problem: ConvProblem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -258,11 +272,6 @@ def _gathered(problem: ConvProblem) -> tuple[tuple[int, ...], tuple[int, ...], t
 
 def _blocks(problem: ConvProblem, tile: Tile) -> Blocks:
     in_shape, out_shape, (pad_h, pad_w) = _gathered(problem)
-    start, *_, w_s = filter_strides(problem)
-    taps = problem.filter[0] * problem.filter[1]
-    step = 1 if w_s > 0 else -1
-    if problem.op == "conv_bwd_data":
-        start, step = taps - 1 - start, -step
     return Blocks(
         slabs=ceil(problem.c / tile.channels),
         tiles_h=ceil(out_shape[2] / tile.rows),
@@ -272,8 +281,6 @@ def _blocks(problem: ConvProblem, tile: Tile) -> Blocks:
         pad_w=pad_w,
         **plan.side("in", in_shape, problem.channels_last),
         **plan.side("out", out_shape, problem.y_channels_last),
-        w_first=start,
-        w_step=step,
     )
 
 

@@ -28,6 +28,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import planes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import worth_measuring
+from nbdnn.kernels.cuda.depthwise_planes import waiting_bytes
 from nbdnn.kernels.cuda.filter_parts import sum_of_parts
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.planes_plan import Copied, Planes, Tile
@@ -74,18 +75,26 @@ class _Variant(NamedTuple):
         return Planes(self.tile.rows, self.tile.wide, self.tile.channels // plan.VECTOR)
 
     @property
+    def copied(self) -> tuple[Copied, Copied]:
+        """x and dy."""
+        x = Copied(self.x_planes, self.x_last, self.run, self.threads)
+        return x, Copied(self.y_planes, self.y_last, self.y_run, self.threads)
+
+    @property
     def shared_bytes(self) -> int:
-        """Planes, or at the end what a warp finds its diagonals in."""
-        planes_bytes = self.x_planes.shared_bytes + self.y_planes.shared_bytes
-        return max(planes_bytes, 4 * self.tile.channels * self.taps_h * _G_FLOATS)
+        """Planes and what waits to be turned into them, or at the end what a warp finds its diagonals in."""
+        copied_bytes = sum(each.planes.shared_bytes + waiting_bytes(each) for each in self.copied)
+        return max(copied_bytes, 4 * self.tile.channels * self.taps_h * _G_FLOATS)
 
     @property
     def min_blocks(self) -> int:
-        """64 registers have room for the sums of 7 rows and a product of two tiles; more of either take up to 128, as
-        do copies of single elements, many of which are under way at once."""
-        vectors = (self.x_last or self.run > 1) and (self.y_last or self.y_run > 1)
-        few = vectors and self.taps_h <= 7 and self.tile.high * self.tile.wide <= 2
-        return plan.min_blocks(self.threads, 64 if few else 128, self.shared_bytes)
+        """64 registers have room for the sums of 7 rows and a product of two tiles, 80 also for planar runs; more of
+        either take up to 128, as do copies of single elements, many of which are under way at once."""
+        registers = 64 if self.x_last and self.y_last else 80
+        single = not (self.x_last or self.run > 1) or not (self.y_last or self.y_run > 1)
+        if single or self.taps_h > 7 or self.tile.high * self.tile.wide > 2:
+            registers = 128
+        return plan.min_blocks(self.threads, registers, self.shared_bytes)
 
     @property
     def chunks(self) -> int:
@@ -152,13 +161,31 @@ def _kernel(*specialised_on):
     x_planes, y_planes, taps, shift = v.x_planes, v.y_planes, v.taps_h * v.taps_w, v.shift
     y_at, x_bytes, y_bytes = x_planes.shared_bytes, x_planes.plane_bytes, y_planes.plane_bytes
     part, side, channel_of = depthwise_planes.Part, plan.Side, depthwise_planes.channel_of(x_planes.vectors)
-    copy_x = depthwise_planes.copy_in(Copied(x_planes, v.x_last, v.run, threads))
-    copy_y = depthwise_planes.copy_in(Copied(y_planes, v.y_last, v.y_run, threads))
+    ask_x, ask_y = (depthwise_planes.ask(each) for each in v.copied)
+    settle_x, settle_y = (depthwise_planes.settle(each) for each in v.copied)
+    waiting_x = y_at + y_planes.shared_bytes
+    waiting_y, arrived = waiting_x + waiting_bytes(v.copied[0]), ptx_tile.copy_async_wait(0)
     clear_x, clear_y = (depthwise_planes.clear_zeros(planes, threads) for planes in (x_planes, y_planes))
     x_inside, y_inside = (depthwise_planes.rows_inside(planes.rows) for planes in (x_planes, y_planes))
     of_planes = ((planes.row_bytes, planes.zeros_at) for planes in (x_planes, y_planes))
     multiply = ptx_planes.multiply_rows(v.dtype, v.taps_h, v.tile.high, v.tile.wide, *of_planes)
     zeros, diagonals, shared_of_warp = ptx_vector.zeros(4 * v.taps_h), _diagonals(v), 4 * v.taps_h * _G_FLOATS
+
+    @ptx.inline
+    def parts_at(x, dy, n, row, column, first, f):
+        """Of x and of dy for the tile of image n that begins there."""
+        of_x = side(f.x_n, f.x_c, f.x_h, f.x_w, f.x_rows, f.x_columns)
+        of_y = side(f.y_n, f.y_c, f.y_h, f.y_w, f.y_rows, f.y_columns)
+        x_row, x_column = integer(row - f.pad_h), integer(column - f.pad_w - shift)
+        part_x = part(x, integer(n * f.x_n), first, f.channels, x_row, *x_inside(x_row, f.x_rows), x_column, of_x)
+        part_y = part(dy, integer(n * f.y_n), first, f.channels, row, *y_inside(row, f.y_rows), column, of_y)
+        return part_x, part_y
+
+    @ptx.inline
+    def ask(x, dy, n, row, column, first, shared, f):
+        part_x, part_y = parts_at(x, dy, n, row, column, first, f)
+        ask_x(part_x, word(shared + word(waiting_x)))
+        ask_y(part_y, word(shared + word(waiting_y)))
 
     def partial_sums(x, dy, parts, f):
         # 1. Which tiles of which channels, and a warp's plane.
@@ -169,34 +196,34 @@ def _kernel(*specialised_on):
         shared = ptx_tile.dynamic_shared()
         shared_y = word(shared + word(y_at))
         x_plane, y_plane = word(shared + word(plane * x_bytes)), word(shared_y + word(plane * y_bytes))
-        of_x = side(f.x_n, f.x_c, f.x_h, f.x_w, f.x_rows, f.x_columns)
-        of_y = side(f.y_n, f.y_c, f.y_h, f.y_w, f.y_rows, f.y_columns)
         clear_x(shared)
         clear_y(shared_y)
 
-        # 2. Its tiles.
-        sums = zeros()
+        # 2. Its tiles: the next one's copies are under way while one is multiplied.
+        sums, own = zeros(), ptx_tile.computed_here(integer(lane & 15))
         i, stop = integer(split * f.chunk), integer(min(f.tiles, integer((split + 1) * f.chunk)))
         rest, column = ptx.divided(i, f.tiles_w)
         n, row = ptx.divided(rest, f.tiles_h)
         row, column = integer(row * tile_rows), integer(column * tile_columns)
+        ask(x, dy, n, row, column, first, shared, f)
         while i < stop:
-            x_row, x_column = integer(row - f.pad_h), integer(column - f.pad_w - shift)
-            low, high = x_inside(x_row, f.x_rows)
-            nothing, rows = y_inside(row, f.y_rows)
-            copy_x(part(x, integer(n * f.x_n), first, f.channels, x_row, low, high, x_column, of_x), shared)
-            copy_y(part(dy, integer(n * f.y_n), first, f.channels, row, nothing, rows, column, of_y), shared_y)
+            arrived()
             ptx.cuda.syncthreads()
-            if channel < f.channels:
-                own = ptx_tile.computed_here(integer(lane & 15))
-                x_rows, y_rows = (own, rows, low, high), (own, rows, nothing, rows)
-                sums = multiply(sums, word(x_plane + chunk), x_rows, word(y_plane + chunk), y_rows)
+            part_x, part_y = parts_at(x, dy, n, row, column, first, f)
+            settle_x(part_x, word(shared + word(waiting_x)), shared)
+            settle_y(part_y, word(shared + word(waiting_y)), shared_y)
             ptx.cuda.syncthreads()
+            x_rows, y_rows = (own, part_y.high, part_x.low, part_x.high), (own, part_y.high, integer(0), part_y.high)
             i, column = integer(i + 1), integer(column + tile_columns)
             if column >= f.y_columns:
                 row, column = integer(row + tile_rows), integer(0)
             if row >= f.y_rows:
                 n, row = integer(n + 1), integer(0)
+            if i < stop:
+                ask(x, dy, n, row, column, first, shared, f)
+            if channel < f.channels:
+                sums = multiply(sums, word(x_plane + chunk), x_rows, word(y_plane + chunk), y_rows)
+        ptx.cuda.syncthreads()
 
         # 3. The diagonals.
         if channel < f.channels:

@@ -218,23 +218,97 @@ def _runs(copied: Copied):
 
 
 @cache
-def copy_filters(count: int, taps: int, threads: int):
-    """Device function (w, channel, channels, first, step, shared): filters of so many channels, a tap after the other.
+def copy_filters(count: int, taps: int, size_bytes: int, threads: int):
+    """Device function (w, channel, channels, shared): filters of so many channels as they lie in memory, so many bytes
+    a copy, which are under way when it returns. channel: a multiple of 8; behind the last one come zeros."""
+    from nbdnn.kernels.cuda import ptx, ptx_tile
 
-    Channels beyond the last get zeros.
-    """
-    from nbdnn.kernels.cuda import ptx, ptx_planes
-
-    integer, word, nothing = ptx.INTEGER[32], ptx.WORD, ptx.ELEMENT["f16"](0)
+    integer, word, copy_async, size = ptx.INTEGER[32], ptx.WORD, ptx_tile.COPY_ASYNC[size_bytes], size_bytes // 2
 
     @ptx.inline
-    def copy(w, channel, channels, first, step, shared):
-        i = integer(ptx.thread_x())
-        while i < count * taps:
-            filter_, tap = ptx.divided(i, integer(taps))
-            at = integer((channel + filter_) * taps + first + step * tap)
-            weight = ptx.load_constant(w, at) if channel + filter_ < channels else nothing
-            ptx_planes.store_half(word(shared + word(2 * i)), weight)
-            i = integer(i + threads)
+    def copy(w, channel, channels, shared):
+        i, first = integer(size * ptx.thread_x()), integer(channel * taps)
+        count_here = integer(min(integer(count * taps), integer((channels - channel) * taps)))
+        while i < count_here:
+            there = integer(min(integer(size), integer(count_here - i)))
+            copy_async(word(shared + word(2 * i)), ptx.address(w, integer(first + i)), integer(2 * there))
+            i = integer(i + size * threads)
+        ptx_tile.copy_async_commit()
 
     return copy
+
+
+# ---- in two steps: asked for while something else is multiplied, and turned when it is there -------------------------
+
+
+def waiting_bytes(copied: Copied) -> int:
+    """Of shared memory where what `ask` asks for waits for `settle`."""
+    return 32 * _items(copied) if copied.last else 0
+
+
+def _items(copied: Copied) -> int:
+    """Pairs of pixels of eight channels."""
+    planes = copied.planes
+    return planes.rows * planes.chunks * 4 * planes.vectors
+
+
+@cache
+def ask(copied: Copied):
+    """Device function (part, waiting): channels-last, copies are under way when it returns; planar, nothing."""
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    planes, threads, items = copied.planes, copied.threads, _items(copied)
+    integer, word, copy_async = ptx.INTEGER[32], ptx.WORD, ptx_tile.COPY_ASYNC[16]
+    vectors, pairs = planes.vectors, planes.chunks * 4
+
+    @ptx.inline
+    def nothing(p, waiting):
+        return
+
+    @ptx.inline
+    def start(p, waiting):
+        i, count = integer(ptx.thread_x()), integer((p.high - p.low) * (pairs * vectors))
+        while i < count:
+            rest, vector = ptx.divided(i, integer(vectors))
+            row, pair = ptx.divided(rest, integer(pairs))
+            column, channel = integer(p.column + 2 * pair), integer(p.channel + VECTOR * vector)
+            at = integer(p.at + (p.row + p.low + row) * p.side.h + column * p.side.w + channel)
+            for pixel in range(2):
+                inside = channel < p.channels and ptx.inside(integer(column + pixel), p.side.columns) != 0
+                source = ptx.address(p.image, integer(at + pixel * p.side.w) if inside else integer(0))
+                copy_async(word(waiting + word(16 * (i + pixel * items))), source, integer(16 if inside else 0))
+            i = integer(i + threads)
+        ptx_tile.copy_async_commit()
+
+    return start if copied.last else nothing
+
+
+@cache
+def settle(copied: Copied):
+    """Device function (part, waiting, shared): what the same thread has asked for to its planes; planar, all copies."""
+    from nbdnn.kernels.cuda import ptx, ptx_planes, ptx_tile
+
+    planes, threads, items = copied.planes, copied.threads, _items(copied)
+    integer, word, load = ptx.INTEGER[32], ptx.WORD, ptx_tile.LOAD_SHARED[4]
+    vectors, pairs, row_bytes, plane_bytes = planes.vectors, planes.chunks * 4, planes.row_bytes, planes.plane_bytes
+    turn = ptx_planes.turn_in(vectors * plane_bytes)
+
+    @ptx.inline
+    def turn_all(p, waiting, shared):
+        i, count = integer(ptx.thread_x()), integer((p.high - p.low) * (pairs * vectors))
+        while i < count:
+            rest, vector = ptx.divided(i, integer(vectors))
+            row, pair = ptx.divided(rest, integer(pairs))
+            where = word(shared + word(vector * plane_bytes + (row + p.low) * row_bytes + 4 * pair))
+            turn(where, load(word(waiting + word(16 * i))), load(word(waiting + word(16 * (i + items)))))
+            i = integer(i + threads)
+
+    if copied.last:
+        return turn_all
+    copy = copy_in(copied)
+
+    @ptx.inline
+    def copy_all(p, waiting, shared):
+        copy(p, shared)
+
+    return copy_all

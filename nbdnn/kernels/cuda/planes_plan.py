@@ -23,6 +23,7 @@ CHUNK_BYTES = 16
 MOST_TAPS = 15  # rows of a filter, or taps of a row: what they are multiplied with stays in registers
 SHARED_BYTES = 96 << 10  # of a block, at most: the smallest multiprocessors have 99 KiB
 _FIRST_CAPABILITY = (8, 0)  # of bf16 in mma.sync
+_LEAST_COPY_BYTES = 4  # that go to shared memory asynchronously
 _STEP = 16  # columns that one instruction multiplies
 _BANKS_BYTES = 128
 _REGISTERS = 65536
@@ -141,11 +142,11 @@ def refusal(problem: ConvProblem, device: Gpu) -> str:
             return f"{name} {max(values)} is not 1"
     if max(problem.filter) > MOST_TAPS:
         return f"a filter extent of {max(problem.filter)} is above {MOST_TAPS}"
-    if problem.channels_last or problem.y_channels_last:
-        if problem.c % VECTOR:
-            return f"{problem.c} channels are not a multiple of {VECTOR}"
-        if problem.align < CHUNK_BYTES:
-            return f"alignment of {problem.align} bytes is below {CHUNK_BYTES}"
+    last = problem.channels_last or problem.y_channels_last
+    if last and problem.c % VECTOR:
+        return f"{problem.c} channels are not a multiple of {VECTOR}"
+    if problem.align < (least := CHUNK_BYTES if last else _LEAST_COPY_BYTES):
+        return f"alignment of {problem.align} bytes is below {least}"
     if problem.n * problem.c == 0:
         return f"a batch of {problem.n} images of {problem.c} channels"
     if index_bits(problem, ()) != 32:

@@ -148,15 +148,17 @@ def rows_at(starts: tuple[int, ...], taps_h: int, row_bytes: int, nowhere: int):
 
 
 @cache
-def bands(taps_h: int, taps_w: int, steps: int):
+def bands(taps_h: int, taps_w: int, steps: int, reversed_: bool):
     """Intrinsic (shared address of a filter, diagonal) -> for each of its rows the b of `steps` products.
 
     b[i, j] = w[r, i - j - shift], 0 beyond the filter's ends; a lane has i = 2*(lane%4) and the next, and both 8
     further on, of j = lane//4. diagonal: i - j - shift of its first. Of rows of at most 7 taps one word of the two is
-    0, and only the other one is loaded.
+    0, and only the other one is loaded. reversed_: the filter's last tap comes first.
     """
     words = types.UniTuple(types.uint32, 2 * steps * taps_h)
     one_of_two = steps == 1 and taps_w <= 7
+    sign = -2 if reversed_ else 2  # bytes from a tap to the next
+    start = 2 * (taps_h * taps_w - 1) if reversed_ else 0
 
     @intrinsic
     def load(typingctx, where, diagonal):
@@ -167,14 +169,15 @@ def bands(taps_h: int, taps_w: int, steps: int):
                 for i, bits in enumerate((0x0000FFFF, 0xFFFF0000)):
                     tap = builder.add(first, I32(i))
                     inside = builder.icmp_unsigned("<", tap, I32(taps_w))
-                    offset = builder.select(inside, builder.shl(tap, I32(1)), I32(0))
+                    offset = builder.select(inside, builder.mul(tap, I32(sign)), I32(0))
                     addresses.append(builder.add(args[0], offset))
                     mask = builder.or_(mask, builder.select(inside, I32(bits), I32(0)))
                 return addresses, mask
 
             def word(addresses, mask, row):
+                add = start + sign * taps_w * row
                 low, high = (
-                    builder.zext(builder.load(_shared(builder, address, 2 * taps_w * row, _I16), align=2), I32)
+                    builder.zext(builder.load(_shared(builder, address, add, _I16), align=2), I32)
                     for address in addresses
                 )
                 return builder.and_(_halves(builder, low, high, _LOW_HALVES), mask)
