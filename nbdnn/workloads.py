@@ -297,7 +297,7 @@ EDGES_MATRIX = (
     Edge("n1c24d3h4w5:k16t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1", "stride 2 in 3-D"),
     Edge("n2c16d5h6w7:k32t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2", "asymmetric in every parameter, grouped, 3-D"),
 )
-# Depthwise of stride 1, what bands of taps on matrix units take; posed in 16 bits, in both layouts.
+# Depthwise of stride 1, what kernels of large filters take; posed in 16 bits and float32, in both layouts.
 EDGES_BANDS = (
     Edge("n2c40h14w14:k40r7s7:p3x3:u1x1:d1x1:g40", "7x7, a tile that is not full and a slab of channels that is not"),
     Edge("n2c24h19w36:k24r5s5:p2x2:u1x1:d1x1:g24", "5x5, several tiles on both axes with remainders"),
@@ -367,9 +367,10 @@ def _banded(op: str, epilogues: tuple[str, ...]) -> list[ConvProblem]:
     problems = []
     for layout, other in (("nchw", "nhwc"), ("nhwc", "nchw")):
         every = [_posed(op, "bf16", edge, layout) for edge in EDGES_BANDS]
-        problems += [*every, *(replace(problem, dtype="f16", mode="conv") for problem in every)]
-        problems += [replace(every[0], epilogue=tuple(epilogue.split("+"))) for epilogue in epilogues]
-        problems += [replace(every[0], y_layout=other), replace(every[0], align=4)]
+        in_f32 = [replace(problem, dtype="f32", compute="") for problem in every]
+        problems += [*every, *in_f32, *(replace(problem, dtype="f16", mode="conv") for problem in every)]
+        problems += [replace(first, epilogue=tuple(e.split("+"))) for first in (every[0], in_f32[0]) for e in epilogues]
+        problems += [replace(every[0], y_layout=other), replace(every[0], align=4), replace(in_f32[0], mode="conv")]
     return problems
 
 

@@ -60,6 +60,7 @@ _MATRIX_TF32 = Covers("f32", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuff
 _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
 _OF_GROUPED = _OF_STEM._replace(shapes="groups")
 _OF_BANDS = Covers("f16 bf16", "nchw nhwc", "depthwise, depthwise 7x7", "e:beta")
+_OF_LANES = _OF_BANDS._replace(dtypes="f32", layouts="nhwc")
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
 _OF_GPU_WINOGRAD = "3x3, conv mode, one pixel"
 _OF_FMA_GEMM = "3x3, 1x1, 5x5, stride, dilation, asymmetric, groups, conv mode, one pixel"
@@ -70,6 +71,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/mma_gemm_tf32": _MATRIX_TF32,
     "conv_fwd/numba/depthwise": _FORWARD._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_fwd/numba/depthwise_mma": _OF_BANDS._replace(ends=_FORWARD_ENDS.removesuffix(" a4")),
+    "conv_fwd/numba/depthwise_lanes": _OF_LANES._replace(ends=_FORWARD_ENDS.removesuffix(" a4")),
     "conv_fwd/numba/direct": _FORWARD,
     "conv_fwd/numba/fma_gemm": _FORWARD._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_fwd/numba/winograd_2x2": _FORWARD._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
@@ -91,6 +93,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
     "conv_bwd_data/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_bwd_data/numba/depthwise_mma": _OF_BANDS,
+    "conv_bwd_data/numba/depthwise_lanes": _OF_LANES,
     "conv_bwd_data/numba/direct": _GRADIENT,
     "conv_bwd_data/numba/fma_gemm": _GRADIENT._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_bwd_data/numba/winograd_2x2": _GRADIENT._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
