@@ -133,7 +133,8 @@ def _kernel(*specialised_on):
 
 def _variant(problem: ConvProblem, tile: Tile) -> _Variant:
     *_, w_s = filter_strides(problem)
-    return _Variant(tile, *problem.filter, (w_s < 0) == (problem.op == "conv_fwd"), problem.epilogue)
+    taps_h, taps_w = problem.filter
+    return _Variant(tile, taps_h, taps_w, (w_s < 0) == (problem.op == "conv_fwd"), problem.epilogue)
 
 
 def _extents(problem: ConvProblem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

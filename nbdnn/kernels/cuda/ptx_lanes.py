@@ -8,11 +8,14 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from llvmlite import ir
 from numba.cuda import cgutils, types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
 from nbdnn.kernels.cuda.ptx import F32, I32, packed, unpacked
+
+_BYTE = ir.IntType(8)
 
 
 class Steps(NamedTuple):
@@ -23,8 +26,9 @@ class Steps(NamedTuple):
     tap: int
 
 
-def _load(builder, address, add: int):
-    return builder.load(builder.inttoptr(builder.add(address, I32(add)), F32.as_pointer(3)), align=4)
+def _load(builder, base, add: int):
+    """The float32 so many bytes from a pointer to bytes: a part of the instruction, as a sum of integers is not."""
+    return builder.load(builder.bitcast(builder.gep(base, [I32(add)]), F32.as_pointer(3)), align=4)
 
 
 def _held(builder, values):
@@ -48,14 +52,15 @@ def correlate(rows: int, columns: int, taps_h: int, taps_w: int, reversed_: bool
         def codegen(context, builder, sig, args):
             places = _held(builder, unpacked(builder, args[0], rows * columns))
 
+            pixels_at, taps_at = (builder.inttoptr(where, _BYTE.as_pointer(3)) for where in args[1:3])
             factors, size = [], builder.sub(args[4], args[3])
             for row in range(rows + taps_h - 1):
                 # A row of taps is loaded where it is first wanted, for the few rows of the image that it meets.
                 new = range(row * taps_w, min(row + 1, taps_h) * taps_w)
-                factors += [_load(builder, args[2], steps.tap * (last - i if reversed_ else i)) for i in new]
+                factors += [_load(builder, taps_at, steps.tap * (last - i if reversed_ else i)) for i in new]
                 with builder.if_then(builder.icmp_unsigned("<", builder.sub(I32(row), args[3]), size)):
                     at = steps.row * row
-                    pixels = [_load(builder, args[1], at + steps.pixel * i) for i in range(columns + taps_w - 1)]
+                    pixels = [_load(builder, pixels_at, at + steps.pixel * i) for i in range(columns + taps_w - 1)]
                     for p in range(max(0, row - taps_h + 1), min(rows, row + 1)):
                         of_row = places[p * columns : (p + 1) * columns]
                         totals = [builder.load(place) for place in of_row]

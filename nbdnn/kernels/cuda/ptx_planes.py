@@ -17,13 +17,15 @@ from numba.cuda.typing import signature
 from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, PURE, asm, packed, unpacked
 from nbdnn.kernels.cuda.ptx_tile import product
 
-_I16 = ir.IntType(16)
+_BYTE, _I16 = ir.IntType(8), ir.IntType(16)
 _LOW_HALVES, _HIGH_HALVES = 0x5410, 0x7632  # of two words, as prmt selects them
 _FOUR_WORDS = types.UniTuple(types.uint32, 4)
 
 
 def _shared(builder, address, add, kind=I32):
-    return builder.inttoptr(builder.add(address, I32(add)), kind.as_pointer(3))
+    """A pointer so many bytes from a shared address: a part of the instruction, as a sum of integers is not."""
+    start = builder.inttoptr(address, _BYTE.as_pointer(3))
+    return builder.bitcast(builder.gep(start, [I32(add)]), kind.as_pointer(3))
 
 
 def _halves(builder, first, second, select):
