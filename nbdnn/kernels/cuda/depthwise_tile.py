@@ -345,23 +345,43 @@ def turned_weights(v: Variant):
     """Device function (w, first, shared, f): the weights of a block's channels, from `first` on, to shared memory."""
     from nbdnn.kernels.cuda import ptx, ptx_vector
 
-    integer, u32, widen, lanes, taps = ptx.INTEGER[v.bits], ptx.types.uint32, ptx.WIDEN[v.dtype], v.lanes, v.taps
+    integer, u32, lanes, taps, load = (
+        ptx.INTEGER[v.bits],
+        ptx.types.uint32,
+        v.lanes,
+        v.taps,
+        ptx_vector.load_wanted(v.dtype),
+    )
+
+    @ptx.inline
+    def read(w, i, first, plane, f):
+        """Of the i-th weight of the block: whether there is one, its place in shared memory, and itself."""
+        summed, t = ptx.divided(plane, f.taps_d)
+        channel, tap = ptx.divided(i, integer(taps))
+        inside = i < f.vectors * lanes * taps and first + channel < f.out_c
+        at = integer(((first + channel) * f.group_in + summed) * f.taps + f.w_first + f.w_step * (t * taps + tap))
+        return inside, u32(4 * ((plane * taps + tap) * f.pitch + channel)), load(w, at, inside)
+
+    @ptx.inline
+    def put(shared, weight):
+        if weight[0]:
+            ptx_vector.store_shared_floats(u32(shared + weight[1]), u32(0), weight[2])
 
     @ptx.inline
     def turn(w, first, shared, f):
-        channels = integer(f.vectors * lanes)
         plane = integer(0)
         while plane < f.planes:
-            summed, t = ptx.divided(plane, f.taps_d)
             i = integer(ptx.thread_x())
-            while i < channels * taps:
-                channel, tap = ptx.divided(i, integer(taps))
-                if first + channel < f.out_c:
-                    at = integer(((first + channel) * f.group_in + summed) * f.taps + f.w_first)
-                    weight = widen(ptx.load_constant(w, integer(at + f.w_step * (t * taps + tap))))
-                    where = u32(shared + u32(4 * ((plane * taps + tap) * f.pitch + channel)))
-                    ptx_vector.store_shared_floats(where, u32(0), (weight,))
-                i = integer(i + THREADS)
+            while i < f.vectors * lanes * taps:
+                # Four are asked for before the first is waited for.
+                a, b = read(w, i, first, plane, f), read(w, integer(i + THREADS), first, plane, f)
+                i = integer(i + 2 * THREADS)
+                c, d = read(w, i, first, plane, f), read(w, integer(i + THREADS), first, plane, f)
+                i = integer(i + 2 * THREADS)
+                put(shared, a)
+                put(shared, b)
+                put(shared, c)
+                put(shared, d)
             plane = integer(plane + 1)
         ptx.cuda.syncthreads()
 

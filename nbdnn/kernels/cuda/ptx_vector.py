@@ -340,6 +340,20 @@ def load_run(dtype: str, count: int):
     return load
 
 
+@cache
+def load_wanted(dtype: str):
+    """Intrinsic (base, at, wanted) -> a tuple of base[at], or of zero where that is not wanted: without a branch."""
+
+    @intrinsic
+    def load(typingctx, base, at, wanted):
+        def codegen(context, builder, sig, args):
+            return packed(builder, _loaded(builder, builder.gep(args[0], [args[1]]), args[2], dtype, 1))
+
+        return signature(floats(1), base, at, types.boolean), codegen
+
+    return load
+
+
 # ---- float32 in shared memory, by 32-bit addresses -------------------------------------------------------------------
 
 
