@@ -113,6 +113,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
     "conv_bwd_filter/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_bwd_filter/numba/depthwise_mma": _OF_BANDS,
+    "conv_bwd_filter/numba/depthwise_lanes": _OF_LANES,
     "conv_bwd_filter/numba/direct": _GRADIENT,
     "conv_bwd_filter/numba/fma_gemm": _GRADIENT._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_bwd_filter/numba/winograd_4x4": _GRADIENT._replace(

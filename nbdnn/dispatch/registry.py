@@ -75,6 +75,7 @@ def _cuda_lists() -> _Lists:
         conv_depthwise,
         conv_depthwise_filter,
         conv_depthwise_lanes,
+        conv_depthwise_lanes_filter,
         conv_depthwise_mma,
         conv_depthwise_mma_filter,
         conv_direct,
@@ -123,6 +124,7 @@ def _cuda_lists() -> _Lists:
         "conv_bwd_filter": (
             conv_depthwise_filter.BWD_FILTER,
             conv_depthwise_mma_filter.BWD_FILTER,
+            conv_depthwise_lanes_filter.BWD_FILTER,
             conv_stem.BWD_FILTER,
             conv_stem.BWD_FILTER_TF32,
             conv_grouped.BWD_FILTER,

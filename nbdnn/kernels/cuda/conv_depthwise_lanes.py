@@ -82,12 +82,8 @@ def _kernel(*specialised_on):
     v = _Variant(*specialised_on)
     integer, word, real, tile, held = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"], v.tile, v.held
     rows, columns, threads_w, taps = tile.rows, tile.columns, tile.threads_w, v.taps_h * v.taps_w
-    block_rows, block_columns, row_bytes, filters_at = (
-        tile.block_rows,
-        tile.block_columns,
-        held.row_bytes,
-        held.shared_bytes,
-    )
+    block_rows, block_columns = tile.block_rows, tile.block_columns
+    row_bytes, filters_at = held.row_bytes, held.shared_bytes
     copy_pixels, rows_inside = lanes_copy.copy_pixels(held, tile.threads), lanes_copy.rows_inside(held.rows)
     copy_filters, part, target = lanes_copy.copy_filters(taps, tile.threads), lanes_copy.Part, ptx_vector.Target
     steps = ptx_lanes.Steps(row_bytes, plan.PIXEL_BYTES, plan.TAP_BYTES)
@@ -165,7 +161,7 @@ class DepthwiseLanes(LaunchedCandidate[Tile]):
         return Support(False, refused) if refused else YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
-        every = plan.tiles(_extents(problem)[1], problem.filter[1])
+        every = plan.tiles(_extents(problem)[1])
         fitting = [tile for tile in every if _variant(problem, tile).shared_bytes <= plan.SHARED_BYTES]
         return worth_measuring([(self.estimate(problem, tile, device), tile) for tile in dict.fromkeys(fitting)])
 

@@ -26,10 +26,11 @@ from typing import NamedTuple
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import planes_plan as plan
+from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import worth_measuring
 from nbdnn.kernels.cuda.depthwise_planes import waiting_bytes
-from nbdnn.kernels.cuda.filter_parts import sum_of_parts
+from nbdnn.kernels.cuda.geometry import filter_strides
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.planes_plan import Copied, Planes, Tile
 from nbdnn.problem import ConvProblem
@@ -49,7 +50,10 @@ _SUM_US = 2.0  # of the second kernel
 
 
 class _Variant(NamedTuple):
-    """What the first kernel is compiled for. run, shift: of planar x, and y_run of dy."""
+    """What the first kernel is compiled for.
+
+    run, shift: of planar x, and y_run of planar dy. reversed_: dw has its last tap first.
+    """
 
     dtype: str
     x_last: bool
@@ -60,6 +64,7 @@ class _Variant(NamedTuple):
     run: int
     shift: int
     y_run: int
+    reversed_: bool
 
     @property
     def threads(self) -> int:
@@ -111,6 +116,7 @@ class Runs(NamedTuple):
     tiles_h: int
     tiles_w: int
     chunk: int
+    part_elems: int
     channels: int
     pad_h: int
     pad_w: int
@@ -129,15 +135,15 @@ class Runs(NamedTuple):
 
 
 def _diagonals(v: _Variant):
-    """Device function (sums, shared, lane, parts, first, step): a warp's taps from its sums, a step apart."""
+    """Device function (sums, shared, lane, parts, first): a warp's taps from its sums, to parts[first] and on."""
     from nbdnn.kernels.cuda import ptx, ptx_planes, ptx_tile
 
     integer, word, real, taps, taps_w = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"], v.taps_h * v.taps_w, v.taps_w
-    load, shift, rows = ptx_tile.LOAD_SHARED[1], v.shift, v.taps_h
+    load, shift, rows, reversed_ = ptx_tile.LOAD_SHARED[1], v.shift, v.taps_h, v.reversed_
     store = ptx_planes.store_sums(rows, 4 * _ROW_FLOATS, 4 * _G_FLOATS)
 
     @ptx.inline
-    def diagonals(sums, shared, lane, parts, first, step):
+    def diagonals(sums, shared, lane, parts, first):
         store(word(shared + word(4 * ((lane >> 2) * _ROW_FLOATS + 2 * (lane & 3)))), sums)
         ptx.cuda.syncwarp()
         tap = lane
@@ -147,7 +153,7 @@ def _diagonals(v: _Variant):
             total = real(0.0)
             for j in range(plan.VECTOR):
                 total = total + ptx_tile.float_of(load(word(at + word(4 * (_ROW_FLOATS + 1) * j))))
-            parts[integer(first + tap * step)] = total
+            parts[integer(first + (taps - 1 - tap if reversed_ else tap))] = total
             tap = integer(tap + 32)
 
     return diagonals
@@ -228,7 +234,7 @@ def _kernel(*specialised_on):
         # 3. The diagonals.
         if channel < f.channels:
             own_shared = word(shared + word(plane * shared_of_warp))
-            diagonals(sums, own_shared, lane, parts, integer(channel * taps * f.splits + split), f.splits)
+            diagonals(sums, own_shared, lane, parts, integer(split * f.part_elems + channel * taps))
 
     data, floats = ptx.pointer(v.dtype), ptx.pointer("f32")
     return partial_sums, (data, data, floats, ptx.record(Runs, 32))
@@ -242,7 +248,8 @@ def _variant(problem: ConvProblem, tile: Tile) -> _Variant:
     if not problem.y_channels_last:
         y_run, _ = plan.run_of(problem, problem.out_spatial[-1], 0, 1)
     layouts = problem.channels_last, problem.y_channels_last
-    return _Variant(problem.dtype, *layouts, tile, taps_h, taps_w, run, shift, y_run)
+    *_, w_s = filter_strides(problem)
+    return _Variant(problem.dtype, *layouts, tile, taps_h, taps_w, run, shift, y_run, w_s < 0)
 
 
 def _runs(problem: ConvProblem, tile: Tile, device: Gpu) -> Runs:
@@ -258,6 +265,7 @@ def _runs(problem: ConvProblem, tile: Tile, device: Gpu) -> Runs:
         tiles_h=tiles_h,
         tiles_w=tiles_w,
         chunk=chunk,
+        part_elems=part_elems(problem),
         channels=problem.c,
         pad_h=problem.pad[0][0],
         pad_w=problem.pad[1][0],
@@ -283,7 +291,7 @@ class DepthwiseMmaFilter(LaunchedCandidate[Tile]):
         return worth_measuring([(self.estimate(problem, tile, device), tile) for tile in covering])
 
     def workspace_bytes(self, problem: ConvProblem, config: Tile, device: Gpu) -> int:
-        return 4 * _runs(problem, config, device).splits * problem.k * problem.filter[0] * problem.filter[1]
+        return 4 * _runs(problem, config, device).splits * part_elems(problem)
 
     def estimate(self, problem: ConvProblem, config: Tile, device: Gpu) -> float:
         v, runs = _variant(problem, config), _runs(problem, config, device)
@@ -300,7 +308,7 @@ class DepthwiseMmaFilter(LaunchedCandidate[Tile]):
             integers=runs,
             dynamic_shared_bytes=v.shared_bytes,
         )
-        return [partial, sum_of_parts(problem, runs.splits)]
+        return [partial, add_parts(problem, runs.splits)]
 
 
 BWD_FILTER = DepthwiseMmaFilter()

@@ -21,7 +21,7 @@ CHUNK_BYTES = 16
 SHARED_BYTES = 96 << 10  # of a block, at most: the smallest multiprocessors have 99 KiB
 MOST_TAPS = 9  # rows, and taps of a row: larger filters are too much code
 _LAUNCH_US = 3.0
-_REGISTERS = 65536
+_REGISTERS, _MOST_SHARED_BYTES = 65536, 224 << 10  # of a multiprocessor
 _ISSUES = 128  # lanes a clock and multiprocessor
 
 
@@ -64,7 +64,7 @@ class Held(NamedTuple):
         return self.rows * self.row_bytes
 
 
-def tiles(outputs: tuple[int, ...], taps_w: int) -> list[Tile]:
+def tiles(outputs: tuple[int, ...]) -> list[Tile]:
     """Two rows a thread, and columns that such outputs fill best; as many threads as a block has use for."""
     rows, columns = outputs
     found = []
@@ -109,7 +109,7 @@ def refusal(problem: ConvProblem, device: Gpu) -> str:
 
 def min_blocks(threads: int, registers: int, shared_bytes: int) -> int:
     """Blocks of a multiprocessor that threads of so many registers leave room for."""
-    return max(1, min(_REGISTERS // (threads * registers), 2 * SHARED_BYTES // shared_bytes))
+    return max(1, min(_REGISTERS // (threads * registers), _MOST_SHARED_BYTES // shared_bytes))
 
 
 def kernel_us(problem: ConvProblem, device: Gpu, threads: int, instructions: int) -> float:

@@ -73,3 +73,39 @@ def correlate(rows: int, columns: int, taps_h: int, taps_w: int, reversed_: bool
         return signature(sums, sums, types.uint32, types.uint32, types.int32, types.int32), codegen
 
     return add
+
+
+@cache
+def gradients(rows: int, columns: int, taps_h: int, taps_w: int, x_steps: Steps, dy_steps: Steps):
+    """Intrinsic (sums, x, dy, count, low, high) -> sums of x times dy by tap over rows x columns pixels of dy.
+
+    x, dy: a lane's addresses of the first pixels. count: of the rows of dy; of x rows `low` to `high` are taken.
+    """
+    sums = types.UniTuple(types.float32, taps_h * taps_w)
+
+    @intrinsic
+    def add(typingctx, acc, x, dy, count, low, high):
+        def codegen(context, builder, sig, args):
+            places = _held(builder, unpacked(builder, args[0], taps_h * taps_w))
+            x_at, dy_at = (builder.inttoptr(where, _BYTE.as_pointer(3)) for where in args[1:3])
+            size, factors = builder.sub(args[5], args[4]), []
+            for p in range(rows):
+                inside = builder.icmp_signed("<", I32(p), args[3])
+                loaded = [_load(builder, dy_at, dy_steps.row * p + dy_steps.pixel * q) for q in range(columns)]
+                factors.append([builder.select(inside, value, F32(0.0)) for value in loaded])
+            for row in range(rows + taps_h - 1):
+                with builder.if_then(builder.icmp_unsigned("<", builder.sub(I32(row), args[4]), size)):
+                    at = x_steps.row * row
+                    pixels = [_load(builder, x_at, at + x_steps.pixel * i) for i in range(columns + taps_w - 1)]
+                    for p in range(max(0, row - taps_h + 1), min(rows, row + 1)):
+                        of_row = places[(row - p) * taps_w :][:taps_w]
+                        totals = [builder.load(place) for place in of_row]
+                        for q, factor in enumerate(factors[p]):
+                            totals = [builder.fma(pixels[q + s], factor, total) for s, total in enumerate(totals)]
+                        for place, total in zip(of_row, totals, strict=True):
+                            builder.store(total, place)
+            return packed(builder, [builder.load(place) for place in places])
+
+        return signature(sums, sums, types.uint32, types.uint32, *[types.int32] * 3), codegen
+
+    return add
