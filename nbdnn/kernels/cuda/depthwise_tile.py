@@ -31,7 +31,7 @@ class Variant(NamedTuple):
     """What a kernel is compiled for.
 
     unrolled: rows in turn, else taps in turn. flat: one plane of taps, from one channel. in_last, out_last: whether
-    channels are the last axis of the input and the output.
+    channels are the last axis of the input and the output. reversed_: a filter's last tap comes first, where `direct`.
     """
 
     forward: bool
@@ -44,8 +44,14 @@ class Variant(NamedTuple):
     columns: Axis
     unrolled: bool
     flat: bool
+    reversed_: bool
     epilogue: tuple[str, ...]
     bits: int
+
+    @property
+    def direct(self) -> bool:
+        """Channels-last, whether a thread loads all weights from memory: the filters of its channels are neighbours."""
+        return self.out_last and self.unrolled and self.flat
 
     @property
     def width(self) -> int:
@@ -233,6 +239,7 @@ def weights_of(v: Variant, taps: int):
 
     u32 = ptx.types.uint32
     shared, run = ptx_vector.load_shared_rows(v.width, taps), ptx_vector.load_run(v.dtype, taps)
+    filters = ptx_vector.load_filters(v.dtype, v.lanes, taps, v.reversed_)
 
     @ptx.inline
     def from_shared(w, where, f):
@@ -242,6 +249,12 @@ def weights_of(v: Variant, taps: int):
     def from_memory(w, where, f):
         return run(w, where, f.w_step)
 
+    @ptx.inline
+    def of_filters(w, where, f):
+        return filters(w, where)
+
+    if v.direct:
+        return of_filters
     return from_shared if v.out_last else from_memory
 
 
@@ -342,7 +355,8 @@ def rows_in_turn(v: Variant, end=None):
 
 
 def turned_weights(v: Variant):
-    """Device function (w, first, shared, f): the weights of a block's channels, from `first` on, to shared memory."""
+    """Device function (w, first, shared, f): the weights of a block's channels, from `first` on, to shared memory,
+    unless its threads load them themselves."""
     from nbdnn.kernels.cuda import ptx, ptx_vector
 
     integer, u32, lanes, taps, load = (
@@ -385,4 +399,8 @@ def turned_weights(v: Variant):
             plane = integer(plane + 1)
         ptx.cuda.syncthreads()
 
-    return turn
+    @ptx.inline
+    def nothing(w, first, shared, f):
+        return
+
+    return nothing if v.direct else turn

@@ -341,6 +341,28 @@ def load_run(dtype: str, count: int):
 
 
 @cache
+def load_filters(dtype: str, lanes: int, taps: int, reversed_: bool):
+    """Intrinsic (base, at) -> the weights of so many filters from there on, tap by tap, of each tap all lanes.
+
+    In memory filter follows filter; at is a multiple of `lanes`. reversed_: the last tap comes first.
+    """
+
+    @intrinsic
+    def load(typingctx, base, at):
+        def codegen(context, builder, sig, args):
+            always, values = ir.IntType(1)(1), []
+            for i in range(taps):
+                where = builder.gep(args[0], [_moved(builder, args[1], lanes * i)])
+                values += _loaded(builder, where, always, dtype, lanes)
+            order = range(taps - 1, -1, -1) if reversed_ else range(taps)
+            return packed(builder, [values[lane * taps + tap] for tap in order for lane in range(lanes)])
+
+        return signature(floats(taps * lanes), base, at), codegen
+
+    return load
+
+
+@cache
 def load_wanted(dtype: str):
     """Intrinsic (base, at, wanted) -> a tuple of base[at], or of zero where that is not wanted: without a branch."""
 
