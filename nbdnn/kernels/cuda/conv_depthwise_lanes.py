@@ -21,8 +21,7 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import lanes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.depthwise_plan import worth_measuring
-from nbdnn.kernels.cuda.geometry import filter_strides
+from nbdnn.kernels.cuda.depthwise_plan import unit_stride_gather, worth_measuring
 from nbdnn.kernels.cuda.lanes_plan import LANES, Held, Tile
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
 from nbdnn.problem import ConvProblem
@@ -77,14 +76,14 @@ class Blocks(NamedTuple):
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import lanes_copy, ptx, ptx_lanes, ptx_tile, ptx_vector
+    from nbdnn.kernels.cuda import depthwise_planes, lanes_copy, ptx, ptx_lanes, ptx_tile, ptx_vector
 
     v = _Variant(*specialised_on)
     integer, word, real, tile, held = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"], v.tile, v.held
     rows, columns, threads_w, taps = tile.rows, tile.columns, tile.threads_w, v.taps_h * v.taps_w
     block_rows, block_columns = tile.block_rows, tile.block_columns
     row_bytes, filters_at = held.row_bytes, held.shared_bytes
-    copy_pixels, rows_inside = lanes_copy.copy_pixels(held, tile.threads), lanes_copy.rows_inside(held.rows)
+    copy_pixels, rows_inside = lanes_copy.copy_pixels(held, tile.threads), depthwise_planes.rows_inside(held.rows)
     copy_filters, part, target = lanes_copy.copy_filters(taps, tile.threads), lanes_copy.Part, ptx_vector.Target
     steps = ptx_lanes.Steps(row_bytes, plan.PIXEL_BYTES, plan.TAP_BYTES)
     correlate = ptx_lanes.correlate(rows, columns, v.taps_h, v.taps_w, v.reversed_, steps)
@@ -128,22 +127,12 @@ def _kernel(*specialised_on):
 
 
 def _variant(problem: ConvProblem, tile: Tile) -> _Variant:
-    *_, w_s = filter_strides(problem)
-    taps_h, taps_w = problem.filter
-    return _Variant(tile, taps_h, taps_w, (w_s < 0) == (problem.op == "conv_fwd"), problem.epilogue)
-
-
-def _extents(problem: ConvProblem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Of what is summed, of the result, and pads before: bwd_data is the forward on dy with other pads."""
-    before = tuple(pad for pad, _ in problem.pad)
-    if problem.op == "conv_fwd":
-        return problem.spatial, problem.out_spatial, before
-    around = tuple(taps - 1 - pad for taps, pad in zip(problem.filter, before, strict=True))
-    return problem.out_spatial, problem.spatial, around
+    (taps_h, taps_w), (*_, reversed_) = problem.filter, unit_stride_gather(problem)
+    return _Variant(tile, taps_h, taps_w, reversed_, problem.epilogue)
 
 
 def _blocks(problem: ConvProblem, tile: Tile) -> Blocks:
-    in_extents, out_extents, pads = _extents(problem)
+    in_extents, out_extents, pads, _ = unit_stride_gather(problem)
     tiles_h, tiles_w = ceil(out_extents[0] / tile.block_rows), ceil(out_extents[1] / tile.block_columns)
     return Blocks(ceil(problem.c / LANES), tiles_h, tiles_w, problem.c, *pads, *in_extents, *out_extents)
 
@@ -161,7 +150,7 @@ class DepthwiseLanes(LaunchedCandidate[Tile]):
         return Support(False, refused) if refused else YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
-        every = plan.tiles(_extents(problem)[1])
+        every = plan.tiles(unit_stride_gather(problem)[1])
         fitting = [tile for tile in every if _variant(problem, tile).shared_bytes <= plan.SHARED_BYTES]
         return worth_measuring([(self.estimate(problem, tile, device), tile) for tile in dict.fromkeys(fitting)])
 

@@ -23,7 +23,6 @@ from nbdnn.kernels.cuda import lanes_plan as plan
 from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import worth_measuring
-from nbdnn.kernels.cuda.geometry import filter_strides
 from nbdnn.kernels.cuda.lanes_plan import LANES, Held, Tile
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.problem import ConvProblem
@@ -120,7 +119,7 @@ def _block_sums(v: _Variant):
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import lanes_copy, ptx, ptx_lanes, ptx_tile, ptx_vector
+    from nbdnn.kernels.cuda import depthwise_planes, lanes_copy, ptx, ptx_lanes, ptx_tile, ptx_vector
 
     v = _Variant(*specialised_on)
     integer, word, tile, x_held, y_held = ptx.INTEGER[32], ptx.WORD, v.tile, v.x_held, v.y_held
@@ -128,7 +127,7 @@ def _kernel(*specialised_on):
     block_rows, block_columns, pixel_bytes = tile.block_rows, tile.block_columns, plan.PIXEL_BYTES
     x_row_bytes, y_row_bytes = x_held.row_bytes, y_held.row_bytes
     copy_x, copy_y = (lanes_copy.copy_pixels(held, tile.threads) for held in (x_held, y_held))
-    x_inside, y_inside = (lanes_copy.rows_inside(held.rows) for held in (x_held, y_held))
+    x_inside, y_inside = (depthwise_planes.rows_inside(held.rows) for held in (x_held, y_held))
     steps = (ptx_lanes.Steps(held.row_bytes, pixel_bytes, plan.TAP_BYTES) for held in (x_held, y_held))
     gradients = ptx_lanes.gradients(rows, columns, v.taps_h, v.taps_w, *steps)
     zeros, arrived, add = ptx_vector.zeros(taps), ptx_tile.copy_async_wait(0), _block_sums(v)
@@ -179,9 +178,8 @@ def _kernel(*specialised_on):
 
 
 def _variant(problem: ConvProblem, tile: Tile) -> _Variant:
-    *_, w_s = filter_strides(problem)
     taps_h, taps_w = problem.filter
-    return _Variant(tile, taps_h, taps_w, w_s < 0)
+    return _Variant(tile, taps_h, taps_w, problem.mode == "conv")
 
 
 def _runs(problem: ConvProblem, tile: Tile, device: Gpu) -> Runs:

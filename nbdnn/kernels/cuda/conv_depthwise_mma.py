@@ -25,8 +25,7 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import planes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.depthwise_plan import worth_measuring
-from nbdnn.kernels.cuda.geometry import filter_strides
+from nbdnn.kernels.cuda.depthwise_plan import unit_stride_gather, worth_measuring
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.planes_plan import Copied, Planes, Tile
 from nbdnn.problem import ConvProblem
@@ -83,9 +82,12 @@ class _Variant(NamedTuple):
         return plan.min_blocks(self.threads, kept + 40, self.shared_bytes)
 
     @property
-    def chunks(self) -> int:
-        """That a block loads as matrices."""
-        return self.tile.channels * self.tile.high * self.taps_h * self.planes.chunks
+    def instructions(self) -> float:
+        """Of a block's warps, about: planes filled and emptied, and for each the bands and their products."""
+        loads, products = ceil(self.planes.chunks / 2), self.tile.wide * self.steps
+        of_plane = 40 + self.taps_h * (5 * self.steps + self.tile.high * (1 + loads + products))
+        turned = plan.turning(self.planes, self.planes.rows) + plan.turning(self.planes, self.tile.rows) / 2
+        return turned + self.tile.channels * of_plane
 
 
 class Blocks(NamedTuple):
@@ -241,9 +243,8 @@ def _kernel(*specialised_on):
 
 def _variant(problem: ConvProblem, tile: Tile) -> _Variant:
     taps_h, taps_w = problem.filter
-    in_shape, out_shape, pad = _gathered(problem)
-    run, shift = (1, 0) if problem.channels_last else plan.run_of(problem, in_shape[-1], pad[1], taps_w)
-    *_, w_s = filter_strides(problem)
+    (_, in_columns), (_, out_columns), (_, pad), reversed_ = unit_stride_gather(problem)
+    run, shift = (1, 0) if problem.channels_last else plan.run_of(problem, in_columns, pad, taps_w)
     return _Variant(
         dtype=problem.dtype,
         in_last=problem.channels_last,
@@ -254,33 +255,24 @@ def _variant(problem: ConvProblem, tile: Tile) -> _Variant:
         steps=plan.steps(taps_w, shift),
         run=run,
         shift=shift,
-        out_run=1 if out_shape[-1] % 2 else 2,
-        reversed_=(w_s < 0) == (problem.op == "conv_fwd"),
+        out_run=1 if out_columns % 2 else 2,
+        reversed_=reversed_,
         copy_bytes=min(plan.CHUNK_BYTES, problem.align),
         epilogue=problem.epilogue,
     )
 
 
-def _gathered(problem: ConvProblem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """(shape of what is summed, shape of the result, pads before): bwd_data is the forward on dy with other pads."""
-    before = tuple(pad for pad, _ in problem.pad)
-    if problem.op == "conv_fwd":
-        return problem.x_shape, problem.y_shape, before
-    around = tuple(taps - 1 - pad for taps, pad in zip(problem.filter, before, strict=True))
-    return problem.y_shape, problem.x_shape, around
-
-
 def _blocks(problem: ConvProblem, tile: Tile) -> Blocks:
-    in_shape, out_shape, (pad_h, pad_w) = _gathered(problem)
+    in_extents, out_extents, (pad_h, pad_w), _ = unit_stride_gather(problem)
     return Blocks(
         slabs=ceil(problem.c / tile.channels),
-        tiles_h=ceil(out_shape[2] / tile.rows),
-        tiles_w=ceil(out_shape[3] / tile.columns),
+        tiles_h=ceil(out_extents[0] / tile.rows),
+        tiles_w=ceil(out_extents[1] / tile.columns),
         channels=problem.c,
         pad_h=pad_h,
         pad_w=pad_w,
-        **plan.side("in", in_shape, problem.channels_last),
-        **plan.side("out", out_shape, problem.y_channels_last),
+        **plan.side("in", (problem.n, problem.c, *in_extents), problem.channels_last),
+        **plan.side("out", (problem.n, problem.c, *out_extents), problem.y_channels_last),
     )
 
 
@@ -298,12 +290,12 @@ class DepthwiseMma(LaunchedCandidate[Tile]):
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
         fitting = [tile for tile in _TILES if _variant(problem, tile).shared_bytes <= plan.SHARED_BYTES]
-        covering = plan.covering(_gathered(problem)[1][2:], fitting)
+        covering = plan.covering(unit_stride_gather(problem)[1], fitting)
         return worth_measuring([(self.estimate(problem, tile, device), tile) for tile in covering])
 
     def estimate(self, problem: ConvProblem, config: Tile, device: Gpu) -> float:
         v = _variant(problem, config)
-        return plan.kernel_us(problem, device, self._grid(problem, config), v.threads, v.chunks)
+        return plan.kernel_us(problem, device, self._grid(problem, config), v.min_blocks, v.instructions)
 
     def launches(self, problem: ConvProblem, config: Tile, device: Gpu) -> list[Launch]:
         v = _variant(problem, config)

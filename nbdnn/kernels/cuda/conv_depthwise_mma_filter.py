@@ -30,7 +30,6 @@ from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import worth_measuring
 from nbdnn.kernels.cuda.depthwise_planes import waiting_bytes
-from nbdnn.kernels.cuda.geometry import filter_strides
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.planes_plan import Copied, Planes, Tile
 from nbdnn.problem import ConvProblem
@@ -102,9 +101,10 @@ class _Variant(NamedTuple):
         return plan.min_blocks(self.threads, registers, self.shared_bytes)
 
     @property
-    def chunks(self) -> int:
-        """That a block loads as matrices for a tile."""
-        return self.tile.channels * self.tile.high * (self.taps_h * self.x_planes.chunks + self.y_planes.chunks)
+    def instructions(self) -> float:
+        """Of a block's warps for a tile, about: planes filled, and for each the products."""
+        loads, turned = ceil(self.x_planes.chunks / 2), sum(plan.turning(p.planes, p.planes.rows) for p in self.copied)
+        return 1.5 * turned + self.tile.channels * self.tile.high * self.taps_h * (6 + loads + self.tile.wide)
 
 
 class Runs(NamedTuple):
@@ -248,8 +248,7 @@ def _variant(problem: ConvProblem, tile: Tile) -> _Variant:
     if not problem.y_channels_last:
         y_run, _ = plan.run_of(problem, problem.out_spatial[-1], 0, 1)
     layouts = problem.channels_last, problem.y_channels_last
-    *_, w_s = filter_strides(problem)
-    return _Variant(problem.dtype, *layouts, tile, taps_h, taps_w, run, shift, y_run, w_s < 0)
+    return _Variant(problem.dtype, *layouts, tile, taps_h, taps_w, run, shift, y_run, problem.mode == "conv")
 
 
 def _runs(problem: ConvProblem, tile: Tile, device: Gpu) -> Runs:
@@ -280,9 +279,7 @@ class DepthwiseMmaFilter(LaunchedCandidate[Tile]):
     op, algorithm = "conv_bwd_filter", "depthwise_mma"
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        refused = plan.refusal(problem, device)
-        if not refused and max(problem.filter) > _MOST_TAPS:
-            refused = f"a filter extent of {max(problem.filter)} is above {_MOST_TAPS}"
+        refused = plan.refusal(problem, device, _MOST_TAPS)
         return Support(False, refused) if refused else YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
@@ -296,7 +293,7 @@ class DepthwiseMmaFilter(LaunchedCandidate[Tile]):
     def estimate(self, problem: ConvProblem, config: Tile, device: Gpu) -> float:
         v, runs = _variant(problem, config), _runs(problem, config, device)
         blocks = runs.slabs * runs.splits
-        return _SUM_US + plan.kernel_us(problem, device, blocks, v.threads, runs.chunk * v.chunks)
+        return _SUM_US + plan.kernel_us(problem, device, blocks, v.min_blocks, runs.chunk * v.instructions)
 
     def launches(self, problem: ConvProblem, config: Tile, device: Gpu) -> list[Launch]:
         v, runs = _variant(problem, config), _runs(problem, config, device)

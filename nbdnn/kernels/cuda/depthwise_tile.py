@@ -15,6 +15,7 @@ from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
 from nbdnn.kernels.cuda.geometry import input_reached
 
 _PIECE = 8  # taps of a filter row at a time
+_WAITING = 2.0  # times what issuing taps in turn takes: each row is waited for
 
 
 class Tile(NamedTuple):
@@ -124,7 +125,7 @@ class Variant(NamedTuple):
         if self.unrolled:
             positions = {reach.position for reach in self.row_reaches}
             return len(positions) * loads + len(self.row_reaches) * len(row.products) + stores + self.taps + 100
-        return self.rows.taps * pieces * (loads + len(row.products) + 2 * self.columns.taps) + stores + 200
+        return _WAITING * self.rows.taps * pieces * (loads + len(row.products) + 2 * self.columns.taps) + stores + 200
 
 
 class Tiles(NamedTuple):

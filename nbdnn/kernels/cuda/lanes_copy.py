@@ -70,19 +70,3 @@ def copy_filters(taps: int, threads: int):
             i = integer(i + threads)
 
     return copy
-
-
-@cache
-def rows_inside(rows: int):
-    """Device function (row, extent) -> (low, high): which of so many rows from there on are in the image."""
-    from nbdnn.kernels.cuda import ptx
-
-    integer = ptx.INTEGER[32]
-
-    @ptx.inline
-    def inside(row, extent):
-        low = integer(-row) if row < 0 else integer(0)
-        high = integer(min(integer(extent - row), integer(rows)))
-        return low, integer(max(high, low))
-
-    return inside

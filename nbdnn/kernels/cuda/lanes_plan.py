@@ -10,7 +10,7 @@ from math import ceil
 from typing import NamedTuple
 
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda.geometry import index_bits
+from nbdnn.kernels.cuda.depthwise_plan import unit_stride_refusal
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.problem import ConvProblem
 
@@ -81,29 +81,14 @@ def tiles(outputs: tuple[int, ...]) -> list[Tile]:
 
 def refusal(problem: ConvProblem, device: Gpu) -> str:
     """Why no kernel with a channel a lane is correct here, or ''."""
-    if problem.dtype != "f32":
-        return f"dtype {problem.dtype} is not f32"
-    if device.capability < (8, 0):
-        return f"capability {device.capability} is below (8, 0)"
-    if problem.ndim != 2:
-        return f"{problem.ndim} spatial axes are not 2"
-    if problem.groups != problem.c or problem.k != problem.c:
-        return f"channels {problem.c}, {problem.k} and groups {problem.groups}: not one channel in and out a group"
-    for name, values in (("stride", problem.stride), ("dilation", problem.dilation)):
-        if max(values) > 1:
-            return f"{name} {max(values)} is not 1"
-    if max(problem.filter) > MOST_TAPS:
-        return f"a filter extent of {max(problem.filter)} is above {MOST_TAPS}"
+    if refused := unit_stride_refusal(problem, device, ("f32",), MOST_TAPS):
+        return refused
     if not (problem.channels_last and problem.y_channels_last):
         return f"layouts {problem.layout} and {problem.y_layout} are not both channels-last"
-    if problem.c * 4 % CHUNK_BYTES:
-        return f"{problem.c} channels are not a multiple of {CHUNK_BYTES // 4}"
+    if problem.c % (chunk := CHUNK_BYTES // 4):
+        return f"{problem.c} channels are not a multiple of {chunk}"
     if problem.align < CHUNK_BYTES:
         return f"alignment of {problem.align} bytes is below {CHUNK_BYTES}"
-    if problem.n * problem.c == 0:
-        return f"a batch of {problem.n} images of {problem.c} channels"
-    if index_bits(problem, ()) != 32:
-        return f"{max(operand.size_elems for operand in problem.operands)} elements are more than int32 counts"
     return ""
 
 
@@ -113,6 +98,6 @@ def min_blocks(threads: int, registers: int, shared_bytes: int) -> int:
 
 
 def kernel_us(problem: ConvProblem, device: Gpu, threads: int, instructions: int) -> float:
-    """Microseconds of a kernel of so many threads of so many instructions, and of the bytes that it must move."""
+    """Microseconds of a kernel of so many threads of so many instructions, half of whose bytes move meanwhile."""
     issue_s = threads * instructions / (_ISSUES * device.sms * device.clock_hz)
-    return _LAUNCH_US + (issue_s + problem.min_bytes / copy_bytes_per_s(device)) * 1e6
+    return _LAUNCH_US + (issue_s + 0.5 * problem.min_bytes / copy_bytes_per_s(device)) * 1e6

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import tensor_strides
-from nbdnn.kernels.cuda.geometry import index_bits
+from nbdnn.kernels.cuda.depthwise_plan import unit_stride_refusal
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.problem import ConvProblem
 
@@ -22,14 +22,14 @@ VECTOR = 8  # channels or columns in 16 bytes
 CHUNK_BYTES = 16
 MOST_TAPS = 15  # rows of a filter, or taps of a row: what they are multiplied with stays in registers
 SHARED_BYTES = 96 << 10  # of a block, at most: the smallest multiprocessors have 99 KiB
-_FIRST_CAPABILITY = (8, 0)  # of bf16 in mma.sync
 _LEAST_COPY_BYTES = 4  # that go to shared memory asynchronously
 _STEP = 16  # columns that one instruction multiplies
 _BANKS_BYTES = 128
 _REGISTERS = 65536
 _LAUNCH_US = 3.0
-_WAVEFRONTS = 1.6  # for each that loads matrices: what fills the planes, and empties them
-_RESIDENT = 1024  # threads of a multiprocessor that hide what they wait for
+_TURN_INSTRUCTIONS = 60  # for eight channels of two pixels
+_SCHEDULERS = 4  # of a multiprocessor
+_WAITING = 1.5  # times what issuing takes: a block fills its planes, then multiplies, then empties them
 
 
 class Tile(NamedTuple):
@@ -127,30 +127,15 @@ def run_of(problem: ConvProblem, columns: int, pad: int, taps: int) -> tuple[int
     return room, -pad % room
 
 
-def refusal(problem: ConvProblem, device: Gpu) -> str:
+def refusal(problem: ConvProblem, device: Gpu, most_taps: int = MOST_TAPS) -> str:
     """Why no kernel of planes is correct here, or ''."""
-    if problem.dtype not in ("f16", "bf16"):
-        return f"dtype {problem.dtype} is not f16 or bf16"
-    if device.capability < _FIRST_CAPABILITY:
-        return f"capability {device.capability} is below {_FIRST_CAPABILITY}"
-    if problem.ndim != 2:
-        return f"{problem.ndim} spatial axes are not 2"
-    if problem.groups != problem.c or problem.k != problem.c:
-        return f"channels {problem.c}, {problem.k} and groups {problem.groups}: not one channel in and out a group"
-    for name, values in (("stride", problem.stride), ("dilation", problem.dilation)):
-        if max(values) > 1:
-            return f"{name} {max(values)} is not 1"
-    if max(problem.filter) > MOST_TAPS:
-        return f"a filter extent of {max(problem.filter)} is above {MOST_TAPS}"
+    if refused := unit_stride_refusal(problem, device, ("f16", "bf16"), most_taps):
+        return refused
     last = problem.channels_last or problem.y_channels_last
     if last and problem.c % VECTOR:
         return f"{problem.c} channels are not a multiple of {VECTOR}"
     if problem.align < (least := CHUNK_BYTES if last else _LEAST_COPY_BYTES):
         return f"alignment of {problem.align} bytes is below {least}"
-    if problem.n * problem.c == 0:
-        return f"a batch of {problem.n} images of {problem.c} channels"
-    if index_bits(problem, ()) != 32:
-        return f"{max(operand.size_elems for operand in problem.operands)} elements are more than int32 counts"
     return ""
 
 
@@ -159,11 +144,17 @@ def min_blocks(threads: int, registers: int, shared_bytes: int) -> int:
     return max(1, min(_REGISTERS // (threads * registers), 2 * SHARED_BYTES // shared_bytes, 2048 // threads))
 
 
-def kernel_us(problem: ConvProblem, device: Gpu, blocks: int, threads: int, chunks: int) -> float:
-    """Microseconds of a kernel whose blocks load so many chunks of 16 rows as matrices, two wavefronts each."""
-    waves = ceil(blocks * threads / (_RESIDENT * device.sms)) * _RESIDENT * device.sms / (blocks * threads)
-    shared_s = blocks * min(waves, 2.0) * chunks * 2 * _WAVEFRONTS / (device.sms * device.clock_hz)
-    return _LAUNCH_US + (shared_s + problem.min_bytes / copy_bytes_per_s(device)) * 1e6
+def turning(planes: Planes, rows: int) -> float:
+    """Instructions of all warps that turn so many rows of pixels into planes, or back."""
+    return rows * planes.chunks * 4 * planes.vectors / 32 * _TURN_INSTRUCTIONS
+
+
+def kernel_us(problem: ConvProblem, device: Gpu, blocks: int, resident: int, instructions: float) -> float:
+    """Microseconds of a kernel whose blocks have so many instructions of a warp each, `resident` of them at once on a
+    multiprocessor."""
+    waves = ceil(blocks / (resident * device.sms)) * resident * device.sms / blocks
+    issue_s = _WAITING * blocks * min(waves, 2.0) * instructions / (_SCHEDULERS * device.sms * device.clock_hz)
+    return _LAUNCH_US + (issue_s + problem.min_bytes / copy_bytes_per_s(device)) * 1e6
 
 
 def covering(outputs: tuple[int, ...], tiles: Iterable[Tile]) -> list[Tile]:
