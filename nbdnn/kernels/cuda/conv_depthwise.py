@@ -40,7 +40,7 @@ _TAPS_IN_TURN = ((1, 7), (1, 8), (1, 4))
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import depthwise_tile, ptx, ptx_tile, ptx_vector
+    from nbdnn.kernels.cuda import depthwise_tile, depthwise_weights, ptx, ptx_tile, ptx_vector
     from nbdnn.kernels.cuda.geometry import input_reached
 
     v = Variant(*specialised_on)
@@ -53,7 +53,7 @@ def _kernel(*specialised_on):
 
     # 1. Where a thread is: (n and tile of the image, or -1; channel; where its weights are).
     if v.out_last:
-        turn = depthwise_tile.turned_weights(v)
+        turn = depthwise_weights.turned_weights(v)
 
         @ptx.inline
         def place(w, f):

@@ -11,7 +11,8 @@ from math import ceil
 from typing import NamedTuple
 
 from nbdnn.kernels.cuda import depthwise_plan as plan
-from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
+from nbdnn.kernels.cuda import depthwise_weights
+from nbdnn.kernels.cuda.depthwise_plan import Axis
 from nbdnn.kernels.cuda.geometry import input_reached
 
 _PIECE = 8  # taps of a filter row at a time
@@ -234,31 +235,6 @@ def bias_of(v: Variant):
     return of_channels if v.out_last else of_channel
 
 
-def weights_of(v: Variant, taps: int):
-    """Device function (w, where, f) -> the weights of so many taps from there on."""
-    from nbdnn.kernels.cuda import ptx, ptx_vector
-
-    u32 = ptx.types.uint32
-    shared, run = ptx_vector.load_shared_rows(v.width, taps), ptx_vector.load_run(v.dtype, taps)
-    filters = ptx_vector.load_filters(v.dtype, v.lanes, taps, v.reversed_)
-
-    @ptx.inline
-    def from_shared(w, where, f):
-        return shared(where, u32(4 * f.pitch))
-
-    @ptx.inline
-    def from_memory(w, where, f):
-        return run(w, where, f.w_step)
-
-    @ptx.inline
-    def of_filters(w, where, f):
-        return filters(w, where)
-
-    if v.direct:
-        return of_filters
-    return from_shared if v.out_last else from_memory
-
-
 def _filter_row(v: Variant):
     """Device function (sums, w, where, tap_step, f, source, target) -> sums of a row of the filter and of the input."""
     from nbdnn.kernels.cuda import ptx, ptx_vector
@@ -271,7 +247,7 @@ def _filter_row(v: Variant):
     def adding(taps):
         columns = v.columns._replace(taps=taps)
         row = plan.row(plan.reaches(v.forward, columns, v.tile.columns), v.lanes, v.out_last)
-        weights = weights_of(v, taps)
+        weights = depthwise_weights.weights_of(v, taps)
         multiply = ptx_vector.multiply_rows(ptx_vector.Rows(v.dtype, v.lanes, row.offsets, ((0, row.products, ()),)))
 
         @ptx.inline
@@ -346,62 +322,10 @@ def rows_in_turn(v: Variant, end=None):
     """The same by rows of the input, with all weights in registers; with an end, also stores the tile."""
     from nbdnn.kernels.cuda import ptx, ptx_vector
 
-    multiply, weights = ptx_vector.multiply_rows(rows_of(v), end), weights_of(v, v.taps)
+    multiply, weights = ptx_vector.multiply_rows(rows_of(v), end), depthwise_weights.weights_of(v, v.taps)
 
     @ptx.inline
     def plane(sums, w, where, f, source, target):
         return multiply(sums, weights(w, where, f), source, target)
 
     return plane
-
-
-def turned_weights(v: Variant):
-    """Device function (w, first, shared, f): the weights of a block's channels, from `first` on, to shared memory,
-    unless its threads load them themselves."""
-    from nbdnn.kernels.cuda import ptx, ptx_vector
-
-    integer, u32, lanes, taps, load = (
-        ptx.INTEGER[v.bits],
-        ptx.types.uint32,
-        v.lanes,
-        v.taps,
-        ptx_vector.load_wanted(v.dtype),
-    )
-
-    @ptx.inline
-    def read(w, i, first, plane, f):
-        """Of the i-th weight of the block: whether there is one, its place in shared memory, and itself."""
-        summed, t = ptx.divided(plane, f.taps_d)
-        channel, tap = ptx.divided(i, integer(taps))
-        inside = i < f.vectors * lanes * taps and first + channel < f.out_c
-        at = integer(((first + channel) * f.group_in + summed) * f.taps + f.w_first + f.w_step * (t * taps + tap))
-        return inside, u32(4 * ((plane * taps + tap) * f.pitch + channel)), load(w, at, inside)
-
-    @ptx.inline
-    def put(shared, weight):
-        if weight[0]:
-            ptx_vector.store_shared_floats(u32(shared + weight[1]), u32(0), weight[2])
-
-    @ptx.inline
-    def turn(w, first, shared, f):
-        plane = integer(0)
-        while plane < f.planes:
-            i = integer(ptx.thread_x())
-            while i < f.vectors * lanes * taps:
-                # Four are asked for before the first is waited for.
-                a, b = read(w, i, first, plane, f), read(w, integer(i + THREADS), first, plane, f)
-                i = integer(i + 2 * THREADS)
-                c, d = read(w, i, first, plane, f), read(w, integer(i + THREADS), first, plane, f)
-                i = integer(i + 2 * THREADS)
-                put(shared, a)
-                put(shared, b)
-                put(shared, c)
-                put(shared, d)
-            plane = integer(plane + 1)
-        ptx.cuda.syncthreads()
-
-    @ptx.inline
-    def nothing(w, first, shared, f):
-        return
-
-    return nothing if v.direct else turn
