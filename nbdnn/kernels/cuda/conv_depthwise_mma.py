@@ -80,7 +80,8 @@ class _Variant(NamedTuple):
     @property
     def min_blocks(self) -> int:
         products = self.tile.high * self.tile.wide
-        kept = 4 * products + self.taps_h * (2 * self.steps + self.tile.high) + 4 * self.planes.chunks
+        sums = 4 * products * (2 if {"res", "beta"} & set(self.epilogue) else 1)  # and what is added to them
+        kept = sums + self.taps_h * (2 * self.steps + self.tile.high) + 4 * self.planes.chunks
         return plan.min_blocks(self.threads, kept + 40, self.shared_bytes)
 
     @property
