@@ -43,8 +43,7 @@ class _Variant(NamedTuple):
     """What a kernel is compiled for.
 
     steps: instructions for a filter row and 8 columns. run, shift: of planar x. out_run: neighbours of planar y that
-    are stored at once. reversed_: a filter's last tap comes first. copy_bytes: of filters, at once. ahead: of
-    channels-last x, as `Copied` has it.
+    are stored at once. reversed_: a filter's last tap comes first. copy_bytes: of filters, at once.
     """
 
     dtype: str
@@ -59,7 +58,6 @@ class _Variant(NamedTuple):
     out_run: int
     reversed_: bool
     copy_bytes: int
-    ahead: int
     epilogue: tuple[str, ...]
 
     @property
@@ -192,7 +190,7 @@ def _kernel(*specialised_on):
     plane_bytes, filters_at, last = planes.plane_bytes, planes.shared_bytes, v.out_last
     part, side, target = depthwise_planes.Part, plan.Side, ptx_vector.Target
     copy_filters = depthwise_planes.copy_filters(tile_channels, taps, v.copy_bytes, threads)
-    copy_in = depthwise_planes.copy_in(Copied(planes, v.in_last, v.run, threads, v.ahead))
+    copy_in = depthwise_planes.copy_in(Copied(planes, v.in_last, v.run, threads))
     clear, channel_of = depthwise_planes.clear_zeros(planes, threads), depthwise_planes.channel_of(planes.vectors)
     rows_inside = depthwise_planes.rows_inside(planes.rows)
     rows_at = ptx_planes.rows_at(tuple(range(0, tile_rows, 16)), v.taps_h, planes.row_bytes, planes.zeros_at)
@@ -246,9 +244,9 @@ def _kernel(*specialised_on):
 
 def _variant(problem: ConvProblem, tile: Tile) -> _Variant:
     taps_h, taps_w = problem.filter
-    (in_rows, in_columns), (_, out_columns), (_, pad), reversed_ = unit_stride_gather(problem)
+    (_, in_columns), (_, out_columns), (_, pad), reversed_ = unit_stride_gather(problem)
     run, shift = (1, 0) if problem.channels_last else plan.run_of(problem, in_columns, pad, taps_w)
-    v = _Variant(
+    return _Variant(
         dtype=problem.dtype,
         in_last=problem.channels_last,
         out_last=problem.y_channels_last,
@@ -261,10 +259,8 @@ def _variant(problem: ConvProblem, tile: Tile) -> _Variant:
         out_run=1 if out_columns % 2 else 2,
         reversed_=reversed_,
         copy_bytes=min(plan.CHUNK_BYTES, problem.align),
-        ahead=1,
         epilogue=problem.epilogue,
     )
-    return v._replace(ahead=plan.ahead(v.planes, in_rows, v.threads)) if v.in_last else v
 
 
 def _blocks(problem: ConvProblem, tile: Tile) -> Blocks:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from nbdnn.kernels.cuda.planes_plan import VECTOR, Copied, Planes
 
+_AHEAD = 4  # pairs of pixels that a thread asks for at once: 32 registers
+
 
 class Part(NamedTuple):
     """What of an image comes into the planes: channels from `channel` on, rows `low` to `high` counted from `row`,
@@ -137,7 +139,7 @@ def _turned(copied: Copied):
 
         return several
 
-    times = copied.ahead
+    times = max(1, min(_AHEAD, planes.rows * pairs * vectors // threads))
     read_all, put_all = reading(times), putting(times)
 
     @ptx.inline

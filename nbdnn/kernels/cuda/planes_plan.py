@@ -25,7 +25,6 @@ SHARED_BYTES = 96 << 10  # of a block, at most: the smallest multiprocessors hav
 _LEAST_COPY_BYTES = 4  # that go to shared memory asynchronously
 _STEP = 16  # columns that one instruction multiplies
 _BANKS_BYTES = 128
-_MOST_AHEAD = 4
 _REGISTERS = 65536
 _LAUNCH_US = 3.0
 _TURN_INSTRUCTIONS = 60  # for eight channels of two pixels
@@ -90,16 +89,12 @@ class Planes(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """How an image comes into its planes: channels-last or in runs of so many columns, and by how many threads.
-
-    ahead: pairs of pixels that a thread asks for before it waits for the first, channels-last.
-    """
+    """How an image comes into its planes: channels-last or in runs of so many columns, and by how many threads."""
 
     planes: Planes
     last: bool
     run: int
     threads: int
-    ahead: int = 1
 
 
 class Side(NamedTuple):
@@ -111,13 +106,6 @@ class Side(NamedTuple):
     w: int
     rows: int
     columns: int
-
-
-def ahead(planes: Planes, rows: int, threads: int) -> int:
-    """Pairs of pixels that a thread asks for at once: all that so many rows have for it, or what fits into 32
-    registers."""
-    pairs = min(planes.rows, rows) * planes.chunks * 4 * planes.vectors
-    return min(_MOST_AHEAD, ceil(pairs / threads))
 
 
 def side(prefix: str, shape: tuple[int, ...], channels_last: bool) -> dict[str, int]:
