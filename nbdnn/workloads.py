@@ -297,6 +297,20 @@ EDGES_MATRIX = (
     Edge("n1c24d3h4w5:k16t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1", "stride 2 in 3-D"),
     Edge("n2c16d5h6w7:k32t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2", "asymmetric in every parameter, grouped, 3-D"),
 )
+# Depthwise of stride 1, what kernels of large filters take; posed in 16 bits and float32, in both layouts.
+EDGES_BANDS = (
+    Edge("n2c40h14w14:k40r7s7:p3x3:u1x1:d1x1:g40", "7x7, a tile that is not full and a slab of channels that is not"),
+    Edge("n2c24h19w36:k24r5s5:p2x2:u1x1:d1x1:g24", "5x5, several tiles on both axes with remainders"),
+    Edge("n1c17h12w13:k17r7s7:p3x3:u1x1:d1x1:g17", "odd extents: planar rows that no vector divides"),
+    Edge("n3c16h5w6:k16r7s7:p6x6:u1x1:d1x1:g16", "border full: a filter larger than the image"),
+    Edge("n1c8h35w40:k8r9s9:p4x4:u1x1:d1x1:g8", "the longest row of taps in one product"),
+    Edge("n2c8h13w20:k8r15s11:ba3.9x7.2:u1x1:d1x1:g8", "rows of taps in two products, asymmetric"),
+    Edge("n1c8h34w33:k8r4s8:p1x3:u1x1:d1x1:g8", "an even filter of 8 taps a row"),
+    Edge("n1c8h4w4:k8r3s3:p5x4:u1x1:d1x1:g8", "outputs wholly in the padding are zero"),
+    Edge("n1c8h3w20:k8r3s3:p20x9:u1x1:d1x1:g8", "the same for tiles before and behind the image"),
+    Edge("n4c72h1w1:k72r3s3:p1x1:u1x1:d1x1:g72", "one pixel, channels beyond a block's with a remainder"),
+    Edge("n1c8h9w48:k8r1s7:p0x3:u1x1:d1x1:g8", "a row filter"),
+)
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
 
 
@@ -336,6 +350,7 @@ def conv_edges(op: str) -> list[ConvProblem]:
             if edge in EDGES_MATRIX[::4]:
                 problems.append(replace(posed, dtype="f16", compute="", y_layout=other))
     epilogues = EPILOGUES if op == "conv_fwd" else ("beta",)
+    problems += _banded(op, epilogues)
     problems += [
         replace(_posed(op, "f32", edge, layout), epilogue=tuple(epilogue.split("+")))
         for epilogue in epilogues
@@ -345,6 +360,18 @@ def conv_edges(op: str) -> list[ConvProblem]:
     in_16_bits = [replace(p, dtype="bf16", compute="") for p in problems if p.epilogue and CORE_2D[1].shape in str(p)]
     problems += in_16_bits
     return list(dict.fromkeys(problems))
+
+
+def _banded(op: str, epilogues: tuple[str, ...]) -> list[ConvProblem]:
+    """Those of bands in either type and mode; the first with every pair of layouts and every epilogue."""
+    problems = []
+    for layout, other in (("nchw", "nhwc"), ("nhwc", "nchw")):
+        every = [_posed(op, "bf16", edge, layout) for edge in EDGES_BANDS]
+        in_f32 = [replace(problem, dtype="f32", compute="") for problem in every]
+        problems += [*every, *in_f32, *(replace(problem, dtype="f16", mode="conv") for problem in every)]
+        problems += [replace(first, epilogue=tuple(e.split("+"))) for first in (every[0], in_f32[0]) for e in epilogues]
+        problems += [replace(every[0], y_layout=other), replace(every[0], align=4), replace(in_f32[0], mode="conv")]
+    return problems
 
 
 def _posed(op: str, dtype: str, edge: Edge, layout: str) -> ConvProblem:

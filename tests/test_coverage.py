@@ -24,6 +24,7 @@ _SHAPES_2D = {
     "asymmetric": "n2c16h9w11:k24r3s2:ba1.2x0.3:u2x1:d1x2:g1:cross",
     "groups": "n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g4:cross",
     "depthwise": "n2c16h9w11:k16r3s3:p1x1:u1x1:d1x1:g16:cross",
+    "depthwise 7x7": "n2c16h9w11:k16r7s7:p3x3:u1x1:d1x1:g16:conv",
     "conv mode": "n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g1:conv",
     "one pixel": "n1c16h1w1:k24r3s3:p1x1:u1x1:d1x1:g1:cross",
 }
@@ -58,6 +59,8 @@ _MATRIX = Covers("f16 bf16", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuff
 _MATRIX_TF32 = Covers("f32", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
 _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
 _OF_GROUPED = _OF_STEM._replace(shapes="groups")
+_OF_BANDS = Covers("f16 bf16", "nchw nhwc", "depthwise, depthwise 7x7", "e:beta")
+_OF_LANES = _OF_BANDS._replace(dtypes="f32", layouts="nhwc")
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
 _OF_GPU_WINOGRAD = "3x3, conv mode, one pixel"
 _OF_FMA_GEMM = "3x3, 1x1, 5x5, stride, dilation, asymmetric, groups, conv mode, one pixel"
@@ -67,6 +70,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/mma_gemm": _MATRIX,
     "conv_fwd/numba/mma_gemm_tf32": _MATRIX_TF32,
     "conv_fwd/numba/depthwise": _FORWARD._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
+    "conv_fwd/numba/depthwise_mma": _OF_BANDS._replace(ends=_FORWARD_ENDS.removesuffix(" a4")),
+    "conv_fwd/numba/depthwise_lanes": _OF_LANES._replace(ends=_FORWARD_ENDS.removesuffix(" a4")),
     "conv_fwd/numba/direct": _FORWARD,
     "conv_fwd/numba/fma_gemm": _FORWARD._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_fwd/numba/winograd_2x2": _FORWARD._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
@@ -87,6 +92,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_data/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
     "conv_bwd_data/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
+    "conv_bwd_data/numba/depthwise_mma": _OF_BANDS,
+    "conv_bwd_data/numba/depthwise_lanes": _OF_LANES,
     "conv_bwd_data/numba/direct": _GRADIENT,
     "conv_bwd_data/numba/fma_gemm": _GRADIENT._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_bwd_data/numba/winograd_2x2": _GRADIENT._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
@@ -105,6 +112,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_filter/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
     "conv_bwd_filter/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
+    "conv_bwd_filter/numba/depthwise_mma": _OF_BANDS,
+    "conv_bwd_filter/numba/depthwise_lanes": _OF_LANES,
     "conv_bwd_filter/numba/direct": _GRADIENT,
     "conv_bwd_filter/numba/fma_gemm": _GRADIENT._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_bwd_filter/numba/winograd_4x4": _GRADIENT._replace(

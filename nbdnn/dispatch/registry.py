@@ -74,6 +74,10 @@ def _cuda_lists() -> _Lists:
     from nbdnn.kernels.cuda import (
         conv_depthwise,
         conv_depthwise_filter,
+        conv_depthwise_lanes,
+        conv_depthwise_lanes_filter,
+        conv_depthwise_mma,
+        conv_depthwise_mma_filter,
         conv_direct,
         conv_fma_gemm,
         conv_fma_gemm_filter,
@@ -89,6 +93,8 @@ def _cuda_lists() -> _Lists:
     return {
         "conv_fwd": (
             conv_depthwise.FWD,
+            conv_depthwise_mma.FWD,
+            conv_depthwise_lanes.FWD,
             conv_stem.FWD,
             conv_stem.FWD_TF32,
             conv_grouped.FWD,
@@ -103,6 +109,8 @@ def _cuda_lists() -> _Lists:
         ),
         "conv_bwd_data": (
             conv_depthwise.BWD_DATA,
+            conv_depthwise_mma.BWD_DATA,
+            conv_depthwise_lanes.BWD_DATA,
             conv_grouped.BWD_DATA,
             conv_grouped.BWD_DATA_TF32,
             *conv_graph.BWD_DATA,
@@ -115,6 +123,8 @@ def _cuda_lists() -> _Lists:
         ),
         "conv_bwd_filter": (
             conv_depthwise_filter.BWD_FILTER,
+            conv_depthwise_mma_filter.BWD_FILTER,
+            conv_depthwise_lanes_filter.BWD_FILTER,
             conv_stem.BWD_FILTER,
             conv_stem.BWD_FILTER_TF32,
             conv_grouped.BWD_FILTER,

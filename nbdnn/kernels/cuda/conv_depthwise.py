@@ -10,8 +10,9 @@ channels-last, of a vector of channels:
                     the weights of every output row it reaches, and an output row is stored after its last
     taps in turn    other filters: one row of outputs; a filter row at a time, in pieces of 8 taps
 
-A vector is up to 16 bytes a load. Neighbouring threads are neighbours in memory. Channels-last, a block's weights come
-through shared memory, turned so that a vector of channels is one load. Traffic: x, w and y once from memory; the halo
+A vector is up to 16 bytes a load. Neighbouring threads are neighbours in memory. Channels-last, the weights of a thread
+whose rows are in turn are neighbours as well; else a block's come through shared memory, turned so that a vector of
+channels is one load. Traffic: x, w and y once from memory; the halo
 of a tile again from cache, a 4x4 tile of 3x3 taps 2.25 times. Accumulates in float32, one rounding a product and sum.
 Source: own.
 """
@@ -39,7 +40,7 @@ _TAPS_IN_TURN = ((1, 7), (1, 8), (1, 4))
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import depthwise_tile, ptx, ptx_tile, ptx_vector
+    from nbdnn.kernels.cuda import depthwise_tile, depthwise_weights, ptx, ptx_tile, ptx_vector
     from nbdnn.kernels.cuda.geometry import input_reached
 
     v = Variant(*specialised_on)
@@ -52,7 +53,7 @@ def _kernel(*specialised_on):
 
     # 1. Where a thread is: (n and tile of the image, or -1; channel; where its weights are).
     if v.out_last:
-        turn = depthwise_tile.turned_weights(v)
+        turn = depthwise_weights.turned_weights(v)
 
         @ptx.inline
         def place(w, f):
@@ -65,8 +66,14 @@ def _kernel(*specialised_on):
             return tile if inside else integer(-1), channel, u32(shared + u32(4 * vector * lanes))
 
         @ptx.inline
-        def weights_at(start, channel, summed, t, plane, f):
+        def turned_at(start, channel, summed, t, plane, f):
             return u32(start + u32(4 * f.pitch * taps * plane))
+
+        @ptx.inline
+        def filters_at(start, channel, summed, t, plane, f):
+            return integer(channel * taps)
+
+        weights_at = filters_at if v.direct else turned_at
     else:
 
         @ptx.inline
@@ -155,7 +162,8 @@ def _variants(problem: ConvProblem) -> list[Variant]:
         tile = Tile(ceil(tile_h / unit_h) * unit_h if unrolled else 1, ceil(tile_w / unit_w) * unit_w)
         # Of 32 bits until its integers are known.
         taken = (forward, problem.dtype, in_last, last, lanes, tile, rows, columns, unrolled, flat)
-        return Variant(*taken, problem.epilogue, 32)
+        v = Variant(*taken, False, problem.epilogue, 32)
+        return v._replace(reversed_=v.direct and problem.mode == "conv")
 
     fitting = [v for tile in _ROWS_IN_TURN if (v := variant(True, *tile)).fits]
     if not fitting:
@@ -262,7 +270,9 @@ class Depthwise(LaunchedCandidate[Tile]):
                 scalars="f32",
                 integers=integers,
                 integer_bits=v.bits,
-                dynamic_shared_bytes=4 * integers.planes * v.taps * integers.pitch if v.out_last else 0,
+                dynamic_shared_bytes=4 * integers.planes * v.taps * integers.pitch
+                if v.out_last and not v.direct
+                else 0,
             )
         ]
 

@@ -93,7 +93,8 @@ class Variant(NamedTuple):
         """Of a thread and tile, about."""
         widening = 0 if self.dtype == "f32" else self.lanes
         loads = prod(self.tile) * self.width / self.lanes + len(self.steps) * len(self.row.offsets)
-        return loads * (3 + widening) + sum(len(table) for _, table, _ in self.steps) + 40
+        waiting = 1.0 if self.rows.taps > 1 else 2.0  # the few products of a row are waited for
+        return waiting * (loads * (3 + widening) + sum(len(table) for _, table, _ in self.steps)) + 40
 
 
 class Sums(NamedTuple):

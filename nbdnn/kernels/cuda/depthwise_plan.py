@@ -14,6 +14,7 @@ from typing import NamedTuple
 from nbdnn.candidate import ConfigT
 from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import spatial3, tensor_strides
+from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
@@ -27,6 +28,7 @@ _VECTOR_BYTES = 16
 _CONFIGS, _CONFIGS_OF_LAUNCHES = 4, 2  # worth measuring; where a launch takes longest, tiles hardly matter
 _WORTH_MEASURING = 1.6  # times the best guess
 _LAUNCH_US = 2.5
+_FIRST_CAPABILITY = (8, 0)  # of asynchronous copies, and of bf16 in mma.sync
 _INSTRUCTIONS_PER_CLOCK_AND_SM = 128  # one for each lane of the four schedulers' warps
 _RESIDENT = 512  # threads of a multiprocessor that hide what they wait for
 
@@ -179,3 +181,40 @@ def refusal(problem: ConvProblem) -> str:
     if problem.dtype == "f64":
         return "float64 is left to direct"
     return ""
+
+
+# ---- larger filters of stride 1, one a channel -----------------------------------------------------------------------
+
+
+def unit_stride_refusal(problem: ConvProblem, device: Gpu, dtypes: tuple[str, ...], most_taps: int) -> str:
+    """Why no kernel for these is correct here, or ''. most_taps: rows of a filter, and taps of a row."""
+    if problem.dtype not in dtypes:
+        return f"dtype {problem.dtype} is not {' or '.join(dtypes)}"
+    if device.capability < _FIRST_CAPABILITY:
+        return f"capability {device.capability} is below {_FIRST_CAPABILITY}"
+    if problem.ndim != 2:
+        return f"{problem.ndim} spatial axes are not 2"
+    if problem.groups != problem.c or problem.k != problem.c:
+        return f"channels {problem.c}, {problem.k} and groups {problem.groups}: not one channel in and out a group"
+    for name, values in (("stride", problem.stride), ("dilation", problem.dilation)):
+        if max(values) > 1:
+            return f"{name} {max(values)} is not 1"
+    if max(problem.filter) > most_taps:
+        return f"a filter extent of {max(problem.filter)} is above {most_taps}"
+    if problem.n * problem.c == 0:
+        return f"a batch of {problem.n} images of {problem.c} channels"
+    if index_bits(problem, ()) != 32:
+        return f"{max(operand.size_elems for operand in problem.operands)} elements are more than int32 counts"
+    return ""
+
+
+def unit_stride_gather(problem: ConvProblem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]:
+    """(extents of what is summed, of the result, pads before, whether a filter's last tap comes first).
+
+    bwd_data is the forward on dy with other pads and the filter reversed.
+    """
+    before = tuple(pad for pad, _ in problem.pad)
+    if problem.op == "conv_fwd":
+        return problem.spatial, problem.out_spatial, before, problem.mode == "conv"
+    around = tuple(taps - 1 - pad for taps, pad in zip(problem.filter, before, strict=True))
+    return problem.out_spatial, problem.spatial, around, problem.mode == "cross"

@@ -11,10 +11,12 @@ from math import ceil
 from typing import NamedTuple
 
 from nbdnn.kernels.cuda import depthwise_plan as plan
-from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
+from nbdnn.kernels.cuda import depthwise_weights
+from nbdnn.kernels.cuda.depthwise_plan import Axis
 from nbdnn.kernels.cuda.geometry import input_reached
 
 _PIECE = 8  # taps of a filter row at a time
+_WAITING = 2.0  # times what issuing taps in turn takes: each row is waited for
 
 
 class Tile(NamedTuple):
@@ -31,7 +33,7 @@ class Variant(NamedTuple):
     """What a kernel is compiled for.
 
     unrolled: rows in turn, else taps in turn. flat: one plane of taps, from one channel. in_last, out_last: whether
-    channels are the last axis of the input and the output.
+    channels are the last axis of the input and the output. reversed_: a filter's last tap comes first, where `direct`.
     """
 
     forward: bool
@@ -44,8 +46,14 @@ class Variant(NamedTuple):
     columns: Axis
     unrolled: bool
     flat: bool
+    reversed_: bool
     epilogue: tuple[str, ...]
     bits: int
+
+    @property
+    def direct(self) -> bool:
+        """Channels-last, whether a thread loads all weights from memory: the filters of its channels are neighbours."""
+        return self.out_last and self.unrolled and self.flat
 
     @property
     def width(self) -> int:
@@ -118,7 +126,7 @@ class Variant(NamedTuple):
         if self.unrolled:
             positions = {reach.position for reach in self.row_reaches}
             return len(positions) * loads + len(self.row_reaches) * len(row.products) + stores + self.taps + 100
-        return self.rows.taps * pieces * (loads + len(row.products) + 2 * self.columns.taps) + stores + 200
+        return _WAITING * self.rows.taps * pieces * (loads + len(row.products) + 2 * self.columns.taps) + stores + 200
 
 
 class Tiles(NamedTuple):
@@ -227,24 +235,6 @@ def bias_of(v: Variant):
     return of_channels if v.out_last else of_channel
 
 
-def weights_of(v: Variant, taps: int):
-    """Device function (w, where, f) -> the weights of so many taps from there on."""
-    from nbdnn.kernels.cuda import ptx, ptx_vector
-
-    u32 = ptx.types.uint32
-    shared, run = ptx_vector.load_shared_rows(v.width, taps), ptx_vector.load_run(v.dtype, taps)
-
-    @ptx.inline
-    def from_shared(w, where, f):
-        return shared(where, u32(4 * f.pitch))
-
-    @ptx.inline
-    def from_memory(w, where, f):
-        return run(w, where, f.w_step)
-
-    return from_shared if v.out_last else from_memory
-
-
 def _filter_row(v: Variant):
     """Device function (sums, w, where, tap_step, f, source, target) -> sums of a row of the filter and of the input."""
     from nbdnn.kernels.cuda import ptx, ptx_vector
@@ -257,7 +247,7 @@ def _filter_row(v: Variant):
     def adding(taps):
         columns = v.columns._replace(taps=taps)
         row = plan.row(plan.reaches(v.forward, columns, v.tile.columns), v.lanes, v.out_last)
-        weights = weights_of(v, taps)
+        weights = depthwise_weights.weights_of(v, taps)
         multiply = ptx_vector.multiply_rows(ptx_vector.Rows(v.dtype, v.lanes, row.offsets, ((0, row.products, ()),)))
 
         @ptx.inline
@@ -332,37 +322,10 @@ def rows_in_turn(v: Variant, end=None):
     """The same by rows of the input, with all weights in registers; with an end, also stores the tile."""
     from nbdnn.kernels.cuda import ptx, ptx_vector
 
-    multiply, weights = ptx_vector.multiply_rows(rows_of(v), end), weights_of(v, v.taps)
+    multiply, weights = ptx_vector.multiply_rows(rows_of(v), end), depthwise_weights.weights_of(v, v.taps)
 
     @ptx.inline
     def plane(sums, w, where, f, source, target):
         return multiply(sums, weights(w, where, f), source, target)
 
     return plane
-
-
-def turned_weights(v: Variant):
-    """Device function (w, first, shared, f): the weights of a block's channels, from `first` on, to shared memory."""
-    from nbdnn.kernels.cuda import ptx, ptx_vector
-
-    integer, u32, widen, lanes, taps = ptx.INTEGER[v.bits], ptx.types.uint32, ptx.WIDEN[v.dtype], v.lanes, v.taps
-
-    @ptx.inline
-    def turn(w, first, shared, f):
-        channels = integer(f.vectors * lanes)
-        plane = integer(0)
-        while plane < f.planes:
-            summed, t = ptx.divided(plane, f.taps_d)
-            i = integer(ptx.thread_x())
-            while i < channels * taps:
-                channel, tap = ptx.divided(i, integer(taps))
-                if first + channel < f.out_c:
-                    at = integer(((first + channel) * f.group_in + summed) * f.taps + f.w_first)
-                    weight = widen(ptx.load_constant(w, integer(at + f.w_step * (t * taps + tap))))
-                    where = u32(shared + u32(4 * ((plane * taps + tap) * f.pitch + channel)))
-                    ptx_vector.store_shared_floats(where, u32(0), (weight,))
-                i = integer(i + THREADS)
-            plane = integer(plane + 1)
-        ptx.cuda.syncthreads()
-
-    return turn

@@ -112,7 +112,7 @@ def repeated(count: int):
 # ---- elements in memory and in registers -----------------------------------------------------------------------------
 
 
-def _widened(builder, dtype, parts):
+def widened(builder, dtype, parts):
     """float32 of what a load gave: words, or a single 16-bit element."""
     if dtype == "f32":
         return [builder.bitcast(word, F32) for word in parts]
@@ -128,7 +128,7 @@ def _widened(builder, dtype, parts):
     return [builder.bitcast(end, F32) for pair in ends for end in pair]
 
 
-def _narrowed(builder, dtype, values):
+def narrowed(builder, dtype, values):
     """Words, or a single 16-bit element, of float32; rounded to nearest even."""
     if dtype == "f32":
         return [builder.bitcast(value, I32) for value in values]
@@ -139,7 +139,7 @@ def _narrowed(builder, dtype, values):
     return [asm(builder, I32, text, "=r,f,f", list(pair)) for pair in pairs]
 
 
-def _parts(dtype: str, lanes: int):
+def parts_of(dtype: str, lanes: int):
     """(type of a part, number of parts) of a vector as it is moved."""
     size_bytes = lanes * ITEMSIZE[dtype]
     return (_I16, 1) if size_bytes == 2 else (I32, size_bytes // 4)
@@ -147,7 +147,7 @@ def _parts(dtype: str, lanes: int):
 
 def _moving(operation: str, dtype: str, lanes: int, first: int) -> tuple[str, str, int]:
     """(instruction on registers $first and on, their letter, their number) that moves a vector."""
-    part, count = _parts(dtype, lanes)
+    part, count = parts_of(dtype, lanes)
     registers = ", ".join(f"${first + i}" for i in range(count))
     vector, registers = (f".v{count}", f"{{{registers}}}") if count > 1 else ("", registers)
     return f"{operation}{vector}.b{part.width}", registers, count
@@ -155,7 +155,7 @@ def _moving(operation: str, dtype: str, lanes: int, first: int) -> tuple[str, st
 
 def _loaded(builder, where, wanted, dtype, lanes, *, constant=True):
     """The elements of a vector, zeros unless it is wanted: without a branch, and where constant free to be moved."""
-    part, count = _parts(dtype, lanes)
+    part, count = parts_of(dtype, lanes)
     load, registers, _ = _moving("ld.global.nc" if constant else "ld.global", dtype, lanes, 0)
     clear = " ".join(f"mov.b{part.width} ${i}, 0;" for i in range(count))
     text = (
@@ -165,12 +165,12 @@ def _loaded(builder, where, wanted, dtype, lanes, *, constant=True):
     operands = [builder.ptrtoint(where, I64), builder.zext(wanted, I32)]
     result = part if count == 1 else ir.LiteralStructType([part] * count)
     loaded = asm(builder, result, text, constraints, operands, PURE if constant else EFFECT)
-    return _widened(builder, dtype, [loaded] if count == 1 else unpacked(builder, loaded, count))
+    return widened(builder, dtype, [loaded] if count == 1 else unpacked(builder, loaded, count))
 
 
-def _store(builder, where, wanted, dtype, values):
+def store_vector(builder, where, wanted, dtype, values):
     """A vector, where it is wanted: without a branch."""
-    parts = _narrowed(builder, dtype, values)
+    parts = narrowed(builder, dtype, values)
     store, registers, count = _moving("st.global", dtype, len(values), 2)
     text = f"{{ .reg .pred wanted; setp.ne.b32 wanted, $1, 0; @wanted {store} [$0], {registers}; }}"
     constraints = ",".join(["l", "r", *(_LETTER[parts[0].type.width] for _ in range(count)), "~{memory}"])
@@ -209,8 +209,8 @@ def _row(builder, dtype, lanes, offsets, place, row: int):
     return values
 
 
-def _end_row(context, builder, end: End, sums, place, row: int):
-    """Finish and store one row's sums."""
+def _finished_row(context, builder, end: End, sums, place, row: int):
+    """(address, whether it is in the output, elements) of each vector of one row of sums."""
     real = types.float32
     finish, of_six = epilogue.finish("f32", end.tokens).py_func, signature(real, *[real] * 6)
     at_row = _moved(builder, place["row"], row)
@@ -230,7 +230,7 @@ def _end_row(context, builder, end: End, sums, place, row: int):
             context.compile_internal(builder, finish, of_six, [total, place["alpha"], place["beta"], *others])
             for total, *others in zip(vector, before, bias, residual, strict=True)
         ]
-        _store(builder, where, wanted, end.dtype, finished)
+        yield where, wanted, finished
 
 
 @cache
@@ -259,26 +259,51 @@ def multiply_rows(rows: Rows, end: End | None = None):
     return multiply
 
 
-def _end_rows(context, builder, end: End, sums, place, complete):
+def _end_rows(context, builder, end: End, sums, place, complete, apart=1):
+    """Finish and store rows of the sums."""
     of_row = len(end.columns) * end.lanes
     for row in complete:
-        _end_row(context, builder, end, sums[row * of_row : (row + 1) * of_row], place, row)
+        vectors = _finished_row(context, builder, end, sums[row * of_row : (row + 1) * of_row], place, row * apart)
+        for where, wanted, finished in vectors:
+            store_vector(builder, where, wanted, end.dtype, finished)
 
 
 @cache
-def store_rows(end: End, count: int):
-    """Intrinsic (sums, target): so many rows."""
+def store_rows(end: End, count: int, apart: int = 1):
+    """Intrinsic (sums, target): so many rows, so far apart."""
 
     @intrinsic
     def store(typingctx, sums, target):
         def codegen(context, builder, sig, args):
             totals, place = unpacked(builder, args[0], sig.args[0].count), _fields(builder, args[1], sig.args[1])
-            _end_rows(context, builder, end, totals, place, range(count))
+            _end_rows(context, builder, end, totals, place, range(count), apart)
             return context.get_dummy_value()
 
         return signature(types.none, sums, target), codegen
 
     return store
+
+
+@cache
+def finish_rows(end: End, count: int, apart: int):
+    """Intrinsic (sums, target) -> what `store_rows` would store, in words of two 16-bit elements."""
+    of_row = len(end.columns) * end.lanes
+    words = types.UniTuple(types.uint32, count * of_row // 2)
+
+    @intrinsic
+    def finish(typingctx, sums, target):
+        def codegen(context, builder, sig, args):
+            totals, place = unpacked(builder, args[0], count * of_row), _fields(builder, args[1], sig.args[1])
+            every = []
+            for row in range(count):
+                of_sums = totals[row * of_row : (row + 1) * of_row]
+                for _, _, finished in _finished_row(context, builder, end, of_sums, place, row * apart):
+                    every += finished
+            return packed(builder, narrowed(builder, end.dtype, every))
+
+        return signature(words, sums, target), codegen
+
+    return finish
 
 
 @cache
@@ -311,6 +336,42 @@ def load_run(dtype: str, count: int):
             return packed(builder, values)
 
         return signature(floats(count), base, at, at), codegen
+
+    return load
+
+
+@cache
+def load_filters(dtype: str, lanes: int, taps: int, reversed_: bool):
+    """Intrinsic (base, at) -> the weights of so many filters from there on, tap by tap, of each tap all lanes.
+
+    In memory filter follows filter; at is a multiple of `lanes`. reversed_: the last tap comes first.
+    """
+
+    @intrinsic
+    def load(typingctx, base, at):
+        def codegen(context, builder, sig, args):
+            always, values = ir.IntType(1)(1), []
+            for i in range(taps):
+                where = builder.gep(args[0], [_moved(builder, args[1], lanes * i)])
+                values += _loaded(builder, where, always, dtype, lanes)
+            order = range(taps - 1, -1, -1) if reversed_ else range(taps)
+            return packed(builder, [values[lane * taps + tap] for tap in order for lane in range(lanes)])
+
+        return signature(floats(taps * lanes), base, at), codegen
+
+    return load
+
+
+@cache
+def load_wanted(dtype: str):
+    """Intrinsic (base, at, wanted) -> a tuple of base[at], or of zero where that is not wanted: without a branch."""
+
+    @intrinsic
+    def load(typingctx, base, at, wanted):
+        def codegen(context, builder, sig, args):
+            return packed(builder, _loaded(builder, builder.gep(args[0], [args[1]]), args[2], dtype, 1))
+
+        return signature(floats(1), base, at, types.boolean), codegen
 
     return load
 
