@@ -69,7 +69,9 @@ class Forwarded(NamedTuple):
 def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Forwarded:
     """The kernel of a conv_fwd or bwd_data."""
     seen = image(problem)
-    filters = unit_filters(seen.group_out, _FMA_FILTERS if math == "fma" else _MMA_FILTERS)
+    # So many that beside the sums of a thread there are registers for its loads.
+    fma_filters = _FMA_FILTERS if seen.group_in < QUAD else _FMA_FILTERS // 2
+    filters = unit_filters(seen.group_out, fma_filters if math == "fma" else _MMA_FILTERS)
     chunks = ceil(seen.group_out / filters)
     units, slabs = units_of_block(seen, chunks, config.units)
     form = shape(seen, problem, math, slabs)
@@ -110,7 +112,7 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> G
     """The kernels of a bwd_filter."""
     seen = image(problem)
     dy_together = together(seen.outputs_last, seen.group_out, problem.dtype, problem.align)
-    # So many that beside the sums of a thread there are registers for its loads.
+    # As of the forward; the sums are of all channels of a quad here.
     most = _FMA_FILTERS // 2 if math == "fma" else _MMA_FILTERS if seen.group_in < QUAD else _MMA_FILTERS // 2
     filters = unit_filters(seen.group_out, most)
     chunks = ceil(seen.group_out / filters)
