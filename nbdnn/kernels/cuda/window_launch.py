@@ -14,6 +14,7 @@ from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
 from nbdnn.kernels.cuda.window_plan import (
+    BLOCK_SHARED_BYTES,
     QUAD,
     Block,
     Forward,
@@ -22,9 +23,9 @@ from nbdnn.kernels.cuda.window_plan import (
     Sums,
     Tile,
     Windows,
+    blocks_at_once,
     image,
     shape,
-    shared_limit_bytes,
     sums,
     table_bytes,
     tile,
@@ -33,7 +34,6 @@ from nbdnn.kernels.cuda.window_plan import (
 )
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
-_RESERVED_BYTES = 1 << 10  # of shared memory, that the driver takes for each block
 _WARPS = conv_windows.THREADS // 32
 _MMA_FILTERS, _FMA_FILTERS = 32, 16  # of a unit, at most
 _LAUNCH_US = 3.0
@@ -54,9 +54,7 @@ class Config(NamedTuple):
 
 _FORWARD_CONFIGS = Config(256, 2, 4), Config(256, 3, 4), Config(256, 2, 8), Config(128, 2, 4), Config(128, 3, 4)
 _GRADIENT_CONFIGS = Config(128, 2, 4), Config(128, 3, 4), Config(256, 2, 4), Config(128, 2, 8)
-# From here on the compiler does not unroll the loop that stores the sums, and indexes them on the stack.
-_KEEPS_SUMS_IN_MEMORY = (10, 0)
-_SMALLEST = Config(128, 2, 1), Config(128, 1, 1)  # what has no room for the last is not supported
+_SMALLEST = Config(128, 2, 2), Config(128, 2, 1), Config(128, 1, 1)  # what has no room for the last is not supported
 
 
 class Forwarded(NamedTuple):
@@ -190,11 +188,11 @@ def _plan(problem: ConvProblem) -> Callable[[ConvProblem, str, Config, Gpu], For
 def fits(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Support:
     """Whether a config's blocks find room, and int32 holds every index."""
     planned = _plan(problem)(problem, math, config, device)
-    limit = shared_limit_bytes(device)
-    if planned.shared_bytes > limit:
-        return Support(False, f"a tile takes {planned.shared_bytes} bytes of shared memory, a block has {limit}")
-    if config.blocks * (planned.shared_bytes + _RESERVED_BYTES) > limit + _RESERVED_BYTES and config.blocks > 1:
-        return Support(False, f"{config.blocks} blocks of {planned.shared_bytes} bytes are more than {limit}")
+    needed = planned.shared_bytes
+    if needed > BLOCK_SHARED_BYTES:
+        return Support(False, f"a tile takes {needed} bytes of shared memory, a block has {BLOCK_SHARED_BYTES}")
+    if (room := blocks_at_once(needed, device)) < config.blocks:
+        return Support(False, f"{config.blocks} blocks of {needed} bytes, a multiprocessor has room for {room}")
     if max(planned.grid[1:]) > 65535:
         return Support(False, f"a grid of {planned.grid} blocks, of which 65535 are possible on two axes")
     if (bits := index_bits(problem, planned.integers)) > 32:
@@ -222,8 +220,6 @@ class Windowed(LaunchedCandidate[Config]):
         return ""
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        if device.capability >= _KEEPS_SUMS_IN_MEMORY:
-            return Support(False, f"compiled for capability {device.capability} its sums lie in memory: not there yet")
         if reason := self.refused(problem):
             return Support(False, reason)
         return fits(problem, self.units_math(problem), _SMALLEST[-1], device)

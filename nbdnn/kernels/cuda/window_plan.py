@@ -25,14 +25,16 @@ from nbdnn.problem import ITEMSIZE, ConvProblem
 
 QUAD = 4  # channels
 _BANKS_BYTES = 128
-# Shared memory of a block at most, by capability, without what the driver keeps; of others what all of them have.
-_SHARED_BYTES = {(8, 0): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
-_LEAST_SHARED_BYTES = 99 << 10
+# Shared memory of a block at most, on every architecture from sm_80 on; and of a multiprocessor, by capability.
+BLOCK_SHARED_BYTES = 99 << 10
+_SHARED_BYTES = {(8, 0): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}
+_LEAST_SHARED_BYTES = 100 << 10
+_RESERVED_BYTES = 1 << 10  # of a multiprocessor's, for each block
 
 
-def shared_limit_bytes(device: Gpu) -> int:
-    """Shared memory that a block may ask for."""
-    return _SHARED_BYTES.get(device.capability, _LEAST_SHARED_BYTES)
+def blocks_at_once(shared_bytes: int, device: Gpu) -> int:
+    """How many blocks a multiprocessor's shared memory has room for."""
+    return _SHARED_BYTES.get(device.capability, _LEAST_SHARED_BYTES) // (shared_bytes + _RESERVED_BYTES)
 
 
 class Image(NamedTuple):
