@@ -80,6 +80,7 @@ def _cuda_lists() -> _Lists:
         conv_grouped,
         conv_mma_gemm,
         conv_mma_gemm_filter,
+        conv_rows,
         conv_stem,
         conv_winograd,
         conv_winograd_filter,
@@ -89,6 +90,8 @@ def _cuda_lists() -> _Lists:
     return {
         "conv_fwd": (
             conv_depthwise.FWD,
+            conv_rows.FWD,
+            conv_rows.FWD_TF32,
             conv_stem.FWD,
             conv_stem.FWD_TF32,
             conv_grouped.FWD,
@@ -115,6 +118,8 @@ def _cuda_lists() -> _Lists:
         ),
         "conv_bwd_filter": (
             conv_depthwise_filter.BWD_FILTER,
+            conv_rows.BWD_FILTER,
+            conv_rows.BWD_FILTER_TF32,
             conv_stem.BWD_FILTER,
             conv_stem.BWD_FILTER_TF32,
             conv_grouped.BWD_FILTER,

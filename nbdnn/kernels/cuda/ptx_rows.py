@@ -1,0 +1,304 @@
+"""What a warp does with windows of raw image rows in shared memory: one intrinsic a step, everything in registers.
+
+Addresses are shared ones, in bytes. A *word* of a window is 32 bits of one of its rows: a float32 or two neighbours of
+16 bits. Products of 16 bits and TF32 are of matrices of a warp (lane 4g + t), those of float32 of the FMA units.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+from numba.cuda.typing import signature
+
+from nbdnn.kernels.cuda.ptx import F32, I32, asm, load_words, packed, store_words, unpacked
+from nbdnn.kernels.cuda.ptx_tile import product
+
+STEP_WORDS = 8  # of a window, that one matrix instruction takes: 16 elements of 16 bits, 8 of TF32
+GROUP = 8  # pixels beside each other
+FMA_FILTERS = 32  # of a warp; a lane has four, and four that are 16 beyond
+_ROUNDED = "cvt.rna.tf32.f32 $0, $1;"
+_LOW, _HIGH = "prmt.b32 $0, $1, $2, 0x5410;", "prmt.b32 $0, $1, $2, 0x7632;"
+
+
+def _floats(count):
+    return types.UniTuple(types.float32, count)
+
+
+def _load(builder, base, add, count=1):
+    """Words at base + add: a list."""
+    where = builder.inttoptr(builder.add(base, I32(add)), I32.as_pointer(3))
+    loaded = load_words(builder, where, count)
+    return [loaded] if count == 1 else unpacked(builder, loaded, count)
+
+
+def _rounded(builder, word):
+    return asm(builder, I32, _ROUNDED, "=r,f", [builder.bitcast(word, F32)])
+
+
+def _paired(builder, text, first, second):
+    return asm(builder, I32, text, "=r,r,r", [first, second])
+
+
+@cache
+def zeros(count: int):
+    """Intrinsic: so many zeros."""
+
+    @intrinsic
+    def zero(typingctx):
+        def codegen(context, builder, sig, args):
+            return packed(builder, [F32(0.0)] * count)
+
+        return signature(_floats(count)), codegen
+
+    return zero
+
+
+@cache
+def addresses(count: int, stride_bytes: int):
+    """Intrinsic (table, start) -> start + the first word of each of `count` entries of a table."""
+
+    @intrinsic
+    def load(typingctx, table, start):
+        def codegen(context, builder, sig, args):
+            entries = [_load(builder, args[0], i * stride_bytes)[0] for i in range(count)]
+            return packed(builder, [builder.add(entry, args[1]) for entry in entries])
+
+        return signature(types.UniTuple(types.uint32, count), types.uint32, types.uint32), codegen
+
+    return load
+
+
+@cache
+def moved(count: int):
+    """Intrinsic (addresses, offset) -> all of them that much further."""
+    words = types.UniTuple(types.uint32, count)
+
+    @intrinsic
+    def move(typingctx, places, offset):
+        def codegen(context, builder, sig, args):
+            return packed(builder, [builder.add(place, args[1]) for place in unpacked(builder, args[0], count)])
+
+        return signature(words, words, types.uint32), codegen
+
+    return move
+
+
+@cache
+def spread(count: int):
+    """Intrinsic (local array, tuple): the elements to the array."""
+
+    @intrinsic
+    def put(typingctx, array, values):
+        def codegen(context, builder, sig, args):
+            data = context.make_array(sig.args[0])(context, builder, args[0]).data
+            for i, value in enumerate(unpacked(builder, args[1], count)):
+                builder.store(value, builder.gep(data, [I32(i)]))
+            return context.get_dummy_value()
+
+        return signature(types.none, array, _floats(count)), codegen
+
+    return put
+
+
+# ---- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def window_products(dtype: str, groups: int, n_tiles: int):
+    """Intrinsic (sums, pixels, table, filters) -> sums with eight words of every window multiplied.
+
+    pixels: where the window of a lane's pixel of each group begins: two groups are the 16 rows of a matrix. table: of
+    (offset, mask) of the words, at the lane's entry. filters: [n8 tile][lane][words t and t + 4], at the lane. sums:
+    pixel by pixel, of each two of every n8 tile.
+    """
+    count = groups * n_tiles * 2
+
+    @intrinsic
+    def multiply(typingctx, sums, pixels, table, filters):
+        def codegen(context, builder, sig, args):
+            values, at = unpacked(builder, args[0], count), unpacked(builder, args[1], groups)
+            entries = [_load(builder, args[2], 4 * half * 8, 2) for half in range(2)]
+            b = [_load(builder, args[3], tile * 256, 2) for tile in range(n_tiles)]
+            for first in range(0, groups, 2):
+                a = []
+                for offset, mask in entries:
+                    for pixel in at[first : first + 2]:
+                        word = builder.and_(_load(builder, builder.add(pixel, offset), 0)[0], mask)
+                        a.append(_rounded(builder, word) if dtype == "tf32" else word)
+                for tile in range(n_tiles):
+                    low = first * n_tiles * 2 + tile * 2
+                    places = (low, low + 1, low + n_tiles * 2, low + n_tiles * 2 + 1)
+                    made = product(builder, dtype, [*a, *b[tile], *(values[i] for i in places)])
+                    for place, value in zip(places, made, strict=True):
+                        values[place] = value
+            return packed(builder, values)
+
+        words = types.UniTuple(types.uint32, groups)
+        return signature(_floats(count), _floats(count), words, types.uint32, types.uint32), codegen
+
+    return multiply
+
+
+@cache
+def segment_products(run: int, groups: int):
+    """Intrinsic (sums, pixels, filters) -> sums with `run` neighbours of every window multiplied, in float32.
+
+    pixels: where they begin, for a lane's pixel of each group. filters: [neighbour][32], at the lane's. sums: eight of
+    each pixel.
+    """
+    count = groups * 8
+
+    @intrinsic
+    def multiply(typingctx, sums, pixels, filters):
+        def codegen(context, builder, sig, args):
+            values, at = unpacked(builder, args[0], count), unpacked(builder, args[1], groups)
+            for i in range(run):
+                row = i * FMA_FILTERS * 4
+                w = [builder.bitcast(v, F32) for half in (0, 64) for v in _load(builder, args[2], row + half, 4)]
+                for group in range(groups):
+                    x = builder.bitcast(_load(builder, at[group], i * 4)[0], F32)
+                    for o in range(8):
+                        values[group * 8 + o] = builder.fma(x, w[o], values[group * 8 + o])
+            return packed(builder, values)
+
+        words = types.UniTuple(types.uint32, groups)
+        return signature(_floats(count), _floats(count), words, types.uint32), codegen
+
+    return multiply
+
+
+# ---- gradients of filters --------------------------------------------------------------------------------------------
+
+
+def _live(builder, word, pixel, left):
+    return builder.select(builder.icmp_signed("<", pixel, left), word, I32(0))
+
+
+@cache
+def narrow_gradients(dtype: str, step_bytes: int, dy_bytes: int, filters: int, masked: bool):
+    """Intrinsic (sums, pixels, offsets, dy, t, left) -> sums of the 16 pixels of two groups: 16 bits.
+
+    pixels: where the windows of pixel t of both begin; offsets: of words g and g + 8 of a window; dy: pixel t of the
+    first, at the lane's filters; pixels from `left` on, which are the groups' own, do not count if `masked`. Rows of
+    the product are first halves, then second halves of words; pairs of pixels t, t + 4 are neighbours in k.
+    """
+    n_tiles, at_once = filters // 8, min(filters // 8, 8)
+    count = 2 * n_tiles * 4
+
+    @intrinsic
+    def multiply(typingctx, sums, pixels, offsets, dy, t, left):
+        def codegen(context, builder, sig, args):
+            values, at = unpacked(builder, args[0], count), unpacked(builder, args[1], 2)
+            lefts, x, b = unpacked(builder, args[5], 2), {}, {}
+            for group in range(2):
+                for half in range(2):
+                    for i, offset in enumerate(unpacked(builder, args[2], 2)):
+                        word = _load(builder, builder.add(at[group], offset), half * 4 * step_bytes)[0]
+                        if masked:
+                            word = _live(builder, word, builder.add(args[4], I32(half * 4)), lefts[group])
+                        x[group, half, i] = word
+                    row = (group * 8 + half * 4) * dy_bytes
+                    b[group, half] = _load(builder, args[3], row, at_once // 2)
+            for part, text in enumerate((_LOW, _HIGH)):
+                a = [_paired(builder, text, x[group, 0, i], x[group, 1, i]) for group in (0, 1) for i in (0, 1)]
+                for tile in range(n_tiles):
+                    taken = (_LOW, _HIGH)[tile % 2]
+                    both = [_paired(builder, taken, b[g, 0][tile // 2], b[g, 1][tile // 2]) for g in (0, 1)]
+                    place = slice((part * n_tiles + tile) * 4, (part * n_tiles + tile) * 4 + 4)
+                    values[place] = product(builder, dtype, [*a, *both, *values[place]])
+            return packed(builder, values)
+
+        two = types.UniTuple(types.uint32, 2)
+        lefts = types.UniTuple(types.int32, 2)
+        return signature(_floats(count), _floats(count), two, two, types.uint32, types.int32, lefts), codegen
+
+    return multiply
+
+
+@cache
+def tf32_gradients(step_bytes: int, dy_bytes: int, filters: int, masked: bool):
+    """The same of float32 rounded to TF32: four offsets, of words g, g + 8, g + 16 and g + 24."""
+    n_tiles, vectors = filters // 8, max(1, filters // 32)
+    count = 2 * n_tiles * 4
+
+    @intrinsic
+    def multiply(typingctx, sums, pixels, offsets, dy, t, left):
+        def codegen(context, builder, sig, args):
+            values, at = unpacked(builder, args[0], count), unpacked(builder, args[1], 2)
+            lefts, every = unpacked(builder, args[5], 2), unpacked(builder, args[2], 4)
+            for group in range(2):
+                x, b = {}, []
+                for half in range(2):
+                    for i, offset in enumerate(every):
+                        word = _load(builder, builder.add(at[group], offset), half * 4 * step_bytes)[0]
+                        if masked:
+                            word = _live(builder, word, builder.add(args[4], I32(half * 4)), lefts[group])
+                        x[half, i] = _rounded(builder, word)
+                    row = (group * 8 + half * 4) * dy_bytes
+                    loaded = [_load(builder, args[3], row + v * 128, n_tiles // vectors) for v in range(vectors)]
+                    b.append([_rounded(builder, word) for words in loaded for word in words])
+                for part in range(2):
+                    a = [x[half, 2 * part + i] for half in (0, 1) for i in (0, 1)]
+                    for tile in range(n_tiles):
+                        place = slice((part * n_tiles + tile) * 4, (part * n_tiles + tile) * 4 + 4)
+                        values[place] = product(builder, "tf32", [*a, b[0][tile], b[1][tile], *values[place]])
+            return packed(builder, values)
+
+        two, four = types.UniTuple(types.uint32, 2), types.UniTuple(types.uint32, 4)
+        lefts = types.UniTuple(types.int32, 2)
+        return signature(_floats(count), _floats(count), two, four, types.uint32, types.int32, lefts), codegen
+
+    return multiply
+
+
+@cache
+def fma_gradients(step_bytes: int, dy_bytes: int, masked: bool):
+    """Intrinsic (sums, pixel, offsets, dy, z, left) -> sums of every second pixel of a group, from z on: float32.
+
+    pixel: where its window begins; offsets: of the eight words of a lane; dy: of the pixel, at the lane's filters.
+    """
+    count = 64
+
+    @intrinsic
+    def multiply(typingctx, sums, pixel, offsets, dy, z, left):
+        def codegen(context, builder, sig, args):
+            values, every = unpacked(builder, args[0], count), unpacked(builder, args[2], 8)
+            at = [builder.add(args[1], offset) for offset in every]
+            for i in range(0, GROUP, 2):
+                row = i * dy_bytes
+                b = [builder.bitcast(v, F32) for half in (0, 64) for v in _load(builder, args[3], row + half, 4)]
+                for j in range(8):
+                    word = _load(builder, at[j], i * step_bytes)[0]
+                    if masked:
+                        word = _live(builder, word, builder.add(args[4], I32(i)), args[5])
+                    x = builder.bitcast(word, F32)
+                    for o in range(8):
+                        values[j * 8 + o] = builder.fma(x, b[o], values[j * 8 + o])
+            return packed(builder, values)
+
+        eight = types.UniTuple(types.uint32, 8)
+        scalars = (types.uint32, types.int32, types.int32)
+        return signature(_floats(count), _floats(count), types.uint32, eight, *scalars), codegen
+
+    return multiply
+
+
+@cache
+def add_at(places: tuple[int, ...]):
+    """Intrinsic (address, sums): each is added to the float32 at its place from the address."""
+
+    @intrinsic
+    def add(typingctx, where, sums):
+        def codegen(context, builder, sig, args):
+            for place, value in zip(places, unpacked(builder, args[1], len(places)), strict=True):
+                to = builder.inttoptr(builder.add(args[0], I32(place)), I32.as_pointer(3))
+                total = builder.fadd(builder.bitcast(load_words(builder, to, 1), F32), value)
+                store_words(builder, to, builder.bitcast(total, I32), 1)
+            return context.get_dummy_value()
+
+        return signature(types.none, types.uint32, _floats(len(places))), codegen
+
+    return add
