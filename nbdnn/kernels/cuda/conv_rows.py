@@ -59,8 +59,14 @@ class Config(NamedTuple):
 
 
 _FORWARD = {
-    "mma": (Config(448, 2, 64), Config(448, 3, 64), Config(224, 3, 64), Config(448, 2, 32), Config(448, 3, 32)),
-    "fma": (Config(448, 2, 32), Config(224, 2, 32), Config(896, 2, 32), Config(448, 1, 32)),
+    "mma": (
+        *(Config(448, 2, 64), Config(448, 3, 64), Config(224, 3, 64), Config(448, 2, 32), Config(448, 3, 32)),
+        *(Config(224, 2, 64), Config(224, 1, 64)),
+    ),
+    "fma": (
+        *(Config(448, 2, 64), Config(448, 2, 32), Config(224, 2, 64), Config(896, 2, 32)),
+        *(Config(224, 1, 64), Config(112, 1, 64)),
+    ),
 }
 _FILTER = {
     "mma": (
@@ -86,18 +92,19 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> For
     seen = image(problem)
     form = lines(seen, problem, math)
     filters = _FMA_FILTERS if math == "fma" else min(config.filters, _power_of_two(problem.k, 8))
+    units = max(1, min(config.filters, _power_of_two(problem.k, 8)) // filters)
     groups = 8 if math == "fma" else max(2, min(8, (_SUMS if config.blocks < 3 else _SUMS // 2) * 4 // filters))
     tiled = tile(seen, form, config.pixels)
-    variant = Forward(form, filters, groups, _run_of(problem, math, filters), problem.epilogue)
+    variant = Forward(form, units, filters, groups, _run_of(problem, math, filters), problem.epilogue)
     segments = seen.taps[0] * (seen.group_in // form.inner)
     entries = segments if math == "fma" else segments * form.segment_words
     fragments = segments if math == "fma" else ceil(entries / 8)
     turns = ceil(tiled.groups / groups)
     groups_at = aligned((fragments if math == "fma" else fragments * 8) * ENTRY_BYTES)
     filters_at = aligned(groups_at + turns * groups * ENTRY_BYTES)
-    slabs_at = aligned(filters_at + fragments * (form.run if math == "fma" else 8) * filters * 4)
+    slabs_at = aligned(filters_at + fragments * (form.run if math == "fma" else 8) * units * filters * 4)
     slab_bytes = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
-    chunks = ceil(problem.k / filters)
+    chunks = ceil(problem.k / (units * filters))
     block = Block(
         blocks=_blocks(seen, tiled, config, chunks, device),
         entries=entries,

@@ -59,14 +59,14 @@ def _filter_element(variant: Forward):
 
 @cache
 def _fill_filters(variant: Forward):
-    """Device function (w, first filter, f, thread): [step][n8 tile][lane][2 words], or [element][32] for FMA units."""
+    """Device function (w, first filter, f, thread): of each unit [step][n8 tile][lane][2 words], or [element][32]."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     lines, filters = variant.lines, variant.filters
     integer, word, store = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx_tile.STORE_SHARED[1]
     element_of, placed = _filter_element(variant), word_place(lines)
     dealt = max(variant.run // 2, 1).bit_length() - 1  # n8 tiles whose filters are dealt together, as a power of two
-    run, columns = integer(lines.run), integer(filters)
+    run, columns, units = integer(lines.run), integer(filters), variant.units
 
     @ptx.inline
     def of_tiles(at):
@@ -110,12 +110,13 @@ def _fill_filters(variant: Forward):
     def filled(w, first, f, thread):
         words = ptx.cuda.local.array(_BATCH, word)
         base = integer(integer(ptx_tile.dynamic_shared()) + f.filters_at)
-        count = integer(f.fragments * per_entry)
-        i = thread
+        of_unit = integer(f.fragments * per_entry)
+        count, i = integer(units * of_unit), thread
         while i < count:
             for b in range(_BATCH):
-                o, segment, element = place(integer(i + b * THREADS), f)
-                words[b] = bits(w, integer(first + o), segment, element, f)
+                unit, inner = ptx.divided(integer(i + b * THREADS), of_unit)
+                o, segment, element = place(inner, f)
+                words[b] = bits(w, integer(first + unit * filters + o), segment, element, f)
             for b in range(_BATCH):
                 if i + b * THREADS < count:
                     store(word(base + (i + b * THREADS) * 4), words[b])
@@ -144,10 +145,10 @@ def mma_kernel(*specialised_on):
         return integer((inner // together * 4 + t) * together + inner % together)
 
     @ptx.inline
-    def summed(pixels, lane, f):
+    def summed(pixels, unit, lane, f):
         shared = integer(ptx_tile.dynamic_shared())
         table = integer(shared + (lane & 3) * ENTRY_BYTES)
-        filters_at = integer(shared + f.filters_at + lane * 8)
+        filters_at = integer(shared + f.filters_at + unit * f.fragments * fragment_bytes + lane * 8)
         acc = zeros()
         step = integer(0)
         while step < f.fragments:
@@ -179,9 +180,9 @@ def fma_kernel(*specialised_on):
         return integer(inner // 4 * 16 + b * 4 + inner % 4)
 
     @ptx.inline
-    def summed(pixels, lane, f):
+    def summed(pixels, unit, lane, f):
         table = integer(ptx_tile.dynamic_shared())
-        filters_at = integer(table + f.filters_at + (lane & 3) * 16)
+        filters_at = integer(table + f.filters_at + unit * f.entries * segment_bytes + (lane & 3) * 16)
         acc = zeros()
         segment = integer(0)
         while segment < f.entries:
@@ -201,7 +202,7 @@ def _kernel(variant: Forward, of_pixel: int, place_of, filter_of, summed, fill_t
     """
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
 
-    lines, filters, groups, run = variant.lines, variant.filters, variant.groups, variant.run
+    lines, units, filters, groups, run = variant.lines, variant.units, variant.filters, variant.groups, variant.run
     integer, word, real = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"]
     placed, copy, fill_w = tile_place(lines), copy_lines(lines, THREADS), _fill_filters(variant)
     fill_places, row_and_column = fill_groups(lines, THREADS, groups), group_place()
@@ -226,8 +227,8 @@ def _kernel(variant: Forward, of_pixel: int, place_of, filter_of, summed, fill_t
 
     def rows(image, w, y, bias, residual, alpha, beta, f):
         thread = integer(ptx.thread_x())
-        lane, first = integer(thread & 31), integer(ptx.block_y() * filters)
-        pixel, part = place_of(lane)
+        lane, first = integer(thread & 31), integer(ptx.block_y() * (units * filters))
+        pixel, filter_part = place_of(lane)
         shared = integer(ptx_tile.dynamic_shared())
         slab = integer(shared + f.slabs_at)
         tile = integer(ptx.block_x())
@@ -253,13 +254,14 @@ def _kernel(variant: Forward, of_pixel: int, place_of, filter_of, summed, fill_t
 
             # 3. Each warp sums and stores some groups, then the next.
             turn = integer(thread >> 5)
-            while turn < f.parts:
-                entry = integer(shared + f.groups_at + turn * groups * ENTRY_BYTES)
+            while turn < f.parts * units:
+                unit, part = ptx.divided(turn, f.parts)
+                entry = integer(shared + f.groups_at + part * groups * ENTRY_BYTES)
                 pixels = addresses(word(entry), word(slab + shift + pixel * step_bytes))
                 sums = ptx.cuda.local.array(count, real)
-                spread(sums, summed(pixels, lane, f))
-                to = (y, n, p, q, first)
-                store_all(sums, (entry, pixel, part, to, (bias, residual, alpha, beta), f))
+                spread(sums, summed(pixels, unit, lane, f))
+                to = (y, n, p, q, integer(first + unit * filters))
+                store_all(sums, (entry, pixel, filter_part, to, (bias, residual, alpha, beta), f))
                 turn = integer(turn + _WARPS)
             slab = other
 

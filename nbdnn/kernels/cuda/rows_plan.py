@@ -196,10 +196,12 @@ def rows(seen: Image, form: Lines, tile: Tile, block: Block) -> Rows:
 class Forward(NamedTuple):
     """What a kernel of conv_fwd is compiled for.
 
-    filters: of a block. groups: of a warp's turn. run: outputs stored at once.
+    units: of a block, whose warps take turns at them. filters: of a unit. groups: of a warp's turn. run: outputs stored
+    at once.
     """
 
     lines: Lines
+    units: int
     filters: int
     groups: int
     run: int
