@@ -17,15 +17,20 @@ from nbdnn.kernels.cuda import (
     conv_windows_filter,
     epilogue,
     window_filters,
+    window_gradients,
     window_store,
+    window_sums,
     window_tile,
 )
 from nbdnn.kernels.cuda.compile import Source, compile_kernel
 from nbdnn.kernels.cuda.window_launch import Config, Windowed
 from nbdnn.problem import Operand, parse
 
-ARCHITECTURES = ("sm_80", "sm_90a")
-_BUILDERS = (conv_windows, conv_windows_filter, epilogue, window_filters, window_store, window_tile)
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120")
+_BUILDERS = (
+    *(conv_windows, conv_windows_filter, epilogue, window_filters, window_gradients, window_store, window_sums),
+    window_tile,
+)
 _SCALARS = (1.0, -1.0)
 
 

@@ -22,7 +22,7 @@ Traffic: x once a tile and unit set, y once. Accumulates in float32. Source: own
 from __future__ import annotations
 
 from nbdnn.kernels.cuda.window_filters import fill_filters, fill_table
-from nbdnn.kernels.cuda.window_plan import Forward, Windows
+from nbdnn.kernels.cuda.window_records import Forward, Windows
 from nbdnn.kernels.cuda.window_store import in_turn, store_run
 from nbdnn.kernels.cuda.window_tile import fill, tile_place
 

@@ -16,22 +16,16 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s, tensor_f
 from nbdnn.kernels.cuda.window_plan import (
     BLOCK_SHARED_BYTES,
     QUAD,
-    Block,
-    Forward,
-    Gradient,
     Image,
-    Sums,
     Tile,
-    Windows,
     blocks_at_once,
     image,
     shape,
-    sums,
-    table_bytes,
     tile,
     together,
-    windows,
 )
+from nbdnn.kernels.cuda.window_records import Block, Forward, Gradient, Sums, Windows, sums, table_bytes, windows
+from nbdnn.kernels.cuda.window_sums import SUM_ELEMENTS, SUM_THREADS, sum_kernel
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
 _WARPS = conv_windows.THREADS // 32
@@ -287,8 +281,8 @@ def _gradient_launches(problem: ConvProblem, planned: Gradients) -> list[Launch]
         dynamic_shared_bytes=planned.shared_bytes,
     )
     total = Launch(
-        source=Source(conv_windows_filter.sum_kernel, (problem.dtype, problem.epilogue), conv_windows_filter.THREADS),
-        grid=(planned.sums.elements // conv_windows_filter.SUM_ELEMENTS, 1, 1),
+        source=Source(sum_kernel, (problem.dtype, problem.epilogue), SUM_THREADS),
+        grid=(planned.sums.elements // SUM_ELEMENTS, 1, 1),
         pointers=(WORKSPACE, 2),
         scalars="f32",
         integers=planned.sums,
