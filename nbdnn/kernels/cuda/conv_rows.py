@@ -276,7 +276,8 @@ class ByRows(LaunchedCandidate[Config]):
         different: dict[Forwarded | Gradients, Config] = {}
         for config in named:
             planned = _plan(problem, math, config, device)
-            if planned.threads * planned.min_blocks * (planned.variant.sums + _OTHER_REGISTERS) <= 65536 and fits(problem, math, config, device).ok:
+            registers = planned.threads * planned.min_blocks * (planned.variant.sums + _OTHER_REGISTERS)
+            if registers <= 65536 and fits(problem, math, config, device).ok:
                 different.setdefault(planned, config)
         return tuple(different.values()) or _SMALLEST
 

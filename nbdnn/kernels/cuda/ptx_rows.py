@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature

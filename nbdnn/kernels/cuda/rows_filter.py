@@ -60,12 +60,13 @@ def _copy_dy(variant: Gradient):
 class _Lanes(NamedTuple):
     """How the lanes of a warp share a set: device functions, and where their sums go.
 
-    offsets: (first word of the set, lane, f) -> of the lane's words. add_group: (sums, entry of the group's table,
-    slab, offsets, dy of the group, left, lane, f) -> sums. turns: lanes whose sums are of the same rows and filters.
-    turn_of: (lane). start: (lane) -> bytes to the lane's first sum. places: of the others from there.
+    sums: of a lane. groups: that it adds at once. offsets: (first word of the set, lane, f) -> of the lane's words.
+    add_groups: (sums, entry of the first group, slab, offsets, dy of it, outputs left in each, lane, f) -> sums. turns:
+    lanes whose sums are of the same rows and filters. turn_of: (lane). start: (lane) -> bytes to the lane's first sum.
+    places: of all of them from there.
     """
 
-    count: int
+    sums: int
     groups: int
     offsets: object
     add_groups: object
@@ -211,7 +212,7 @@ def _kernel(variant: Gradient, lanes: _Lanes):
     fill_places, row_and_column = fill_groups(lines, threads, groups), group_place()
     load, load_four = ptx_tile.LOAD_SHARED[1], ptx_tile.LOAD_SHARED[4]
     store_zero, store_four = ptx_tile.STORE_SHARED[1], ptx.STORE[4]
-    wait, zeros, add_at = ptx_tile.copy_async_wait(0), ptx_rows.zeros(lanes.count), ptx_rows.add_at(lanes.places)
+    wait, zeros, add_at = ptx_tile.copy_async_wait(0), ptx_rows.zeros(lanes.sums), ptx_rows.add_at(lanes.places)
     offsets_of, add_groups, turn_of, start_of = lanes.offsets, lanes.add_groups, lanes.turn_of, lanes.start
     turns, set_words, set_sums, group_bytes = lanes.turns, variant.set_words, variant.set_sums, GROUP * variant.dy_bytes
 
