@@ -79,7 +79,7 @@ def test_a_tile_holds_all_that_its_windows_see(width: int, layer: str, layout: s
     problem = parse(f"conv_fwd:f32:n1c3h40w{width}:{layer}:d1x1:g1:cross:{layout}")
     seen = image(problem)
     form = lines(seen, problem, "fma")
-    tiled = tile(seen, form, 448)
+    tiled = tile(seen, form, 448, 128)
     assert (tiled.tiles_w - 1) * tiled.row_groups * 8 < problem.out_spatial[1] <= tiled.tiles_w * tiled.row_groups * 8
     elems = form.copy_bytes // 4
     for across in range(tiled.tiles_w):

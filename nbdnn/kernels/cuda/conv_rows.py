@@ -38,44 +38,50 @@ from nbdnn.problem import ITEMSIZE, ConvProblem
 
 _MOST_CHANNELS = 4
 _MOST_RUN = 64  # elements of a segment: a loop over them is written out
-_FMA_FILTERS, _MMA_FILTERS = 32, 64  # of a block
+_FMA_FILTERS = 32  # of a warp
 _OTHER_REGISTERS = 53  # of a thread, beside its sums
 _SUMS = 64  # of a thread, for which there are registers if two blocks run at once
-_MOST_WARPS = 8  # of a block of bwd_filter
+# Warps of a block of bwd_filter, for whose sums there are registers: wanted if others run beside it, and sets at most.
+_WARPS, _MOST_SETS = 8, 12
 _LAUNCH_US = 3.0
 # Priors for the guess: parts of the units' rates, and of a copy's.
 _FMA_SHARE, _TENSOR_SHARE, _COPY_SHARE = 0.65, 0.35, 0.65
 
 
 class Config(NamedTuple):
-    """pixels: outputs of a tile, about. blocks: of a multiprocessor at once. filters: of a block, at most."""
+    """A tile has about `pixels` outputs, in rows of `width` at most; a block that many filters at most.
+
+    blocks: of a multiprocessor at once.
+    """
 
     pixels: int
-    blocks: int
+    width: int
     filters: int
+    blocks: int
 
     def __str__(self) -> str:
-        return f"{self.pixels}x{self.filters}/{self.blocks}"
+        return f"{self.pixels}w{self.width}x{self.filters}/{self.blocks}"
 
 
-_FORWARD = {
-    "mma": (
-        *(Config(448, 2, 64), Config(448, 3, 64), Config(224, 3, 64), Config(448, 2, 32), Config(448, 3, 32)),
-        *(Config(224, 2, 64), Config(224, 1, 64)),
-    ),
-    "fma": (
-        *(Config(448, 2, 64), Config(448, 2, 32), Config(224, 2, 64), Config(896, 2, 32)),
-        *(Config(224, 1, 64), Config(112, 1, 64)),
-    ),
-}
-_FILTER = {
-    "mma": (
-        *(Config(224, 3, 64), Config(224, 2, 64), Config(112, 3, 64), Config(112, 2, 64), Config(448, 2, 64)),
-        *(Config(224, 1, 64), Config(224, 3, 32), Config(112, 3, 32)),
-    ),
-    "fma": (Config(112, 2, 32), Config(112, 3, 32), Config(224, 2, 32), Config(448, 1, 32), Config(112, 1, 32)),
-}
-_SMALLEST = (Config(64, 1, 16),)  # what has no room for this is not supported
+_FORWARD_MMA = (
+    *(Config(448, 128, 64, 3), Config(448, 128, 64, 2), Config(224, 128, 64, 2), Config(224, 128, 64, 3)),
+    *(Config(448, 64, 64, 3), Config(448, 128, 32, 3), Config(224, 128, 64, 1)),
+)
+_FORWARD_FMA = (
+    *(Config(448, 128, 64, 2), Config(448, 128, 32, 2), Config(224, 128, 64, 2), Config(448, 64, 64, 2)),
+    *(Config(224, 128, 64, 1), Config(448, 64, 64, 1)),
+)
+_FILTER_MMA = (
+    *(Config(448, 128, 64, 2), Config(224, 128, 64, 3), Config(224, 64, 64, 3), Config(224, 128, 64, 2)),
+    *(Config(112, 64, 64, 3), Config(112, 128, 64, 2), Config(448, 128, 64, 1), Config(224, 128, 64, 1)),
+    *(Config(112, 128, 64, 1), Config(56, 64, 64, 1)),
+)
+_FILTER_FMA = (
+    *(Config(224, 128, 32, 2), Config(112, 64, 32, 3), Config(112, 128, 32, 2), Config(224, 64, 32, 2)),
+    *(Config(448, 128, 32, 1), Config(224, 128, 32, 1), Config(112, 128, 32, 1), Config(56, 64, 32, 1)),
+)
+_CONFIGS = {"conv_fwd": (_FORWARD_MMA, _FORWARD_FMA), "conv_bwd_filter": (_FILTER_MMA, _FILTER_FMA)}
+_SMALLEST = (Config(64, 64, 16, 1),)  # what has no room for this is not supported
 
 
 class Forwarded(NamedTuple):
@@ -94,7 +100,7 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> For
     filters = _FMA_FILTERS if math == "fma" else min(config.filters, _power_of_two(problem.k, 8))
     units = max(1, min(config.filters, _power_of_two(problem.k, 8)) // filters)
     groups = 8 if math == "fma" else max(2, min(8, (_SUMS if config.blocks < 3 else _SUMS // 2) * 4 // filters))
-    tiled = tile(seen, form, config.pixels)
+    tiled = tile(seen, form, config.pixels, config.width)
     variant = Forward(form, units, filters, groups, _run_of(problem, math, filters), problem.epilogue)
     segments = seen.taps[0] * (seen.group_in // form.inner)
     entries = segments if math == "fma" else segments * form.segment_words
@@ -144,11 +150,11 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> G
     filters = _FMA_FILTERS if math == "fma" else min(config.filters, _power_of_two(problem.k, 16))
     words = seen.taps[0] * (seen.group_in // form.inner) * form.segment_words
     every = ceil(words / Gradient(form, filters, 0).set_words)
-    grid_z = ceil(every / _MOST_WARPS)
+    grid_z = ceil(every / _MOST_SETS)
     sets = ceil(every / grid_z)
-    splits = _MOST_WARPS // sets
+    splits = max(1, _WARPS * (2 if config.blocks == 1 else 1) // sets)
     variant = Gradient(form, filters, sets * splits * 32)
-    tiled = tile(seen, form, config.pixels)
+    tiled = tile(seen, form, config.pixels, config.width)
     slabs_at = aligned((tiled.groups + 1) * ENTRY_BYTES)
     dy_at = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
     # An odd last group has none beside it, but is summed with one: its pixels do not count, but are read.
@@ -272,9 +278,8 @@ class ByRows(LaunchedCandidate[Config]):
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
         """Those that fit, and are not another by a different name; else the smallest."""
         math = self.units_math(problem)
-        named = (_FILTER if self.op == "conv_bwd_filter" else _FORWARD)["fma" if math == "fma" else "mma"]
         different: dict[Forwarded | Gradients, Config] = {}
-        for config in named:
+        for config in _CONFIGS[self.op][math == "fma"]:
             planned = _plan(problem, math, config, device)
             registers = planned.threads * planned.min_blocks * (planned.variant.sums + _OTHER_REGISTERS)
             if registers <= 65536 and fits(problem, math, config, device).ok:

@@ -26,7 +26,7 @@ from nbdnn.kernels.cuda.rows_plan import ENTRY_BYTES, GROUP, Gradient, Lines, Ro
 from nbdnn.kernels.cuda.rows_tile import copy_lines, fill_groups, group_place, tile_place, word_offset
 
 # Of the second kernel: elements of a block, slices of the blocks' sums that are added side by side, loads under way.
-SUM_THREADS, SUM_ELEMENTS = 256, 32
+SUM_THREADS, SUM_ELEMENTS = 1024, 32
 _SLICES, _AT_ONCE = SUM_THREADS // SUM_ELEMENTS, 4
 
 
@@ -318,22 +318,22 @@ class Sums(NamedTuple):
 
 
 def sum_kernel(dtype: str, tokens: tuple[str, ...]):
-    """dw from the sums of all blocks: 32 elements a block, 8 slices of the blocks' sums side by side, then in order."""
+    """dw from the sums of all blocks: 32 elements a block, 32 slices of the blocks' sums side by side, then in order."""
     from nbdnn.kernels.cuda import epilogue, ptx
 
     integer, real, store = ptx.INTEGER[32], ptx.REAL["f32"], epilogue.store(dtype, tokens)
 
     @ptx.inline
     def slice_sum(parts, element, block, f):
-        """Of every eighth block, four at a time."""
+        """Of every 32nd block, four at a time: beyond the last, that one again, which does not count."""
         totals = ptx.cuda.local.array(_AT_ONCE, real)
         for i in range(_AT_ONCE):
             totals[i] = real(0.0)
         while block < f.blocks:
             for i in range(_AT_ONCE):
-                at = integer(block + i * _SLICES)
-                if at < f.blocks:
-                    totals[i] = totals[i] + ptx.load_constant(parts, integer(at * f.elements + element))
+                at = integer(min(block + i * _SLICES, f.blocks - 1))
+                value = ptx.load_constant(parts, integer(at * f.elements + element))
+                totals[i] = totals[i] + (value if block + i * _SLICES < f.blocks else real(0.0))
             block = integer(block + _AT_ONCE * _SLICES)
         return (totals[0] + totals[1]) + (totals[2] + totals[3])
 

@@ -22,7 +22,6 @@ from nbdnn.problem import ITEMSIZE, ConvProblem
 GROUP = 8  # pixels
 ENTRY_BYTES = 8  # of a table
 _CHUNK_BYTES = 16
-_MOST_GROUPS = 16  # of a row of a tile
 
 
 class Lines(NamedTuple):
@@ -142,10 +141,10 @@ class Tile(NamedTuple):
         return self.rows * self.row_groups
 
 
-def tile(seen: Image, form: Lines, pixels: int) -> Tile:
-    """As many whole rows of outputs as come near to `pixels`; a row is cut where it is long."""
+def tile(seen: Image, form: Lines, pixels: int, width: int) -> Tile:
+    """As many whole rows of outputs as come near to `pixels`; a row is cut where it is longer than `width`."""
     rows, columns = seen.outputs
-    tiles_w = ceil(columns / (_MOST_GROUPS * GROUP))
+    tiles_w = ceil(columns / width)
     row_groups = ceil(ceil(columns / tiles_w) / GROUP)
     tile_rows = max(1, min(rows, pixels // (row_groups * GROUP)))
     reach = (seen.taps[0] - 1) * seen.dilation[0]
@@ -247,11 +246,6 @@ class Gradient(NamedTuple):
 
 def aligned(bytes_: int, to: int = 128) -> int:
     return -(-bytes_ // to) * to
-
-
-def seen_by(problem: ConvProblem) -> Image:
-    """The image of a problem without groups."""
-    return image(problem)
 
 
 def refusal(problem: ConvProblem, math: str) -> str:
