@@ -318,7 +318,7 @@ class Sums(NamedTuple):
 
 
 def sum_kernel(dtype: str, tokens: tuple[str, ...]):
-    """dw from the sums of all blocks: 32 elements a block, 32 slices of the blocks' sums side by side, then in order."""
+    """dw from the sums of all blocks: 32 elements a block, 32 slices of their sums side by side, then in order."""
     from nbdnn.kernels.cuda import epilogue, ptx
 
     integer, real, store = ptx.INTEGER[32], ptx.REAL["f32"], epilogue.store(dtype, tokens)
