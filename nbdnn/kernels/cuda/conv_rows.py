@@ -1,8 +1,8 @@
 """The first layer of a network by windows of raw image rows: forward and filter gradient of up to four channels.
 
 `rows_plan.py` has the idea and the tiling, `rows_forward.py` and `rows_filter.py` the kernels, their traffic and their
-order of summation. Where rows of the image are no multiple of 4 bytes, or windows of 16 bits do not begin on a word,
-`conv_stem.py` has the layer.
+order of summation. Where rows of the image are no multiple of 4 bytes, or taps are dilated, `conv_stem.py` has the
+layer.
 """
 
 from __future__ import annotations
@@ -99,8 +99,12 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> For
     form = lines(seen, problem, math)
     filters = _FMA_FILTERS if math == "fma" else min(config.filters, _power_of_two(problem.k, 8))
     units = max(1, min(config.filters, _power_of_two(problem.k, 8)) // filters)
-    groups = 8 if math == "fma" else max(2, min(8, (_SUMS if config.blocks < 3 else _SUMS // 2) * 4 // filters))
     tiled = tile(seen, form, config.pixels, config.width)
+    if math == "fma":
+        # With 7 groups of 8 pixels a turn, rows of 56 or 112 leave no warp idle.
+        groups = min((8, 7), key=lambda groups: groups * ceil(ceil(tiled.groups / groups) * units / _WARPS))
+    else:
+        groups = max(2, min(8, (_SUMS if config.blocks < 3 else _SUMS // 2) * 4 // filters))
     variant = Forward(form, units, filters, groups, _run_of(problem, math, filters), problem.epilogue)
     segments = seen.taps[0] * (seen.group_in // form.inner)
     entries = segments if math == "fma" else segments * form.segment_words

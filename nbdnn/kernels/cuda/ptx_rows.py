@@ -1,7 +1,9 @@
 """What a warp does with windows of raw image rows in shared memory: one intrinsic a step, everything in registers.
 
 Addresses are shared ones, in bytes. A *word* of a window is 32 bits of one of its rows: a float32 or two neighbours of
-16 bits. Products of 16 bits and TF32 are of matrices of a warp (lane 4g + t), those of float32 of the FMA units.
+16 bits. Where those may begin in the middle of a word of memory (`split`), it is made of two: addresses are rounded
+down, and the lane's *selector* says which halves. Products of 16 bits and TF32 are of matrices of a warp (lane 4g + t),
+those of float32 of the FMA units.
 """
 
 from __future__ import annotations
@@ -31,6 +33,24 @@ def _load(builder, base, add, count=1):
     where = builder.inttoptr(builder.add(base, I32(add)), I32.as_pointer(3))
     loaded = load_words(builder, where, count)
     return [loaded] if count == 1 else unpacked(builder, loaded, count)
+
+
+def _window_word(builder, base, add, split, selector):
+    """A word of a window."""
+    if not split:
+        return _load(builder, base, add)[0]
+    both = [_load(builder, base, add + past)[0] for past in (0, 4)]
+    return asm(builder, I32, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [*both, selector])
+
+
+@intrinsic
+def halves_selector(typingctx, address):
+    """Which halves of two words are those at an address that is a multiple of 2."""
+
+    def codegen(context, builder, sig, args):
+        return builder.add(builder.mul(builder.and_(args[0], I32(2)), I32(0x1111)), I32(0x3210))
+
+    return signature(types.uint32, types.uint32), codegen
 
 
 def _rounded(builder, word):
@@ -106,8 +126,8 @@ def spread(count: int):
 
 
 @cache
-def window_products(dtype: str, groups: int, n_tiles: int):
-    """Intrinsic (sums, pixels, table, filters) -> sums with eight words of every window multiplied.
+def window_products(dtype: str, groups: int, n_tiles: int, split: bool):
+    """Intrinsic (sums, pixels, table, filters, selector) -> sums with eight words of every window multiplied.
 
     pixels: where the window of a lane's pixel of each group begins: two groups are the 16 rows of a matrix. table: of
     (offset, mask) of the words, at the lane's entry. filters: [n8 tile][lane][words t and t + 4], at the lane. sums:
@@ -116,7 +136,7 @@ def window_products(dtype: str, groups: int, n_tiles: int):
     count = groups * n_tiles * 2
 
     @intrinsic
-    def multiply(typingctx, sums, pixels, table, filters):
+    def multiply(typingctx, sums, pixels, table, filters, selector):
         def codegen(context, builder, sig, args):
             values, at = unpacked(builder, args[0], count), unpacked(builder, args[1], groups)
             entries = [_load(builder, args[2], 4 * half * 8, 2) for half in range(2)]
@@ -125,7 +145,8 @@ def window_products(dtype: str, groups: int, n_tiles: int):
                 a = []
                 for offset, mask in entries:
                     for pixel in at[first : first + 2]:
-                        word = builder.and_(_load(builder, builder.add(pixel, offset), 0)[0], mask)
+                        word = _window_word(builder, builder.add(pixel, offset), 0, split, args[4])
+                        word = builder.and_(word, mask)
                         a.append(_rounded(builder, word) if dtype == "tf32" else word)
                 for tile in range(n_tiles):
                     low = first * n_tiles * 2 + tile * 2
@@ -136,7 +157,8 @@ def window_products(dtype: str, groups: int, n_tiles: int):
             return packed(builder, values)
 
         words = types.UniTuple(types.uint32, groups)
-        return signature(_floats(count), _floats(count), words, types.uint32, types.uint32), codegen
+        places = (types.uint32, types.uint32, types.uint32)
+        return signature(_floats(count), _floats(count), words, *places), codegen
 
     return multiply
 
@@ -178,29 +200,30 @@ def _live(builder, word, pixel, left):
 
 @cache
 def narrow_gradients(dtype: str, step_bytes: int, dy_bytes: int, filters: int, masked: bool):
-    """Intrinsic (sums, pixels, offsets, dy, t, left) -> sums of the 16 pixels of two groups: 16 bits.
+    """Intrinsic (sums, pixels, offsets, dy, t, left, selector) -> sums of the 16 pixels of two groups: 16 bits.
 
     pixels: where the windows of pixel t of both begin; offsets: of words g and g + 8 of a window; dy: pixel t of the
     first, at the lane's filters; pixels from `left` on, which are the groups' own, do not count if `masked`. Rows of
     the product are first halves, then second halves of words; pairs of pixels t, t + 4 are neighbours in k.
     """
-    n_tiles, at_once = filters // 8, min(filters // 8, 8)
+    n_tiles, split = filters // 8, step_bytes % 4 > 0
     count = 2 * n_tiles * 4
 
     @intrinsic
-    def multiply(typingctx, sums, pixels, offsets, dy, t, left):
+    def multiply(typingctx, sums, pixels, offsets, dy, t, left, selector):
         def codegen(context, builder, sig, args):
             values, at = unpacked(builder, args[0], count), unpacked(builder, args[1], 2)
             lefts, x, b = unpacked(builder, args[5], 2), {}, {}
             for group in range(2):
                 for half in range(2):
                     for i, offset in enumerate(unpacked(builder, args[2], 2)):
-                        word = _load(builder, builder.add(at[group], offset), half * 4 * step_bytes)[0]
+                        base, ahead = builder.add(at[group], offset), half * 4 * step_bytes
+                        word = _window_word(builder, base, ahead, split, args[6])
                         if masked:
                             word = _live(builder, word, builder.add(args[4], I32(half * 4)), lefts[group])
                         x[group, half, i] = word
                     row = (group * 8 + half * 4) * dy_bytes
-                    b[group, half] = _load(builder, args[3], row, at_once // 2)
+                    b[group, half] = _load(builder, args[3], row, n_tiles // 2)
             for part, text in enumerate((_LOW, _HIGH)):
                 a = [_paired(builder, text, x[group, 0, i], x[group, 1, i]) for group in (0, 1) for i in (0, 1)]
                 for tile in range(n_tiles):
@@ -211,20 +234,20 @@ def narrow_gradients(dtype: str, step_bytes: int, dy_bytes: int, filters: int, m
             return packed(builder, values)
 
         two = types.UniTuple(types.uint32, 2)
-        lefts = types.UniTuple(types.int32, 2)
-        return signature(_floats(count), _floats(count), two, two, types.uint32, types.int32, lefts), codegen
+        others = types.uint32, types.int32, types.UniTuple(types.int32, 2), types.uint32
+        return signature(_floats(count), _floats(count), two, two, *others), codegen
 
     return multiply
 
 
 @cache
 def tf32_gradients(step_bytes: int, dy_bytes: int, filters: int, masked: bool):
-    """The same of float32 rounded to TF32: four offsets, of words g, g + 8, g + 16 and g + 24."""
+    """The same of float32 rounded to TF32: four offsets, of words g, g + 8, g + 16 and g + 24; no selector."""
     n_tiles, vectors = filters // 8, max(1, filters // 32)
     count = 2 * n_tiles * 4
 
     @intrinsic
-    def multiply(typingctx, sums, pixels, offsets, dy, t, left):
+    def multiply(typingctx, sums, pixels, offsets, dy, t, left, selector):
         def codegen(context, builder, sig, args):
             values, at = unpacked(builder, args[0], count), unpacked(builder, args[1], 2)
             lefts, every = unpacked(builder, args[5], 2), unpacked(builder, args[2], 4)
@@ -247,8 +270,8 @@ def tf32_gradients(step_bytes: int, dy_bytes: int, filters: int, masked: bool):
             return packed(builder, values)
 
         two, four = types.UniTuple(types.uint32, 2), types.UniTuple(types.uint32, 4)
-        lefts = types.UniTuple(types.int32, 2)
-        return signature(_floats(count), _floats(count), two, four, types.uint32, types.int32, lefts), codegen
+        others = types.uint32, types.int32, types.UniTuple(types.int32, 2), types.uint32
+        return signature(_floats(count), _floats(count), two, four, *others), codegen
 
     return multiply
 

@@ -84,7 +84,7 @@ def mma_kernel(*specialised_on):
     integer, word = ptx.INTEGER[32], ptx.cuda.types.uint32
     tf32, n_tiles = lines.math == "tf32", filters // 8
     offset, load = word_offset(lines), ptx_tile.LOAD_SHARED[1]
-    step_bytes, dy_bytes = lines.step_bytes, variant.dy_bytes
+    step_bytes, dy_bytes, selector = lines.step_bytes, variant.dy_bytes, ptx_rows.halves_selector
     vector = min(n_tiles * lines.itemsize, 16)  # bytes of dy that a lane loads at once
     if tf32:
         whole, masked = (ptx_rows.tf32_gradients(step_bytes, dy_bytes, filters, end) for end in (False, True))
@@ -115,13 +115,14 @@ def mma_kernel(*specialised_on):
     @ptx.inline
     def add_groups(acc, entry, slab, offsets, dy, left, lane, f):
         t = integer(lane & 3)
-        at = integer(slab + t * step_bytes)
+        start = word(slab + t * step_bytes)
+        at = word(start & -4)
         pixels = word(at + load(word(entry))), word(at + load(word(entry + ENTRY_BYTES)))
         where = word(dy + t * dy_bytes + (lane >> 2) * vector)
         if left[0] >= GROUP and left[1] >= GROUP:
-            acc = whole(acc, pixels, offsets, where, t, left)
+            acc = whole(acc, pixels, offsets, where, t, left, selector(start))
         elif left[0] > 0 or left[1] > 0:
-            acc = masked(acc, pixels, offsets, where, t, left)
+            acc = masked(acc, pixels, offsets, where, t, left, selector(start))
         return acc
 
     @ptx.inline

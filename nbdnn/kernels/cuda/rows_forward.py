@@ -133,7 +133,8 @@ def mma_kernel(*specialised_on):
     integer, word = ptx.INTEGER[32], ptx.cuda.types.uint32
     n_tiles, together = filters // 8, max(variant.run, 2)  # `together` outputs of a lane are neighbours
     zeros = ptx_rows.zeros(groups * n_tiles * 2)
-    multiply = ptx_rows.window_products("tf32" if lines.math == "tf32" else lines.dtype, groups, n_tiles)
+    dtype = "tf32" if lines.math == "tf32" else lines.dtype
+    multiply = ptx_rows.window_products(dtype, groups, n_tiles, lines.split)
     fragment_bytes = filters * 32  # of eight words
 
     @ptx.inline
@@ -145,14 +146,14 @@ def mma_kernel(*specialised_on):
         return integer((inner // together * 4 + t) * together + inner % together)
 
     @ptx.inline
-    def summed(pixels, unit, lane, f):
+    def summed(pixels, unit, lane, selector, f):
         shared = integer(ptx_tile.dynamic_shared())
         table = integer(shared + (lane & 3) * ENTRY_BYTES)
         filters_at = integer(shared + f.filters_at + unit * f.fragments * fragment_bytes + lane * 8)
         acc = zeros()
         step = integer(0)
         while step < f.fragments:
-            acc = multiply(acc, pixels, word(table), word(filters_at))
+            acc = multiply(acc, pixels, word(table), word(filters_at), selector)
             table = integer(table + 8 * ENTRY_BYTES)
             filters_at = integer(filters_at + fragment_bytes)
             step = integer(step + 1)
@@ -180,7 +181,7 @@ def fma_kernel(*specialised_on):
         return integer(inner // 4 * 16 + b * 4 + inner % 4)
 
     @ptx.inline
-    def summed(pixels, unit, lane, f):
+    def summed(pixels, unit, lane, selector, f):
         table = integer(ptx_tile.dynamic_shared())
         filters_at = integer(table + f.filters_at + unit * f.entries * segment_bytes + (lane & 3) * 16)
         acc = zeros()
@@ -209,7 +210,7 @@ def _kernel(variant: Forward, of_pixel: int, place_of, filter_of, summed, fill_t
     finish, load = store_run(lines.dtype, variant.epilogue, run), ptx_tile.LOAD_SHARED[1]
     wait, step_bytes = ptx_tile.copy_async_wait(0), lines.step_bytes
     addresses, spread = ptx_rows.addresses(groups, ENTRY_BYTES), ptx_rows.spread(groups * of_pixel)
-    count = groups * of_pixel
+    count, selector = groups * of_pixel, ptx_rows.halves_selector
 
     @ptx.inline
     def store_one(j, inner, sums, state):
@@ -234,8 +235,8 @@ def _kernel(variant: Forward, of_pixel: int, place_of, filter_of, summed, fill_t
         tile = integer(ptx.block_x())
 
         # 1. The first slab is on its way while tables and filters are made.
-        n, p, q, start, shift = placed(tile, f)
-        copy(image, n, p, start, slab, f, thread)
+        n, p, q, begin, shift = placed(tile, f)
+        copy(image, n, p, begin, slab, f, thread)
         ptx_tile.copy_async_commit()
         fill_table(f, thread)
         fill_places(f, thread)
@@ -244,12 +245,12 @@ def _kernel(variant: Forward, of_pixel: int, place_of, filter_of, summed, fill_t
             # 2. It has arrived, and every warp is done with the one before, whose place the next one takes.
             wait()
             ptx.cuda.syncthreads()
-            n, p, q, start, shift = placed(tile, f)
+            n, p, q, begin, shift = placed(tile, f)
             other = integer(2 * (shared + f.slabs_at) + f.slab_bytes - slab)
             tile = integer(tile + f.blocks)
             if tile < f.tiles:
-                next_n, next_p, _, next_start, _ = placed(tile, f)
-                copy(image, next_n, next_p, next_start, other, f, thread)
+                next_n, next_p, _, next_begin, _ = placed(tile, f)
+                copy(image, next_n, next_p, next_begin, other, f, thread)
             ptx_tile.copy_async_commit()
 
             # 3. Each warp sums and stores some groups, then the next.
@@ -257,9 +258,10 @@ def _kernel(variant: Forward, of_pixel: int, place_of, filter_of, summed, fill_t
             while turn < f.parts * units:
                 unit, part = ptx.divided(turn, f.parts)
                 entry = integer(shared + f.groups_at + part * groups * ENTRY_BYTES)
-                pixels = addresses(word(entry), word(slab + shift + pixel * step_bytes))
+                start = word(slab + shift + pixel * step_bytes)
+                pixels = addresses(word(entry), word(start & -4))
                 sums = ptx.cuda.local.array(count, real)
-                spread(sums, summed(pixels, unit, lane, f))
+                spread(sums, summed(pixels, unit, lane, selector(start), f))
                 to = (y, n, p, q, integer(first + unit * filters))
                 store_all(sums, (entry, pixel, filter_part, to, (bias, residual, alpha, beta), f))
                 turn = integer(turn + _WARPS)

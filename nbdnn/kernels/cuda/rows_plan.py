@@ -7,8 +7,9 @@
     word    of a window: 32 bits of a segment
 
 Nothing is unpacked: a window of 3 x 3 x 3 is 27 products, not the 36 of quads of channels. Where elements have 16 bits
-a window has to begin on a word, so the column stride times the channels must be even; where the padding makes it begin
-in the middle of one, the first half is masked. A table in shared memory says where each word lies, and what counts.
+and the padding makes a window begin in the middle of a word, the first half is masked; where every second window does,
+because windows begin an odd number of elements apart, words of theirs are made of two. A table in shared memory says
+where each word lies, and what counts.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ class Lines(NamedTuple):
     @property
     def step_bytes(self) -> int:
         return self.step * self.itemsize
+
+    @property
+    def split(self) -> bool:
+        """Whether windows may begin in the middle of a word."""
+        return self.step_bytes % 4 > 0
 
 
 def lines(seen: Image, problem: ConvProblem, math: str) -> Lines:
@@ -150,7 +156,8 @@ def tile(seen: Image, form: Lines, pixels: int, width: int) -> Tile:
     reach = (seen.taps[0] - 1) * seen.dilation[0]
     copy_elems = form.copy_bytes // form.itemsize
     # From the first element that is copied, before the first window, to the last word of the last window.
-    elems = copy_elems - 1 + (row_groups * GROUP - 1) * form.step + form.segment_words * 4 // form.itemsize
+    words = form.segment_words + form.split
+    elems = copy_elems - 1 + (row_groups * GROUP - 1) * form.step + words * 4 // form.itemsize
     copies = ceil(elems / copy_elems)
     return Tile(
         tiles_h=ceil(rows / tile_rows),
@@ -256,6 +263,4 @@ def refusal(problem: ConvProblem, math: str) -> str:
         return f"taps of a row are {problem.dilation[1]} pixels apart, this kernel takes neighbours"
     if form.copy_bytes < 4:
         return f"rows of the image are multiples of {form.copy_bytes} bytes, this kernel copies 4 or more"
-    if form.itemsize == 2 and form.step % 2:
-        return f"windows begin {form.step} elements apart, this kernel takes pairs"
     return ""
