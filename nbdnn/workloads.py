@@ -301,7 +301,7 @@ EDGES_MATRIX = (
 EDGES_FIRST = (
     Edge("n2c3h21w24:k32r3s3:p1x1:u2x2:d1x1:g1", "rows of whole 16 bytes, half a group of eight outputs at their end"),
     Edge("n1c3h23w300:k40r7s7:p3x3:u2x2:d1x1:g1", "rows of outputs that are cut, a remainder of filters"),
-    Edge("n3c1h9w20:k16r5s5:p2x2:u2x2:d1x1:g1", "one channel"),
+    Edge("n3c1h9w40:k16r5s5:p2x2:u2x2:d1x1:g1", "one channel, an odd number of groups of eight outputs"),
     Edge("n1c4h17w18:k72r3s3:p1x1:u1x1:d1x1:g1", "four channels, stride 1, more filters than a block has"),
     Edge("n1c3h9w42:k64r3s3:p1x1:u1x1:d1x1:g1", "three channels, stride 1: every second window begins within a word"),
     Edge("n2c3h27w36:k24r11s11:p2x2:u4x4:d1x1:g1", "11x11: more words of a window than a block sums"),

@@ -161,7 +161,7 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> G
     tiled = tile(seen, form, config.pixels, config.width)
     slabs_at = aligned((tiled.groups + 1) * ENTRY_BYTES)
     dy_at = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
-    # An odd last group has none beside it, but is summed with one: its pixels do not count, but are read.
+    # Matrices take two groups at once: beside an odd last one lie zeros.
     slab_bytes = aligned(dy_at + (tiled.groups + 1) * GROUP * variant.dy_bytes)
     chunks = ceil(problem.k / filters)
     block = Block(

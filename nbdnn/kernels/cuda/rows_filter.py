@@ -31,10 +31,10 @@ _SLICES, _AT_ONCE = SUM_THREADS // SUM_ELEMENTS, 4
 
 
 @cache
-def _copy_dy(variant: Gradient):
+def _copy_dy(variant: Gradient, turn: int):
     """Device function (dy, n, first output row and column, first filter, shared address, f, thread): starts copies.
 
-    What lies outside of dy is zero.
+    What lies outside of dy is zero, and so are the groups that complete the last turn.
     """
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
@@ -45,11 +45,12 @@ def _copy_dy(variant: Gradient):
     @ptx.inline
     def copied(dy, n, p_first, q_first, first, to, f, thread):
         i, row_pixels = thread, integer(f.tile_groups * GROUP)
-        while i < integer(f.groups * GROUP * chunks):
+        padded = integer((f.groups + turn - 1) // turn * turn)
+        while i < integer(padded * GROUP * chunks):
             pixel, chunk = ptx.divided(i, chunks)
             row, column = ptx.divided(pixel, row_pixels)
             p, q, k = integer(p_first + row), integer(q_first + column), integer(first + chunk * elems)
-            live = p < f.rows and q < f.columns and k < f.out_c
+            live = row < f.tile_rows and p < f.rows and q < f.columns and k < f.out_c
             at = integer(n * f.out_n + p * f.out_h + q * f.out_w + k) if live else integer(0)
             copy(word(to + pixel * dy_bytes + chunk * 16), ptx.address(dy, at), integer(16 if live else 0))
             i = integer(i + threads)
@@ -209,7 +210,7 @@ def _kernel(variant: Gradient, lanes: _Lanes):
 
     lines, filters, threads, groups = variant.lines, variant.filters, variant.threads, lanes.groups
     integer, word = ptx.INTEGER[32], ptx.cuda.types.uint32
-    placed, copy, copy_dy = tile_place(lines), copy_lines(lines, threads), _copy_dy(variant)
+    placed, copy, copy_dy = tile_place(lines), copy_lines(lines, threads), _copy_dy(variant, groups)
     fill_places, row_and_column = fill_groups(lines, threads, groups), group_place()
     load, load_four = ptx_tile.LOAD_SHARED[1], ptx_tile.LOAD_SHARED[4]
     store_zero, store_four = ptx_tile.STORE_SHARED[1], ptx.STORE[4]
