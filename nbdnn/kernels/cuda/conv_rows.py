@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda import rows_filter, rows_forward
+from nbdnn.kernels.cuda import rows_filter, rows_forward, rows_sums
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
-from nbdnn.kernels.cuda.rows_filter import Sums
 from nbdnn.kernels.cuda.rows_plan import (
     ENTRY_BYTES,
     GROUP,
@@ -33,16 +32,18 @@ from nbdnn.kernels.cuda.rows_plan import (
     rows,
     tile,
 )
+from nbdnn.kernels.cuda.rows_sums import Sums
 from nbdnn.kernels.cuda.window_plan import Image, blocks_at_once, image
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
 _MOST_CHANNELS = 4
 _MOST_RUN = 64  # elements of a segment: a loop over them is written out
 _FMA_FILTERS = 32  # of a warp
-_OTHER_REGISTERS = 53  # of a thread, beside its sums
+_REGISTERS = 65536  # of a multiprocessor
 _SUMS = 64  # of a thread, for which there are registers if two blocks run at once
 # Warps of a block of bwd_filter, for whose sums there are registers: wanted if others run beside it, and sets at most.
 _WARPS, _MOST_SETS = 8, 12
+_GROUPS_AT_ONCE = 4  # of a warp of bwd_filter, at most
 _LAUNCH_US = 3.0
 # Priors for the guess: parts of the units' rates, and of a copy's.
 _FMA_SHARE, _TENSOR_SHARE, _COPY_SHARE = 0.65, 0.35, 0.65
@@ -51,37 +52,38 @@ _FMA_SHARE, _TENSOR_SHARE, _COPY_SHARE = 0.65, 0.35, 0.65
 class Config(NamedTuple):
     """A tile has about `pixels` outputs, in rows of `width` at most; a block that many filters at most.
 
-    blocks: of a multiprocessor at once.
+    blocks: of a multiprocessor at once. stages: slabs of a block, of which one is read while others arrive.
     """
 
     pixels: int
     width: int
     filters: int
     blocks: int
+    stages: int
 
     def __str__(self) -> str:
-        return f"{self.pixels}w{self.width}x{self.filters}/{self.blocks}"
+        return f"{self.pixels}w{self.width}x{self.filters}/{self.blocks}s{self.stages}"
 
 
 _FORWARD_MMA = (
-    *(Config(448, 128, 64, 3), Config(448, 128, 64, 2), Config(224, 128, 64, 2), Config(224, 128, 64, 3)),
-    *(Config(448, 64, 64, 3), Config(448, 128, 32, 3), Config(224, 128, 64, 1)),
+    *(Config(448, 128, 64, 3, 2), Config(448, 128, 64, 2, 2), Config(224, 128, 64, 2, 2), Config(224, 128, 64, 3, 3)),
+    *(Config(448, 128, 64, 3, 3), Config(448, 128, 64, 2, 3), Config(224, 128, 64, 2, 3), Config(224, 128, 64, 1, 2)),
 )
 _FORWARD_FMA = (
-    *(Config(448, 128, 64, 2), Config(448, 128, 32, 2), Config(224, 128, 64, 2), Config(448, 64, 64, 2)),
-    *(Config(224, 128, 64, 1), Config(448, 64, 64, 1)),
+    *(Config(448, 128, 64, 2, 2), Config(448, 128, 32, 2, 2), Config(224, 128, 64, 2, 2), Config(448, 64, 64, 2, 2)),
+    *(Config(224, 128, 64, 2, 3), Config(224, 128, 64, 1, 2)),
 )
 _FILTER_MMA = (
-    *(Config(448, 128, 64, 2), Config(224, 128, 64, 3), Config(224, 64, 64, 3), Config(224, 128, 64, 2)),
-    *(Config(112, 64, 64, 3), Config(112, 128, 64, 2), Config(448, 128, 64, 1), Config(224, 128, 64, 1)),
-    *(Config(112, 128, 64, 1), Config(56, 64, 64, 1)),
+    *(Config(448, 128, 64, 2, 2), Config(224, 128, 64, 3, 3), Config(224, 128, 64, 2, 3), Config(224, 128, 64, 2, 2)),
+    *(Config(448, 128, 64, 1, 2), Config(224, 128, 64, 1, 3), Config(224, 128, 64, 1, 2), Config(112, 64, 64, 3, 3)),
+    *(Config(224, 128, 32, 2, 2), Config(112, 128, 64, 1, 2), Config(56, 64, 64, 1, 2)),
 )
 _FILTER_FMA = (
-    *(Config(224, 128, 32, 2), Config(112, 64, 32, 3), Config(112, 128, 32, 2), Config(224, 64, 32, 2)),
-    *(Config(448, 128, 32, 1), Config(224, 128, 32, 1), Config(112, 128, 32, 1), Config(56, 64, 32, 1)),
+    *(Config(224, 128, 32, 2, 2), Config(448, 128, 32, 1, 2), Config(112, 64, 32, 3, 2), Config(112, 128, 32, 2, 3)),
+    *(Config(112, 128, 32, 2, 2), Config(224, 128, 32, 1, 2), Config(112, 128, 32, 1, 2)),
 )
 _CONFIGS = {"conv_fwd": (_FORWARD_MMA, _FORWARD_FMA), "conv_bwd_filter": (_FILTER_MMA, _FILTER_FMA)}
-_SMALLEST = (Config(64, 64, 16, 1),)  # what has no room for this is not supported
+_SMALLEST = (Config(64, 64, 16, 1, 2),)  # what has no room for this is not supported
 
 
 class Forwarded(NamedTuple):
@@ -105,7 +107,7 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> For
         groups = min((8, 7), key=lambda groups: groups * ceil(ceil(tiled.groups / groups) * units / _WARPS))
     else:
         groups = max(2, min(8, (_SUMS if config.blocks < 3 else _SUMS // 2) * 4 // filters))
-    variant = Forward(form, units, filters, groups, _run_of(problem, math, filters), problem.epilogue)
+    variant = Forward(form, config.stages, units, filters, groups, _run_of(problem, math, filters), problem.epilogue)
     segments = seen.taps[0] * (seen.group_in // form.inner)
     entries = segments if math == "fma" else segments * form.segment_words
     fragments = segments if math == "fma" else ceil(entries / 8)
@@ -130,7 +132,9 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> For
     )
     grid = block.blocks, chunks, 1
     integers = rows(seen, form, tiled, block)
-    return Forwarded(variant, integers, grid, rows_forward.THREADS, config.blocks, slabs_at + 2 * slab_bytes)
+    return Forwarded(
+        variant, integers, grid, rows_forward.THREADS, config.blocks, slabs_at + config.stages * slab_bytes
+    )
 
 
 class Gradients(NamedTuple):
@@ -153,16 +157,18 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> G
     form = lines(seen, problem, math)
     filters = _FMA_FILTERS if math == "fma" else min(config.filters, _power_of_two(problem.k, 16))
     words = seen.taps[0] * (seen.group_in // form.inner) * form.segment_words
-    every = ceil(words / Gradient(form, filters, 0).set_words)
+    every = ceil(words / Gradient(form, 0, filters, 0).set_words)
     grid_z = ceil(every / _MOST_SETS)
     sets = ceil(every / grid_z)
-    splits = max(1, _WARPS * (2 if config.blocks == 1 else 1) // sets)
-    variant = Gradient(form, filters, sets * splits * 32)
+    variant = Gradient(form, config.stages, filters, sets * 32)
+    room = _REGISTERS // (config.blocks * variant.registers * 32)
+    splits = max(1, min(room, 2 * _WARPS if config.blocks == 1 else _WARPS) // sets)
+    variant = variant._replace(threads=sets * splits * 32)
     tiled = tile(seen, form, config.pixels, config.width)
-    slabs_at = aligned((tiled.groups + 1) * ENTRY_BYTES)
+    slabs_at = aligned((tiled.groups + _GROUPS_AT_ONCE - 1) * ENTRY_BYTES)
     dy_at = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
-    # Matrices take two groups at once: beside an odd last one lie zeros.
-    slab_bytes = aligned(dy_at + (tiled.groups + 1) * GROUP * variant.dy_bytes)
+    # Groups are summed up to four at once: beside the last ones lie zeros.
+    slab_bytes = aligned(dy_at + (tiled.groups + _GROUPS_AT_ONCE - 1) * GROUP * variant.dy_bytes)
     chunks = ceil(problem.k / filters)
     block = Block(
         blocks=_blocks(seen, tiled, config, chunks * grid_z, device),
@@ -177,7 +183,7 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> G
         sets=sets,
         all_sets=sets * grid_z,
     )
-    shared_bytes = max(slabs_at + 2 * slab_bytes, sets * variant.set_sums * 4)
+    shared_bytes = max(slabs_at + config.stages * slab_bytes, sets * variant.set_sums * 4)
     grid = block.blocks, chunks, grid_z
     integers = rows(seen, form, tiled, block)
     totals = _sums(seen, variant, integers, chunks)
@@ -285,8 +291,8 @@ class ByRows(LaunchedCandidate[Config]):
         different: dict[Forwarded | Gradients, Config] = {}
         for config in _CONFIGS[self.op][math == "fma"]:
             planned = _plan(problem, math, config, device)
-            registers = planned.threads * planned.min_blocks * (planned.variant.sums + _OTHER_REGISTERS)
-            if registers <= 65536 and fits(problem, math, config, device).ok:
+            registers = planned.threads * planned.min_blocks * planned.variant.registers
+            if registers <= _REGISTERS and fits(problem, math, config, device).ok:
                 different.setdefault(planned, config)
         return tuple(different.values()) or _SMALLEST
 
@@ -337,8 +343,8 @@ def _gradient_launches(problem: ConvProblem, planned: Gradients) -> list[Launch]
         dynamic_shared_bytes=planned.shared_bytes,
     )
     total = Launch(
-        source=Source(rows_filter.sum_kernel, (problem.dtype, problem.epilogue), rows_filter.SUM_THREADS),
-        grid=(planned.sums.elements // rows_filter.SUM_ELEMENTS, 1, 1),
+        source=Source(rows_sums.sum_kernel, (problem.dtype, problem.epilogue), rows_sums.SUM_THREADS),
+        grid=(planned.sums.elements // rows_sums.SUM_ELEMENTS, 1, 1),
         pointers=(WORKSPACE, 2),
         scalars="f32",
         integers=planned.sums,

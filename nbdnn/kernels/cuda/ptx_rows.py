@@ -199,113 +199,136 @@ def _live(builder, word, pixel, left):
 
 
 @cache
-def narrow_gradients(dtype: str, step_bytes: int, dy_bytes: int, filters: int, masked: bool):
-    """Intrinsic (sums, pixels, offsets, dy, t, left, selector) -> sums of the 16 pixels of two groups: 16 bits.
+def outputs_left(count: int, stride_bytes: int):
+    """Intrinsic (table, rows, columns) -> outputs that each of `count` groups has, of a tile that has so many.
 
-    pixels: where the windows of pixel t of both begin; offsets: of words g and g + 8 of a window; dy: pixel t of the
-    first, at the lane's filters; pixels from `left` on, which are the groups' own, do not count if `masked`. Rows of
-    the product are first halves, then second halves of words; pairs of pixels t, t + 4 are neighbours in k.
+    An entry's second word is the group's row << 16 | column. What is not positive says that there are none.
     """
-    n_tiles, split = filters // 8, step_bytes % 4 > 0
-    count = 2 * n_tiles * 4
+    lefts = types.UniTuple(types.int32, count)
 
     @intrinsic
-    def multiply(typingctx, sums, pixels, offsets, dy, t, left, selector):
+    def left(typingctx, table, rows, columns):
         def codegen(context, builder, sig, args):
-            values, at = unpacked(builder, args[0], count), unpacked(builder, args[1], 2)
-            lefts, x, b = unpacked(builder, args[5], 2), {}, {}
-            for group in range(2):
-                for half in range(2):
-                    for i, offset in enumerate(unpacked(builder, args[2], 2)):
-                        base, ahead = builder.add(at[group], offset), half * 4 * step_bytes
-                        word = _window_word(builder, base, ahead, split, args[6])
-                        if masked:
-                            word = _live(builder, word, builder.add(args[4], I32(half * 4)), lefts[group])
-                        x[group, half, i] = word
-                    row = (group * 8 + half * 4) * dy_bytes
-                    b[group, half] = _load(builder, args[3], row, n_tiles // 2)
-            for part, text in enumerate((_LOW, _HIGH)):
-                a = [_paired(builder, text, x[group, 0, i], x[group, 1, i]) for group in (0, 1) for i in (0, 1)]
-                for tile in range(n_tiles):
-                    taken = (_LOW, _HIGH)[tile % 2]
-                    both = [_paired(builder, taken, b[g, 0][tile // 2], b[g, 1][tile // 2]) for g in (0, 1)]
-                    place = slice((part * n_tiles + tile) * 4, (part * n_tiles + tile) * 4 + 4)
-                    values[place] = product(builder, dtype, [*a, *both, *values[place]])
-            return packed(builder, values)
+            made = []
+            for i in range(count):
+                place = _load(builder, args[0], i * stride_bytes + 4)[0]
+                row, column = builder.lshr(place, I32(16)), builder.and_(place, I32(0xFFFF))
+                inside = builder.icmp_signed("<", row, args[1])
+                made.append(builder.select(inside, builder.sub(args[2], column), I32(0)))
+            return packed(builder, made)
 
-        two = types.UniTuple(types.uint32, 2)
-        others = types.uint32, types.int32, types.UniTuple(types.int32, 2), types.uint32
-        return signature(_floats(count), _floats(count), two, two, *others), codegen
+        return signature(lefts, types.uint32, types.int32, types.int32), codegen
+
+    return left
+
+
+def _gradients(sums: int, groups: int, words: int, generate):
+    """Intrinsic (sums, pixels, offsets, dy, first, left, selector) -> sums of the pixels of some groups.
+
+    pixels: where the window of pixel `first`, the lane's own, of each group begins. offsets: of the lane's words of a
+    window. dy: that pixel of the first group, at the lane's filters. left: outputs that the groups have.
+    """
+    floats, places = _floats(sums), types.UniTuple(types.uint32, groups)
+    offsets_type, lefts = types.UniTuple(types.uint32, words), types.UniTuple(types.int32, groups)
+
+    @intrinsic
+    def multiply(typingctx, acc, pixels, offsets, dy, first, left, selector):
+        def codegen(context, builder, sig, args):
+            counts = sums, groups, words, 0, 0, groups, 0
+            given = [unpacked(builder, arg, n) if n else arg for arg, n in zip(args, counts, strict=True)]
+            return packed(builder, generate(builder, *given))
+
+        operands = floats, places, offsets_type, types.uint32, types.int32, lefts, types.uint32
+        return signature(floats, *operands), codegen
 
     return multiply
+
+
+def _multiplied(builder, dtype, values, part, a, every_b):
+    """16 rows of a product, the `part`-th, with each n8 tile."""
+    for tile, b in enumerate(every_b):
+        place = slice((part * len(every_b) + tile) * 4, (part * len(every_b) + tile) * 4 + 4)
+        values[place] = product(builder, dtype, [*a, *b, *values[place]])
 
 
 @cache
-def tf32_gradients(step_bytes: int, dy_bytes: int, filters: int, masked: bool):
-    """The same of float32 rounded to TF32: four offsets, of words g, g + 8, g + 16 and g + 24; no selector."""
+def narrow_gradients(dtype: str, groups: int, step_bytes: int, dy_bytes: int, filters: int, masked: bool):
+    """`_gradients` of 16 bits, two groups a product: words g and g + 8 of pixels t and t + 4, neighbours in k.
+
+    Rows of the product are first halves, then second halves of words. Pixels that are not left do not count, if
+    `masked`.
+    """
+    n_tiles, split = filters // 8, step_bytes % 4 > 0
+
+    def generate(builder, values, pixels, offsets, dy, t, left, selector):
+        x, b = {}, {}
+        for group in range(groups):
+            for half in range(2):
+                for i, offset in enumerate(offsets):
+                    base, ahead = builder.add(pixels[group], offset), half * 4 * step_bytes
+                    word = _window_word(builder, base, ahead, split, selector)
+                    if masked:
+                        word = _live(builder, word, builder.add(t, I32(half * 4)), left[group])
+                    x[group, half, i] = word
+                b[group, half] = _load(builder, dy, (group * GROUP + half * 4) * dy_bytes, n_tiles // 2)
+        for pair in range(0, groups, 2):
+            both = pair, pair + 1
+            every_b = [
+                [_paired(builder, (_LOW, _HIGH)[tile % 2], b[g, 0][tile // 2], b[g, 1][tile // 2]) for g in both]
+                for tile in range(n_tiles)
+            ]
+            for part, text in enumerate((_LOW, _HIGH)):
+                a = [_paired(builder, text, x[g, 0, i], x[g, 1, i]) for g in both for i in range(2)]
+                _multiplied(builder, dtype, values, part, a, every_b)
+        return values
+
+    return _gradients(2 * n_tiles * 4, groups, 2, generate)
+
+
+@cache
+def tf32_gradients(groups: int, step_bytes: int, dy_bytes: int, filters: int, masked: bool):
+    """`_gradients` of float32 rounded to TF32, a group a product: words g, g + 8, g + 16, g + 24 of pixels t, t + 4."""
     n_tiles, vectors = filters // 8, max(1, filters // 32)
-    count = 2 * n_tiles * 4
 
-    @intrinsic
-    def multiply(typingctx, sums, pixels, offsets, dy, t, left, selector):
-        def codegen(context, builder, sig, args):
-            values, at = unpacked(builder, args[0], count), unpacked(builder, args[1], 2)
-            lefts, every = unpacked(builder, args[5], 2), unpacked(builder, args[2], 4)
-            for group in range(2):
-                x, b = {}, []
-                for half in range(2):
-                    for i, offset in enumerate(every):
-                        word = _load(builder, builder.add(at[group], offset), half * 4 * step_bytes)[0]
-                        if masked:
-                            word = _live(builder, word, builder.add(args[4], I32(half * 4)), lefts[group])
-                        x[half, i] = _rounded(builder, word)
-                    row = (group * 8 + half * 4) * dy_bytes
-                    loaded = [_load(builder, args[3], row + v * 128, n_tiles // vectors) for v in range(vectors)]
-                    b.append([_rounded(builder, word) for words in loaded for word in words])
-                for part in range(2):
-                    a = [x[half, 2 * part + i] for half in (0, 1) for i in (0, 1)]
-                    for tile in range(n_tiles):
-                        place = slice((part * n_tiles + tile) * 4, (part * n_tiles + tile) * 4 + 4)
-                        values[place] = product(builder, "tf32", [*a, b[0][tile], b[1][tile], *values[place]])
-            return packed(builder, values)
+    def generate(builder, values, pixels, offsets, dy, t, left, selector):
+        for group in range(groups):
+            x, b = {}, []
+            for half in range(2):
+                for i, offset in enumerate(offsets):
+                    word = _load(builder, builder.add(pixels[group], offset), half * 4 * step_bytes)[0]
+                    if masked:
+                        word = _live(builder, word, builder.add(t, I32(half * 4)), left[group])
+                    x[half, i] = _rounded(builder, word)
+                row = (group * GROUP + half * 4) * dy_bytes
+                loaded = [_load(builder, dy, row + v * 128, n_tiles // vectors) for v in range(vectors)]
+                b.append([_rounded(builder, word) for words in loaded for word in words])
+            for part in range(2):
+                a = [x[half, 2 * part + i] for half in range(2) for i in range(2)]
+                _multiplied(builder, "tf32", values, part, a, list(zip(*b, strict=True)))
+        return values
 
-        two, four = types.UniTuple(types.uint32, 2), types.UniTuple(types.uint32, 4)
-        others = types.uint32, types.int32, types.UniTuple(types.int32, 2), types.uint32
-        return signature(_floats(count), _floats(count), two, four, *others), codegen
-
-    return multiply
+    return _gradients(2 * n_tiles * 4, groups, 4, generate)
 
 
 @cache
 def fma_gradients(step_bytes: int, dy_bytes: int, masked: bool):
-    """Intrinsic (sums, pixel, offsets, dy, z, left) -> sums of every second pixel of a group, from z on: float32.
+    """`_gradients` of float32, of one group: eight words of every second pixel, from the lane's own on."""
 
-    pixel: where its window begins; offsets: of the eight words of a lane; dy: of the pixel, at the lane's filters.
-    """
-    count = 64
+    def generate(builder, values, pixels, offsets, dy, first, left, selector):
+        at = [builder.add(pixels[0], offset) for offset in offsets]
+        for i in range(0, GROUP, 2):
+            row = i * dy_bytes
+            b = [builder.bitcast(v, F32) for half in (0, 64) for v in _load(builder, dy, row + half, 4)]
+            for j in range(8):
+                word = _load(builder, at[j], i * step_bytes)[0]
+                if masked:
+                    word = _live(builder, word, builder.add(first, I32(i)), left[0])
+                x = builder.bitcast(word, F32)
+                for o in range(8):
+                    values[j * 8 + o] = builder.fma(x, b[o], values[j * 8 + o])
+        return values
 
-    @intrinsic
-    def multiply(typingctx, sums, pixel, offsets, dy, z, left):
-        def codegen(context, builder, sig, args):
-            values, every = unpacked(builder, args[0], count), unpacked(builder, args[2], 8)
-            at = [builder.add(args[1], offset) for offset in every]
-            for i in range(0, GROUP, 2):
-                row = i * dy_bytes
-                b = [builder.bitcast(v, F32) for half in (0, 64) for v in _load(builder, args[3], row + half, 4)]
-                for j in range(8):
-                    word = _load(builder, at[j], i * step_bytes)[0]
-                    if masked:
-                        word = _live(builder, word, builder.add(args[4], I32(i)), args[5])
-                    x = builder.bitcast(word, F32)
-                    for o in range(8):
-                        values[j * 8 + o] = builder.fma(x, b[o], values[j * 8 + o])
-            return packed(builder, values)
-
-        eight = types.UniTuple(types.uint32, 8)
-        scalars = (types.uint32, types.int32, types.int32)
-        return signature(_floats(count), _floats(count), types.uint32, eight, *scalars), codegen
-
-    return multiply
+    return _gradients(64, 1, 8, generate)
 
 
 @cache

@@ -7,7 +7,7 @@ filters of the block, over all tiles of the block; warps that are left share the
 
     1. wait for slab and dy, start the copies of the next ones       2. sum over groups of 8 pixels
     3. warps of different pixels add up, in order                    4. the block's sums to the workspace
-    5. a second kernel adds those of all blocks, in order
+    5. those of all blocks add up, in order, in `rows_sums.py`
 
 Matrix units: k = the pixels of two groups. Rows of 16-bit words are their first halves, then their second halves: a
 lane loads words of two pixels, and pairs the halves. FMA units: lane 16z + 4a + b has words a, a + 4, ... of every
@@ -19,15 +19,12 @@ Source: own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 from nbdnn.kernels.cuda.rows_plan import ENTRY_BYTES, GROUP, Gradient, Lines, Rows
-from nbdnn.kernels.cuda.rows_tile import copy_lines, fill_groups, group_place, tile_place, word_offset
-
-# Of the second kernel: elements of a block, slices of the blocks' sums that are added side by side, loads under way.
-SUM_THREADS, SUM_ELEMENTS = 1024, 32
-_SLICES, _AT_ONCE = SUM_THREADS // SUM_ELEMENTS, 4
+from nbdnn.kernels.cuda.rows_tile import copy_lines, fill_groups, slab_behind, tile_place, word_offset
 
 
 @cache
@@ -44,59 +41,74 @@ def _copy_dy(variant: Gradient, turn: int):
 
     @ptx.inline
     def copied(dy, n, p_first, q_first, first, to, f, thread):
-        i, row_pixels = thread, integer(f.tile_groups * GROUP)
-        padded = integer((f.groups + turn - 1) // turn * turn)
-        while i < integer(padded * GROUP * chunks):
-            pixel, chunk = ptx.divided(i, chunks)
-            row, column = ptx.divided(pixel, row_pixels)
-            p, q, k = integer(p_first + row), integer(q_first + column), integer(first + chunk * elems)
-            live = row < f.tile_rows and p < f.rows and q < f.columns and k < f.out_c
-            at = integer(n * f.out_n + p * f.out_h + q * f.out_w + k) if live else integer(0)
-            copy(word(to + pixel * dy_bytes + chunk * 16), ptx.address(dy, at), integer(16 if live else 0))
-            i = integer(i + threads)
+        row, row_pixels = integer(0), integer(f.tile_groups * GROUP)
+        beyond = integer(((f.groups + turn - 1) // turn * turn - f.groups) * GROUP)
+        while row <= f.tile_rows:
+            pixels = row_pixels if row < f.tile_rows else beyond
+            rows_left = row < f.tile_rows and p_first + row < f.rows
+            columns_left = integer(f.columns - q_first) if rows_left else integer(0)
+            from_ = integer(n * f.out_n + (p_first + row) * f.out_h + q_first * f.out_w + first)
+            i = thread
+            while i < pixels * chunks:
+                pixel, chunk = ptx.divided(i, chunks)
+                live = pixel < columns_left and first + chunk * elems < f.out_c
+                at = integer(from_ + pixel * f.out_w + chunk * elems) if live else integer(0)
+                copy(word(to + pixel * dy_bytes + chunk * 16), ptx.address(dy, at), integer(16 if live else 0))
+                i = integer(i + threads)
+            to = integer(to + row_pixels * dy_bytes)
+            row = integer(row + 1)
 
     return copied
 
 
 class _Lanes(NamedTuple):
-    """How the lanes of a warp share a set: device functions, and where their sums go.
+    """How the lanes of a warp share a set, and where their sums go. The last four are device functions.
 
-    sums: of a lane. groups: that it adds at once. offsets: (first word of the set, lane, f) -> of the lane's words.
-    add_groups: (sums, entry of the first group, slab, offsets, dy of it, outputs left in each, lane, f) -> sums. turns:
-    lanes whose sums are of the same rows and filters. turn_of: (lane). start: (lane) -> bytes to the lane's first sum.
-    places: of all of them from there.
+    sums: of a lane. groups: that it adds at once. whole, masked: intrinsics that add groups of a tile without, and with
+    outputs missing. turns: lanes whose sums are of the same rows and filters. places: of the sums, from the first.
+    offsets_of: (first word of the set, lane, f) -> those of the lane's words. pixel_of: (lane) -> of a group, the
+    lane's first. filters_of: (lane) -> bytes to its filters of a pixel of dy. start_of: (lane) -> bytes to its sums.
     """
 
     sums: int
     groups: int
-    offsets: object
-    add_groups: object
+    whole: Callable
+    masked: Callable
     turns: int
-    turn_of: object
-    start: object
     places: tuple[int, ...]
+    offsets_of: Callable
+    pixel_of: Callable
+    filters_of: Callable
+    start_of: Callable
 
 
-def mma_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
+@cache
+def _offset_of(lines: Lines):
+    """Device function (word, f) -> its offset; one beyond the last has the first one's, and sums that nobody reads."""
+    from nbdnn.kernels.cuda import ptx
 
-    variant = Gradient(*specialised_on)
-    lines, filters = variant.lines, variant.filters
-    integer, word = ptx.INTEGER[32], ptx.cuda.types.uint32
-    tf32, n_tiles = lines.math == "tf32", filters // 8
-    offset, load = word_offset(lines), ptx_tile.LOAD_SHARED[1]
-    step_bytes, dy_bytes, selector = lines.step_bytes, variant.dy_bytes, ptx_rows.halves_selector
-    vector = min(n_tiles * lines.itemsize, 16)  # bytes of dy that a lane loads at once
-    if tf32:
-        whole, masked = (ptx_rows.tf32_gradients(step_bytes, dy_bytes, filters, end) for end in (False, True))
-    else:
-        whole, masked = (
-            ptx_rows.narrow_gradients(lines.dtype, step_bytes, dy_bytes, filters, end) for end in (False, True)
-        )
+    word, offset = ptx.cuda.types.uint32, word_offset(lines)
 
     @ptx.inline
     def offset_of(at, f):
         return word(offset(at, f)) if at < f.entries else word(0)
+
+    return offset_of
+
+
+def mma_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_rows
+
+    variant = Gradient(*specialised_on)
+    lines, filters, row_elems, integer = variant.lines, variant.filters, variant.row_elems, ptx.INTEGER[32]
+    tf32, n_tiles, offset_of = lines.math == "tf32", filters // 8, _offset_of(lines)
+    vector = min(n_tiles * lines.itemsize, 16)  # bytes of dy that a lane loads at once
+    row_bytes, at_once, groups = filters * 4, vector // lines.itemsize, 2 if tf32 else 4
+    common = groups, lines.step_bytes, variant.dy_bytes, filters
+    whole, masked = (
+        ptx_rows.tf32_gradients(*common, end) if tf32 else ptx_rows.narrow_gradients(lines.dtype, *common, end)
+        for end in (False, True)
+    )
 
     @ptx.inline
     def two_offsets(first, lane, f):
@@ -106,37 +118,21 @@ def mma_kernel(*specialised_on):
     @ptx.inline
     def four_offsets(first, lane, f):
         g = integer(first + (lane >> 2))
-        return (
-            offset_of(g, f),
-            offset_of(integer(g + 8), f),
-            offset_of(integer(g + 16), f),
-            offset_of(integer(g + 24), f),
-        )
+        near, far = two_offsets(first, lane, f), integer(g + 16)
+        return near[0], near[1], offset_of(far, f), offset_of(integer(far + 8), f)
 
     @ptx.inline
-    def add_groups(acc, entry, slab, offsets, dy, left, lane, f):
-        t = integer(lane & 3)
-        start = word(slab + t * step_bytes)
-        at = word(start & -4)
-        pixels = word(at + load(word(entry))), word(at + load(word(entry + ENTRY_BYTES)))
-        where = word(dy + t * dy_bytes + (lane >> 2) * vector)
-        if left[0] >= GROUP and left[1] >= GROUP:
-            acc = whole(acc, pixels, offsets, where, t, left, selector(start))
-        elif left[0] > 0 or left[1] > 0:
-            acc = masked(acc, pixels, offsets, where, t, left, selector(start))
-        return acc
+    def pixel_of(lane):
+        return integer(lane & 3)
 
     @ptx.inline
-    def one_turn(lane):
-        return integer(0)
-
-    row_bytes, at_once = filters * 4, vector // lines.itemsize
+    def filters_of(lane):
+        return integer((lane >> 2) * vector)
 
     @ptx.inline
-    def start(lane):
-        return integer((lane >> 2) * (variant_rows * row_bytes) + (lane & 3) * (2 * at_once * 4))
+    def start_of(lane):
+        return integer((lane >> 2) * (row_elems * row_bytes) + (lane & 3) * (2 * at_once * 4))
 
-    variant_rows = variant.row_elems
     places = tuple(
         _row_of(lines, part, e // 2) * row_bytes
         + (tile // at_once * 8 * at_once + e % 2 * at_once + tile % at_once) * 4
@@ -144,8 +140,9 @@ def mma_kernel(*specialised_on):
         for tile in range(n_tiles)
         for e in range(4)
     )
-    offsets = four_offsets if tf32 else two_offsets
-    return _kernel(variant, _Lanes(8 * n_tiles, 2, offsets, add_groups, 1, one_turn, start, places))
+    offsets_of = four_offsets if tf32 else two_offsets
+    lanes = _Lanes(8 * n_tiles, groups, whole, masked, 1, places, offsets_of, pixel_of, filters_of, start_of)
+    return _kernel(variant, lanes)
 
 
 def _row_of(lines: Lines, part: int, half: int) -> int:
@@ -154,21 +151,14 @@ def _row_of(lines: Lines, part: int, half: int) -> int:
 
 
 def fma_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_rows
 
     variant = Gradient(*specialised_on)
-    lines, filters = variant.lines, variant.filters
-    integer, word = ptx.INTEGER[32], ptx.cuda.types.uint32
-    offset, load = word_offset(lines), ptx_tile.LOAD_SHARED[1]
-    step_bytes, dy_bytes = lines.step_bytes, variant.dy_bytes
-    whole, masked = (ptx_rows.fma_gradients(step_bytes, dy_bytes, end) for end in (False, True))
+    filters, integer, offset_of = variant.filters, ptx.INTEGER[32], _offset_of(variant.lines)
+    whole, masked = (ptx_rows.fma_gradients(variant.lines.step_bytes, variant.dy_bytes, end) for end in (False, True))
 
     @ptx.inline
-    def offset_of(at, f):
-        return word(offset(at, f)) if at < f.entries else word(0)
-
-    @ptx.inline
-    def offsets(first, lane, f):
+    def offsets_of(first, lane, f):
         a = integer(first + (lane >> 2 & 3))
         return (
             offset_of(a, f),
@@ -182,185 +172,152 @@ def fma_kernel(*specialised_on):
         )
 
     @ptx.inline
-    def add_groups(acc, entry, slab, places, dy, left, lane, f):
-        z = integer(lane >> 4)
-        pixel = word(slab + z * step_bytes + load(word(entry)))
-        where = word(dy + z * dy_bytes + (lane & 3) * 16)
-        if left[0] >= GROUP:
-            acc = whole(acc, pixel, places, where, z, left[0])
-        elif left[0] > 0:
-            acc = masked(acc, pixel, places, where, z, left[0])
-        return acc
-
-    @ptx.inline
-    def turn_of(lane):
+    def pixel_of(lane):
         return integer(lane >> 4)
 
     @ptx.inline
-    def start(lane):
+    def filters_of(lane):
+        return integer((lane & 3) * 16)
+
+    @ptx.inline
+    def start_of(lane):
         return integer((lane >> 2 & 3) * (filters * 4) + (lane & 3) * 16)
 
     places = tuple(j * 4 * filters * 4 + o // 4 * 64 + o % 4 * 4 for j in range(8) for o in range(8))
-    return _kernel(variant, _Lanes(64, 1, offsets, add_groups, 2, turn_of, start, places))
+    return _kernel(variant, _Lanes(64, 1, whole, masked, 2, places, offsets_of, pixel_of, filters_of, start_of))
 
 
 def _kernel(variant: Gradient, lanes: _Lanes):
     """The kernel whose warps sum by these functions."""
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
 
-    lines, filters, threads, groups = variant.lines, variant.filters, variant.threads, lanes.groups
-    integer, word = ptx.INTEGER[32], ptx.cuda.types.uint32
+    lines, filters, threads, stages = variant.lines, variant.filters, variant.threads, variant.stages
+    integer, groups = ptx.INTEGER[32], lanes.groups
     placed, copy, copy_dy = tile_place(lines), copy_lines(lines, threads), _copy_dy(variant, groups)
-    fill_places, row_and_column = fill_groups(lines, threads, groups), group_place()
-    load, load_four = ptx_tile.LOAD_SHARED[1], ptx_tile.LOAD_SHARED[4]
-    store_zero, store_four = ptx_tile.STORE_SHARED[1], ptx.STORE[4]
-    wait, zeros, add_at = ptx_tile.copy_async_wait(0), ptx_rows.zeros(lanes.sums), ptx_rows.add_at(lanes.places)
-    offsets_of, add_groups, turn_of, start_of = lanes.offsets, lanes.add_groups, lanes.turn_of, lanes.start
-    turns, set_words, set_sums, group_bytes = lanes.turns, variant.set_words, variant.set_sums, GROUP * variant.dy_bytes
-
-    @ptx.inline
-    def left_of(entry, p, q, f):
-        """Outputs that a group has."""
-        row, column = row_and_column(load(word(entry + 4)))
-        return integer(f.columns - q - column) if p + row < f.rows else integer(0)
-
-    @ptx.inline
-    def add_tile(acc, slab, dy, offsets, split, p, q, shared, lane, f):
-        group = integer(split * groups)
-        while group < f.groups:
-            entry = integer(shared + f.groups_at + group * ENTRY_BYTES)
-            left = (left_of(entry, p, q, f), left_of(integer(entry + ENTRY_BYTES), p, q, f) if groups > 1 else 0)
-            acc = add_groups(acc, entry, slab, offsets, integer(dy + group * group_bytes), left, lane, f)
-            group = integer(group + f.parts * groups)
-        return acc
+    fill_places, next_slab = fill_groups(lines, threads, groups), slab_behind(stages)
+    commit, wait = ptx_tile.copy_async_commit, ptx_tile.copy_async_wait(stages - 2)
+    zeros, add_sums, write_sums = ptx_rows.zeros(lanes.sums), _add_sums(variant, lanes), _write_sums(variant)
+    offsets_of, add_tile, set_words = lanes.offsets_of, _add_tile(variant, lanes), variant.set_words
 
     def gradients(x, dy, parts, f):
         thread = integer(ptx.thread_x())
         lane, first = integer(thread & 31), integer(ptx.block_y() * filters)
         split, set_ = ptx.divided(integer(thread >> 5), f.sets)
-        shared = integer(ptx_tile.dynamic_shared())
         first_word = integer((ptx.block_z() * f.sets + set_) * set_words)
         offsets = offsets_of(first_word, lane, f)
-        slab, tile = integer(shared + f.slabs_at), integer(ptx.block_x())
-
-        n, p, q, begin, shift = placed(tile, f)
-        copy(x, n, p, begin, slab, f, thread)
-        copy_dy(dy, n, p, q, first, integer(slab + f.dy_at), f, thread)
-        ptx_tile.copy_async_commit()
+        slab = integer(integer(ptx_tile.dynamic_shared()) + f.slabs_at)
+        filling, tile, ahead = slab, integer(ptx.block_x()), integer(ptx.block_x())
         fill_places(f, thread)
         acc = zeros()
+        turn = integer(1 - stages)
         while tile < f.tiles:
-            # 1. The tile has arrived, and every warp is done with the one before.
-            wait()
-            ptx.cuda.syncthreads()
-            n, p, q, begin, shift = placed(tile, f)
-            other = integer(2 * (shared + f.slabs_at) + f.slab_bytes - slab)
-            tile = integer(tile + f.blocks)
-            if tile < f.tiles:
-                next_n, next_p, next_q, next_begin, _ = placed(tile, f)
-                copy(x, next_n, next_p, next_begin, other, f, thread)
-                copy_dy(dy, next_n, next_p, next_q, first, integer(other + f.dy_at), f, thread)
-            ptx_tile.copy_async_commit()
+            # 1. The tile has arrived, and every warp is done with the one before, whose place is filled next.
+            if turn >= 0:
+                wait()
+                ptx.cuda.syncthreads()
+            if ahead < f.tiles:
+                n, p, q, begin, _ = placed(ahead, f)
+                copy(x, n, p, begin, filling, f, thread)
+                copy_dy(dy, n, p, q, first, integer(filling + f.dy_at), f, thread)
+            commit()
+            ahead, filling = integer(ahead + f.blocks), next_slab(filling, f)
 
             # 2. Each warp sums groups of pixels.
-            if first_word < f.entries:
-                dy_at = integer(slab + f.dy_at)
-                acc = add_tile(acc, integer(slab + shift), dy_at, offsets, split, p, q, shared, lane, f)
-            slab = other
-
-        # 3. The splits, one after the other.
-        ptx.cuda.syncthreads()
-        sums, i = integer(f.sets * set_sums), thread
-        while i < sums:
-            store_zero(word(shared + i * 4), word(0))
-            i = integer(i + threads)
-        turn = integer(0)
-        while turn < integer(f.parts * turns):
-            ptx.cuda.syncthreads()
-            if split * turns + turn_of(lane) == turn:
-                add_at(word(shared + set_ * (set_sums * 4) + start_of(lane)), acc)
+            if turn >= 0:
+                if first_word < f.entries:
+                    acc = add_tile(acc, tile, slab, offsets, split, lane, f)
+                slab, tile = next_slab(slab, f), integer(tile + f.blocks)
             turn = integer(turn + 1)
-        ptx.cuda.syncthreads()
 
-        # 4. The block's sums.
-        chunks, _ = ptx.divided(integer(f.out_c + filters - 1), integer(filters))
-        place = integer((ptx.block_x() * chunks + ptx.block_y()) * f.all_sets + ptx.block_z() * f.sets)
-        i = integer(thread * 4)
-        while i < sums:
-            store_four(parts, integer(place * set_sums + i), load_four(word(shared + i * 4)))
-            i = integer(i + threads * 4)
+        # 3. The splits add up, and the block's sums are written.
+        add_sums(acc, split, set_, lane, f, thread)
+        write_sums(parts, f, thread)
 
     data, sums_type = ptx.pointer(lines.dtype), ptx.pointer("f32")
     return gradients, (data, data, sums_type, ptx.record(Rows, 32))
 
 
-class Sums(NamedTuple):
-    """The integers of the kernel that adds the sums of all blocks: `elements` of each of `blocks`.
+def _add_tile(variant: Gradient, lanes: _Lanes):
+    """Device function (sums, tile, slab, offsets, split, lane, f) -> sums with the split's pixels of a tile."""
+    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
 
-    sets: of a chunk of filters. row_elems: rows of a word. The window as in `Rows` and `Lines`.
-    """
-
-    blocks: int
-    elements: int
-    filters: int
-    rows: int
-    per_word: int
-    segment_words: int
-    odd: int
-    run: int
-    inner: int
-    planes: int
-    taps_h: int
-    out_c: int
-    w_start: int
-    w_out: int
-    w_in: int
-    w_r: int
-    w_s: int
-
-
-def sum_kernel(dtype: str, tokens: tuple[str, ...]):
-    """dw from the sums of all blocks: 32 elements a block, 32 slices of their sums side by side, then in order."""
-    from nbdnn.kernels.cuda import epilogue, ptx
-
-    integer, real, store = ptx.INTEGER[32], ptx.REAL["f32"], epilogue.store(dtype, tokens)
+    lines, groups, integer, word = variant.lines, lanes.groups, ptx.INTEGER[32], ptx.cuda.types.uint32
+    placed, selector = tile_place(lines), ptx_rows.halves_selector
+    addresses = ptx_rows.addresses(groups, ENTRY_BYTES)
+    outputs_left = ptx_rows.outputs_left(groups, ENTRY_BYTES)
+    step_bytes, dy_bytes, group_bytes = lines.step_bytes, variant.dy_bytes, GROUP * variant.dy_bytes
+    pixel_of, filters_of = lanes.pixel_of, lanes.filters_of
 
     @ptx.inline
-    def slice_sum(parts, element, block, f):
-        """Of every 32nd block, four at a time: beyond the last, that one again, which does not count."""
-        totals = ptx.cuda.local.array(_AT_ONCE, real)
-        for i in range(_AT_ONCE):
-            totals[i] = real(0.0)
-        while block < f.blocks:
-            for i in range(_AT_ONCE):
-                at = integer(min(block + i * _SLICES, f.blocks - 1))
-                value = ptx.load_constant(parts, integer(at * f.elements + element))
-                totals[i] = totals[i] + (value if block + i * _SLICES < f.blocks else real(0.0))
-            block = integer(block + _AT_ONCE * _SLICES)
-        return (totals[0] + totals[1]) + (totals[2] + totals[3])
+    def added(add, acc, slab, rows, columns, offsets, dy, split, pixel, f):
+        entries = integer(integer(ptx_tile.dynamic_shared()) + f.groups_at)
+        start, group = word(slab + pixel * step_bytes), integer(split * groups)
+        chosen, begin = selector(start), word(start & -4)
+        while group < f.groups:
+            entry = word(entries + group * ENTRY_BYTES)
+            left = outputs_left(entry, rows, columns)
+            where = word(dy + group * group_bytes)
+            acc = add(acc, addresses(entry, begin), offsets, where, pixel, left, chosen)
+            group = integer(group + f.parts * groups)
+        return acc
 
-    def sum_blocks(parts, dw, alpha, beta, f):
-        thread = integer(ptx.thread_x())
-        slice_, lane = integer(thread >> 5), integer(thread & 31)
-        element = integer(ptx.block_x() * SUM_ELEMENTS + lane)
-        part_sums = ptx.cuda.shared.array(SUM_THREADS, real)
-        part_sums[thread] = slice_sum(parts, element, slice_, f)
+    whole, masked = lanes.whole, lanes.masked
+
+    @ptx.inline
+    def tile_added(acc, tile, slab, offsets, split, lane, f):
+        _, p, q, _, shift = placed(tile, f)
+        pixel, slab_at = pixel_of(lane), integer(slab + shift)
+        dy = integer(slab + f.dy_at + pixel * dy_bytes + filters_of(lane))
+        rows, columns = integer(f.rows - p), integer(f.columns - q)
+        if f.tile_rows <= rows and f.tile_groups * GROUP <= columns and f.groups % groups == 0:
+            acc = added(whole, acc, slab_at, rows, columns, offsets, dy, split, pixel, f)
+        else:
+            acc = added(masked, acc, slab_at, rows, columns, offsets, dy, split, pixel, f)
+        return acc
+
+    return tile_added
+
+
+def _add_sums(variant: Gradient, lanes: _Lanes):
+    """Device function (sums, split, set, lane, f, thread): those of all splits in shared memory, in order."""
+    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
+
+    integer, word, store_zero = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx_tile.STORE_SHARED[1]
+    add_at, start_of, pixel_of = ptx_rows.add_at(lanes.places), lanes.start_of, lanes.pixel_of
+    turns, set_sums, threads = lanes.turns, variant.set_sums, variant.threads
+
+    @ptx.inline
+    def added(acc, split, set_, lane, f, thread):
+        shared, i = integer(ptx_tile.dynamic_shared()), thread
         ptx.cuda.syncthreads()
-        if slice_ == 0:
-            total = part_sums[lane]
-            for other in range(1, _SLICES):
-                total = total + part_sums[other * SUM_ELEMENTS + lane]
-            rest, o = ptx.divided(element, f.filters)
-            chunk, row = ptx.divided(rest, f.rows)
-            word, half = ptx.divided(row, f.per_word)
-            segment, inner = ptx.divided(word, f.segment_words)
-            at = integer(inner * f.per_word + half - f.odd)
-            plane, r = ptx.divided(segment, f.taps_h)
-            k = integer(chunk * f.filters + o)
-            if plane < f.planes and at >= 0 and at < f.run and k < f.out_c:
-                s, c = ptx.divided(at, f.inner)
-                to = integer(f.w_start + k * f.w_out + integer(plane + c) * f.w_in + r * f.w_r + s * f.w_s)
-                store(total, alpha, beta, dw, to, dw, k, dw)
+        while i < f.sets * set_sums:
+            store_zero(word(shared + i * 4), word(0))
+            i = integer(i + threads)
+        turn = integer(0)
+        while turn < f.parts * turns:
+            ptx.cuda.syncthreads()
+            if split * turns + (pixel_of(lane) if turns > 1 else 0) == turn:
+                add_at(word(shared + set_ * (set_sums * 4) + start_of(lane)), acc)
+            turn = integer(turn + 1)
+        ptx.cuda.syncthreads()
 
-    data, scalar = ptx.pointer(dtype), ptx.REAL["f32"]
-    return sum_blocks, (ptx.pointer("f32"), data, scalar, scalar, ptx.record(Sums, 32))
+    return added
+
+
+def _write_sums(variant: Gradient):
+    """Device function (parts, f, thread): the block's sums from shared memory to its place in the workspace."""
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    integer, word, load, store = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
+    filters, set_sums, threads = variant.filters, variant.set_sums, variant.threads
+
+    @ptx.inline
+    def written(parts, f, thread):
+        shared, i = integer(ptx_tile.dynamic_shared()), integer(thread * 4)
+        chunks, _ = ptx.divided(integer(f.out_c + filters - 1), integer(filters))
+        place = integer((ptx.block_x() * chunks + ptx.block_y()) * f.all_sets + ptx.block_z() * f.sets)
+        while i < f.sets * set_sums:
+            store(parts, integer(place * set_sums + i), load(word(shared + i * 4)))
+            i = integer(i + threads * 4)
+
+    return written

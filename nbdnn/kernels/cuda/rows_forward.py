@@ -26,6 +26,7 @@ from nbdnn.kernels.cuda.rows_tile import (
     fill_segments,
     fill_words,
     group_place,
+    slab_behind,
     tile_place,
     word_place,
 )
@@ -201,14 +202,54 @@ def _kernel(variant: Forward, of_pixel: int, place_of, filter_of, summed, fill_t
 
     of_pixel: sums of a lane for each pixel, of which the i-th is of filter_of(i, part).
     """
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    lines, stages, units, filters = variant.lines, variant.stages, variant.units, variant.filters
+    integer, make_outputs = ptx.INTEGER[32], _make_outputs(variant, of_pixel, place_of, filter_of, summed)
+    placed, copy, fill_w = tile_place(lines), copy_lines(lines, THREADS), _fill_filters(variant)
+    fill_places, next_slab = fill_groups(lines, THREADS, variant.groups), slab_behind(stages)
+    commit, wait = ptx_tile.copy_async_commit, ptx_tile.copy_async_wait(stages - 2)
+
+    def rows(image, w, y, bias, residual, alpha, beta, f):
+        thread = integer(ptx.thread_x())
+        first = integer(ptx.block_y() * (units * filters))
+        slab = integer(integer(ptx_tile.dynamic_shared()) + f.slabs_at)
+        filling, tile, ahead = slab, integer(ptx.block_x()), integer(ptx.block_x())
+        turn = integer(1 - stages)
+        while tile < f.tiles:
+            # 1. Tables and filters are made while the first slabs are on their way.
+            if turn == 0:
+                fill_table(f, thread)
+                fill_places(f, thread)
+                fill_w(w, first, f, thread)
+            # 2. The slab has arrived, and every warp is done with the one before, whose place is filled next.
+            if turn >= 0:
+                wait()
+                ptx.cuda.syncthreads()
+            if ahead < f.tiles:
+                n, p, _, begin, _ = placed(ahead, f)
+                copy(image, n, p, begin, filling, f, thread)
+            commit()
+            ahead, filling = integer(ahead + f.blocks), next_slab(filling, f)
+
+            # 3. Each warp sums and stores some groups, then others.
+            if turn >= 0:
+                make_outputs(y, tile, slab, first, (bias, residual, alpha, beta), f, thread)
+                slab, tile = next_slab(slab, f), integer(tile + f.blocks)
+            turn = integer(turn + 1)
+
+    data, scalar = ptx.pointer(lines.dtype), ptx.REAL["f32"]
+    return rows, (data, data, data, data, data, scalar, scalar, ptx.record(Rows, 32))
+
+
+def _make_outputs(variant: Forward, of_pixel: int, place_of, filter_of, summed):
+    """Device function (y, tile, slab, first filter, (bias, residual, alpha, beta), f, thread): a tile's outputs."""
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
 
     lines, units, filters, groups, run = variant.lines, variant.units, variant.filters, variant.groups, variant.run
-    integer, word, real = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"]
-    placed, copy, fill_w = tile_place(lines), copy_lines(lines, THREADS), _fill_filters(variant)
-    fill_places, row_and_column = fill_groups(lines, THREADS, groups), group_place()
+    integer, word, real, step_bytes = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"], lines.step_bytes
+    placed, row_and_column = tile_place(lines), group_place()
     finish, load = store_run(lines.dtype, variant.epilogue, run), ptx_tile.LOAD_SHARED[1]
-    wait, step_bytes = ptx_tile.copy_async_wait(0), lines.step_bytes
     addresses, spread = ptx_rows.addresses(groups, ENTRY_BYTES), ptx_rows.spread(groups * of_pixel)
     count, selector = groups * of_pixel, ptx_rows.halves_selector
 
@@ -226,46 +267,21 @@ def _kernel(variant: Forward, of_pixel: int, place_of, filter_of, summed, fill_t
 
     store_all = in_turn(store_one, groups, of_pixel, run)
 
-    def rows(image, w, y, bias, residual, alpha, beta, f):
-        thread = integer(ptx.thread_x())
-        lane, first = integer(thread & 31), integer(ptx.block_y() * (units * filters))
+    @ptx.inline
+    def made(y, tile, slab, first, extra, f, thread):
+        n, p, q, _, shift = placed(tile, f)
+        lane, entries = integer(thread & 31), integer(integer(ptx_tile.dynamic_shared()) + f.groups_at)
         pixel, filter_part = place_of(lane)
-        shared = integer(ptx_tile.dynamic_shared())
-        slab = integer(shared + f.slabs_at)
-        tile = integer(ptx.block_x())
+        start = word(slab + shift + pixel * step_bytes)
+        turn = integer(thread >> 5)
+        while turn < f.parts * units:
+            unit, part = ptx.divided(turn, f.parts)
+            entry = integer(entries + part * groups * ENTRY_BYTES)
+            pixels = addresses(word(entry), word(start & -4))
+            sums = ptx.cuda.local.array(count, real)
+            spread(sums, summed(pixels, unit, lane, selector(start), f))
+            to = (y, n, p, q, integer(first + unit * filters))
+            store_all(sums, (entry, pixel, filter_part, to, extra, f))
+            turn = integer(turn + _WARPS)
 
-        # 1. The first slab is on its way while tables and filters are made.
-        n, p, q, begin, shift = placed(tile, f)
-        copy(image, n, p, begin, slab, f, thread)
-        ptx_tile.copy_async_commit()
-        fill_table(f, thread)
-        fill_places(f, thread)
-        fill_w(w, first, f, thread)
-        while tile < f.tiles:
-            # 2. It has arrived, and every warp is done with the one before, whose place the next one takes.
-            wait()
-            ptx.cuda.syncthreads()
-            n, p, q, begin, shift = placed(tile, f)
-            other = integer(2 * (shared + f.slabs_at) + f.slab_bytes - slab)
-            tile = integer(tile + f.blocks)
-            if tile < f.tiles:
-                next_n, next_p, _, next_begin, _ = placed(tile, f)
-                copy(image, next_n, next_p, next_begin, other, f, thread)
-            ptx_tile.copy_async_commit()
-
-            # 3. Each warp sums and stores some groups, then the next.
-            turn = integer(thread >> 5)
-            while turn < f.parts * units:
-                unit, part = ptx.divided(turn, f.parts)
-                entry = integer(shared + f.groups_at + part * groups * ENTRY_BYTES)
-                start = word(slab + shift + pixel * step_bytes)
-                pixels = addresses(word(entry), word(start & -4))
-                sums = ptx.cuda.local.array(count, real)
-                spread(sums, summed(pixels, unit, lane, selector(start), f))
-                to = (y, n, p, q, integer(first + unit * filters))
-                store_all(sums, (entry, pixel, filter_part, to, (bias, residual, alpha, beta), f))
-                turn = integer(turn + _WARPS)
-            slab = other
-
-    data, scalar = ptx.pointer(lines.dtype), ptx.REAL["f32"]
-    return rows, (data, data, data, data, data, scalar, scalar, ptx.record(Rows, 32))
+    return made

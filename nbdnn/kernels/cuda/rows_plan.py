@@ -202,11 +202,12 @@ def rows(seen: Image, form: Lines, tile: Tile, block: Block) -> Rows:
 class Forward(NamedTuple):
     """What a kernel of conv_fwd is compiled for.
 
-    units: of a block, whose warps take turns at them. filters: of a unit. groups: of a warp's turn. run: outputs stored
-    at once.
+    stages: slabs, of which one is read. units: of a block, whose warps take turns at them. filters: of a unit. groups:
+    of a warp's turn. run: outputs stored at once.
     """
 
     lines: Lines
+    stages: int
     units: int
     filters: int
     groups: int
@@ -214,15 +215,16 @@ class Forward(NamedTuple):
     epilogue: tuple[str, ...]
 
     @property
-    def sums(self) -> int:
-        """Of a thread."""
-        return self.groups * (8 if self.lines.math == "fma" else self.filters // 4)
+    def registers(self) -> int:
+        """Of a thread, at least: its sums and 53 more."""
+        return self.groups * (8 if self.lines.math == "fma" else self.filters // 4) + 53
 
 
 class Gradient(NamedTuple):
-    """What a kernel of bwd_filter is compiled for. filters, threads: of a block."""
+    """What a kernel of bwd_filter is compiled for. stages: as of the forward. filters, threads: of a block."""
 
     lines: Lines
+    stages: int
     filters: int
     threads: int
 
@@ -242,9 +244,9 @@ class Gradient(NamedTuple):
         return self.filters * self.lines.itemsize + 32
 
     @property
-    def sums(self) -> int:
-        """Of a thread."""
-        return 64 if self.lines.math == "fma" else self.filters
+    def registers(self) -> int:
+        """Of a thread: its sums, and the factors of some groups at once."""
+        return {"fma": 128, "tf32": 64 + self.filters, "mma": 32 + 2 * self.filters}[self.lines.math]
 
     @property
     def set_sums(self) -> int:

@@ -65,6 +65,21 @@ def copy_lines(form: Lines, threads: int):
 
 
 @cache
+def slab_behind(stages: int):
+    """Device function (slab, f) -> the slab that is filled after it, of `stages` in a ring."""
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    integer = ptx.INTEGER[32]
+
+    @ptx.inline
+    def behind(slab, f):
+        first, following = integer(integer(ptx_tile.dynamic_shared()) + f.slabs_at), integer(slab + f.slab_bytes)
+        return first if following == integer(first + stages * f.slab_bytes) else following
+
+    return behind
+
+
+@cache
 def word_place(form: Lines):
     """Device function (word, f) -> (segment, its first element, which may be before the segment's own)."""
     from nbdnn.kernels.cuda import ptx
