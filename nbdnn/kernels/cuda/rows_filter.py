@@ -13,8 +13,8 @@ Matrix units: k = the pixels of two groups. Rows of 16-bit words are their first
 lane loads words of two pixels, and pairs the halves. FMA units: lane 16z + 4a + b has words a, a + 4, ... of every
 second pixel, from z on, and the filters 4b..4b+3 and 16 beyond. A row of the sums beyond the window's words, or of a
 half before it, is summed like the others, and read by nobody.
-Traffic: x once for each tile and set that sees it, dy once a set, the sums of each block twice. Accumulates in float32.
-Source: own.
+Traffic: x once for each tile and 64 (f32: 32) filters that see it, dy once (twice for more than a dozen sets), the sums
+of each block twice. Accumulates in float32. Source: own.
 """
 
 from __future__ import annotations

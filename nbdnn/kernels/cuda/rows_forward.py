@@ -3,16 +3,16 @@
     y[n, k, p, q] = sum over c, r, s of  x[n, c, p*u + r*d - pad, q*u + s - pad] * w[k, c, r, s]
 
 `rows_plan.py` has the tiling. A block brings its filters and tables to shared memory once, then takes tile after tile,
-whose lines are copied while the tile before is summed:
+whose lines are copied while tiles before it are summed:
 
-    1. wait for the slab, start the copies of the next one       2. each warp takes turns at groups of 8 pixels
+    1. wait for the slab, start the copies of one to come        2. each warp takes turns at groups of 8 pixels
     3. sum the windows, eight words or a segment at a time       4. epilogue, straight from registers
 
 Matrix units (f16, bf16, TF32): two groups are the 16 rows of a matrix, eight words of the window its k, so that a lane
 loads one word of a pixel for each register of a factor; filters lie as the lanes want them. FMA units (f32): lane
-4a + b has pixel a of 8 groups and the filters 4b..4b+3 and 16 beyond: 64 sums, for which it loads 8 words of the image,
-in 8 banks, and 8 of the filters.
-Traffic: x once for each tile and 64 (f32: 32) filters that see it, y once. Accumulates in float32. Source: own.
+4a + b has pixel a of 7 or 8 groups and the filters 4b..4b+3 and 16 beyond: 64 sums, for which it loads 8 words of the
+image, in 8 banks, and 8 of the filters.
+Traffic: x once for each tile and 64 filters that see it, y once. Accumulates in float32. Source: own.
 """
 
 from __future__ import annotations
