@@ -39,11 +39,10 @@ from nbdnn.problem import ITEMSIZE, ConvProblem
 _MOST_CHANNELS = 4
 _MOST_RUN = 64  # elements of a segment: a loop over them is written out
 _FMA_FILTERS = 32  # of a warp
-_REGISTERS = 65536  # of a multiprocessor
+_REGISTERS = 16384  # of a quarter of a multiprocessor
 _SUMS = 64  # of a thread, for which there are registers if two blocks run at once
 # Warps of a block of bwd_filter, for whose sums there are registers: wanted if others run beside it, and sets at most.
 _WARPS, _MOST_SETS = 8, 12
-_GROUPS_AT_ONCE = 4  # of a warp of bwd_filter, at most
 _LAUNCH_US = 3.0
 # Priors for the guess: parts of the units' rates, and of a copy's.
 _FMA_SHARE, _TENSOR_SHARE, _COPY_SHARE = 0.65, 0.35, 0.65
@@ -66,21 +65,20 @@ class Config(NamedTuple):
 
 
 _FORWARD_MMA = (
-    *(Config(448, 128, 64, 3, 2), Config(448, 128, 64, 2, 2), Config(224, 128, 64, 2, 2), Config(224, 128, 64, 3, 3)),
-    *(Config(448, 128, 64, 3, 3), Config(448, 128, 64, 2, 3), Config(224, 128, 64, 2, 3), Config(224, 128, 64, 1, 2)),
+    *(Config(448, 128, 64, 3, 2), Config(448, 128, 64, 2, 2), Config(224, 128, 64, 2, 2), Config(224, 128, 64, 3, 2)),
+    *(Config(448, 128, 32, 3, 2), Config(224, 128, 64, 1, 2)),
 )
 _FORWARD_FMA = (
-    *(Config(448, 128, 64, 2, 2), Config(448, 128, 32, 2, 2), Config(224, 128, 64, 2, 2), Config(448, 64, 64, 2, 2)),
-    *(Config(224, 128, 64, 2, 3), Config(224, 128, 64, 1, 2)),
+    *(Config(448, 128, 64, 2, 2), Config(448, 128, 32, 2, 2), Config(224, 128, 64, 2, 2), Config(224, 128, 64, 1, 2)),
 )
 _FILTER_MMA = (
-    *(Config(448, 128, 64, 2, 2), Config(224, 128, 64, 3, 3), Config(224, 128, 64, 2, 3), Config(224, 128, 64, 2, 2)),
-    *(Config(448, 128, 64, 1, 2), Config(224, 128, 64, 1, 3), Config(224, 128, 64, 1, 2), Config(112, 64, 64, 3, 3)),
-    *(Config(224, 128, 32, 2, 2), Config(112, 128, 64, 1, 2), Config(56, 64, 64, 1, 2)),
+    *(Config(448, 128, 64, 2, 2), Config(224, 128, 64, 3, 2), Config(224, 128, 64, 2, 2), Config(112, 128, 64, 4, 2)),
+    *(Config(448, 128, 64, 1, 2), Config(224, 128, 64, 1, 2), Config(112, 64, 64, 3, 2), Config(224, 128, 32, 3, 2)),
+    *(Config(112, 128, 64, 1, 2),),
 )
 _FILTER_FMA = (
-    *(Config(224, 128, 32, 2, 2), Config(448, 128, 32, 1, 2), Config(112, 64, 32, 3, 2), Config(112, 128, 32, 2, 3)),
-    *(Config(112, 128, 32, 2, 2), Config(224, 128, 32, 1, 2), Config(112, 128, 32, 1, 2)),
+    *(Config(224, 128, 32, 2, 2), Config(448, 128, 32, 1, 2), Config(112, 64, 32, 3, 2), Config(112, 128, 32, 2, 2)),
+    *(Config(224, 128, 32, 1, 2), Config(112, 128, 32, 1, 2)),
 )
 _CONFIGS = {"conv_fwd": (_FORWARD_MMA, _FORWARD_FMA), "conv_bwd_filter": (_FILTER_MMA, _FILTER_FMA)}
 _SMALLEST = (Config(64, 64, 16, 1, 2),)  # what has no room for this is not supported
@@ -161,14 +159,15 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> G
     grid_z = ceil(every / _MOST_SETS)
     sets = ceil(every / grid_z)
     variant = Gradient(form, config.stages, filters, sets * 32)
-    room = _REGISTERS // (config.blocks * variant.registers * 32)
+    room = _warps_at_once(variant.registers) // config.blocks
     splits = max(1, min(room, 2 * _WARPS if config.blocks == 1 else _WARPS) // sets)
     variant = variant._replace(threads=sets * splits * 32)
     tiled = tile(seen, form, config.pixels, config.width)
-    slabs_at = aligned((tiled.groups + _GROUPS_AT_ONCE - 1) * ENTRY_BYTES)
+    # Groups are summed several at once: beside the last ones lie zeros.
+    groups = aligned(tiled.groups, variant.groups)
+    slabs_at = aligned(groups * ENTRY_BYTES)
     dy_at = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
-    # Groups are summed up to four at once: beside the last ones lie zeros.
-    slab_bytes = aligned(dy_at + (tiled.groups + _GROUPS_AT_ONCE - 1) * GROUP * variant.dy_bytes)
+    slab_bytes = aligned(dy_at + groups * GROUP * variant.dy_bytes)
     chunks = ceil(problem.k / filters)
     block = Block(
         blocks=_blocks(seen, tiled, config, chunks * grid_z, device),
@@ -221,6 +220,11 @@ def _power_of_two(count: int, least: int) -> int:
 def _blocks(seen: Image, tiled: Tile, config: Config, others: int, device: Gpu) -> int:
     """Blocks that share the tiles, where `others` times as many run at once."""
     return min(seen.n * tiled.tiles_h * tiled.tiles_w, max(1, config.blocks * device.sms // others))
+
+
+def _warps_at_once(registers: int) -> int:
+    """Warps of a multiprocessor, for which there are so many registers a thread."""
+    return 4 * (_REGISTERS // (32 * registers))
 
 
 def _run_of(problem: ConvProblem, math: str, filters: int) -> int:
@@ -291,8 +295,8 @@ class ByRows(LaunchedCandidate[Config]):
         different: dict[Forwarded | Gradients, Config] = {}
         for config in _CONFIGS[self.op][math == "fma"]:
             planned = _plan(problem, math, config, device)
-            registers = planned.threads * planned.min_blocks * planned.variant.registers
-            if registers <= _REGISTERS and fits(problem, math, config, device).ok:
+            warps = planned.threads // 32 * planned.min_blocks
+            if warps <= _warps_at_once(planned.variant.registers) and fits(problem, math, config, device).ok:
                 different.setdefault(planned, config)
         return tuple(different.values()) or _SMALLEST
 

@@ -23,12 +23,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from nbdnn.kernels.cuda.rows_plan import ENTRY_BYTES, GROUP, Gradient, Lines, Rows
+from nbdnn.kernels.cuda.rows_plan import ENTRY_BYTES, FRACTION_BITS, GROUP, Gradient, Lines, Rows
 from nbdnn.kernels.cuda.rows_tile import copy_lines, fill_groups, slab_behind, tile_place, word_offset
+
+_BATCH = 4  # copies of a thread that are prepared side by side
 
 
 @cache
-def _copy_dy(variant: Gradient, turn: int):
+def _copy_dy(variant: Gradient):
     """Device function (dy, n, first output row and column, first filter, shared address, f, thread): starts copies.
 
     What lies outside of dy is zero, and so are the groups that complete the last turn.
@@ -36,27 +38,25 @@ def _copy_dy(variant: Gradient, turn: int):
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, word, copy = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx_tile.COPY_ASYNC[16]
-    elems, dy_bytes, threads = 16 // variant.lines.itemsize, variant.dy_bytes, variant.threads
+    elems, dy_bytes, threads, turn = 16 // variant.lines.itemsize, variant.dy_bytes, variant.threads, variant.groups
     chunks = integer(variant.filters // elems)
 
     @ptx.inline
     def copied(dy, n, p_first, q_first, first, to, f, thread):
-        row, row_pixels = integer(0), integer(f.tile_groups * GROUP)
-        beyond = integer(((f.groups + turn - 1) // turn * turn - f.groups) * GROUP)
-        while row <= f.tile_rows:
-            pixels = row_pixels if row < f.tile_rows else beyond
-            rows_left = row < f.tile_rows and p_first + row < f.rows
-            columns_left = integer(f.columns - q_first) if rows_left else integer(0)
-            from_ = integer(n * f.out_n + (p_first + row) * f.out_h + q_first * f.out_w + first)
-            i = thread
-            while i < pixels * chunks:
-                pixel, chunk = ptx.divided(i, chunks)
-                live = pixel < columns_left and first + chunk * elems < f.out_c
-                at = integer(from_ + pixel * f.out_w + chunk * elems) if live else integer(0)
-                copy(word(to + pixel * dy_bytes + chunk * 16), ptx.address(dy, at), integer(16 if live else 0))
-                i = integer(i + threads)
-            to = integer(to + row_pixels * dy_bytes)
-            row = integer(row + 1)
+        row_pixels, from_ = integer(f.tile_groups * GROUP), integer(n * f.out_n + first)
+        count, i = integer((f.groups + turn - 1) // turn * turn * GROUP * chunks), thread
+        while i < count:
+            for b in range(_BATCH):
+                item = integer(i + b * threads)
+                pixel, chunk = ptx.divided(item, chunks)
+                row = integer(pixel * f.per_row >> FRACTION_BITS)
+                p, q = integer(p_first + row), integer(q_first + pixel - row * row_pixels)
+                k = integer(chunk * elems)
+                live = row < f.tile_rows and p < f.rows and q < f.columns and first + k < f.out_c
+                at = integer(from_ + p * f.out_h + q * f.out_w + k) if live else integer(0)
+                if item < count:
+                    copy(word(to + pixel * dy_bytes + chunk * 16), ptx.address(dy, at), integer(16 if live else 0))
+            i = integer(i + _BATCH * threads)
 
     return copied
 
@@ -64,14 +64,13 @@ def _copy_dy(variant: Gradient, turn: int):
 class _Lanes(NamedTuple):
     """How the lanes of a warp share a set, and where their sums go. The last four are device functions.
 
-    sums: of a lane. groups: that it adds at once. whole, masked: intrinsics that add groups of a tile without, and with
+    sums: of a lane. whole, masked: intrinsics that add groups of a tile without, and with
     outputs missing. turns: lanes whose sums are of the same rows and filters. places: of the sums, from the first.
     offsets_of: (first word of the set, lane, f) -> those of the lane's words. pixel_of: (lane) -> of a group, the
     lane's first. filters_of: (lane) -> bytes to its filters of a pixel of dy. start_of: (lane) -> bytes to its sums.
     """
 
     sums: int
-    groups: int
     whole: Callable
     masked: Callable
     turns: int
@@ -103,8 +102,8 @@ def mma_kernel(*specialised_on):
     lines, filters, row_elems, integer = variant.lines, variant.filters, variant.row_elems, ptx.INTEGER[32]
     tf32, n_tiles, offset_of = lines.math == "tf32", filters // 8, _offset_of(lines)
     vector = min(n_tiles * lines.itemsize, 16)  # bytes of dy that a lane loads at once
-    row_bytes, at_once, groups = filters * 4, vector // lines.itemsize, 2 if tf32 else 4
-    common = groups, lines.step_bytes, variant.dy_bytes, filters
+    row_bytes, at_once = filters * 4, vector // lines.itemsize
+    common = variant.groups, lines.step_bytes, variant.dy_bytes, filters
     whole, masked = (
         ptx_rows.tf32_gradients(*common, end) if tf32 else ptx_rows.narrow_gradients(lines.dtype, *common, end)
         for end in (False, True)
@@ -141,7 +140,7 @@ def mma_kernel(*specialised_on):
         for e in range(4)
     )
     offsets_of = four_offsets if tf32 else two_offsets
-    lanes = _Lanes(8 * n_tiles, groups, whole, masked, 1, places, offsets_of, pixel_of, filters_of, start_of)
+    lanes = _Lanes(8 * n_tiles, whole, masked, 1, places, offsets_of, pixel_of, filters_of, start_of)
     return _kernel(variant, lanes)
 
 
@@ -184,7 +183,7 @@ def fma_kernel(*specialised_on):
         return integer((lane >> 2 & 3) * (filters * 4) + (lane & 3) * 16)
 
     places = tuple(j * 4 * filters * 4 + o // 4 * 64 + o % 4 * 4 for j in range(8) for o in range(8))
-    return _kernel(variant, _Lanes(64, 1, whole, masked, 2, places, offsets_of, pixel_of, filters_of, start_of))
+    return _kernel(variant, _Lanes(64, whole, masked, 2, places, offsets_of, pixel_of, filters_of, start_of))
 
 
 def _kernel(variant: Gradient, lanes: _Lanes):
@@ -192,8 +191,8 @@ def _kernel(variant: Gradient, lanes: _Lanes):
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
 
     lines, filters, threads, stages = variant.lines, variant.filters, variant.threads, variant.stages
-    integer, groups = ptx.INTEGER[32], lanes.groups
-    placed, copy, copy_dy = tile_place(lines), copy_lines(lines, threads), _copy_dy(variant, groups)
+    integer, groups = ptx.INTEGER[32], variant.groups
+    placed, copy, copy_dy = tile_place(lines), copy_lines(lines, threads), _copy_dy(variant)
     fill_places, next_slab = fill_groups(lines, threads, groups), slab_behind(stages)
     commit, wait = ptx_tile.copy_async_commit, ptx_tile.copy_async_wait(stages - 2)
     zeros, add_sums, write_sums = ptx_rows.zeros(lanes.sums), _add_sums(variant, lanes), _write_sums(variant)
@@ -241,7 +240,7 @@ def _add_tile(variant: Gradient, lanes: _Lanes):
     """Device function (sums, tile, slab, offsets, split, lane, f) -> sums with the split's pixels of a tile."""
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
 
-    lines, groups, integer, word = variant.lines, lanes.groups, ptx.INTEGER[32], ptx.cuda.types.uint32
+    lines, groups, integer, word = variant.lines, variant.groups, ptx.INTEGER[32], ptx.cuda.types.uint32
     placed, selector = tile_place(lines), ptx_rows.halves_selector
     addresses = ptx_rows.addresses(groups, ENTRY_BYTES)
     outputs_left = ptx_rows.outputs_left(groups, ENTRY_BYTES)

@@ -22,19 +22,22 @@ from nbdnn.problem import ITEMSIZE, ConvProblem
 
 GROUP = 8  # pixels
 ENTRY_BYTES = 8  # of a table
+# A small number is divided by another by a product with 2^20 over that, rounded up: exact below 2^20 for their product.
+FRACTION_BITS = 20
 _CHUNK_BYTES = 16
 
 
 class Lines(NamedTuple):
     """What the code that copies and reads lines depends on.
 
-    math: 'fma', 'mma' or 'tf32'. inner: channels of a line. step: elements from a pixel's window to the next one's.
-    odd: elements before a window, so that it begins on a word. copy_bytes: of one asynchronous copy.
+    math: 'fma', 'mma' or 'tf32'. inner: channels of a line; planar: there are others. step: elements from a pixel's
+    window to the next one's. odd: elements before a window, so that it begins on a word. copy_bytes: of one asynchronous copy.
     """
 
     dtype: str
     math: str
     inner: int
+    planar: bool
     taps_w: int
     step: int
     odd: int
@@ -70,6 +73,7 @@ def lines(seen: Image, problem: ConvProblem, math: str) -> Lines:
         dtype=problem.dtype,
         math=math,
         inner=inner,
+        planar=seen.group_in > inner,
         taps_w=seen.taps[1],
         step=seen.stride[1] * inner,
         odd=seen.pad[1] * inner % 2 if itemsize == 2 else 0,
@@ -81,7 +85,8 @@ class Rows(NamedTuple):
     """The integers of a kernel: of the tiles, of shared memory (places and extents in bytes), of the tensors.
 
     blocks: that share the tiles. tile_groups: of a row; groups: of a tile. planes: channels that are lines of their
-    own. line_copies: of a line. entries: of the table of words, or of segments. fragments: of the table, of eight.
+    own. line_copies: of a line. per_line, per_row: fractions that divide by line_copies, and by the pixels of a row of
+    the tile. entries: of the table of words, or of segments. fragments: of the table, of eight.
     parts: a block's warps take turns at pixels; sets: of words, of a block and of all.
     """
 
@@ -95,6 +100,8 @@ class Rows(NamedTuple):
     planes: int
     in_rows: int
     line_copies: int
+    per_line: int
+    per_row: int
     line_elems: int
     pitch: int
     entries: int
@@ -192,11 +199,16 @@ def rows(seen: Image, form: Lines, tile: Tile, block: Block) -> Rows:
     return Rows._make((
         seen.n * tile.tiles_h * tile.tiles_w, block.blocks, tile.tiles_h, tile.tiles_w,
         tile.rows, tile.row_groups, tile.groups, seen.group_in // form.inner,
-        tile.in_rows, tile.line_copies, seen.extent[1] * form.inner, tile.pitch,
+        tile.in_rows, tile.line_copies, _fraction(tile.line_copies), _fraction(tile.row_groups * GROUP),
+        seen.extent[1] * form.inner, tile.pitch,
         *block[1:],
         seen.group_out, seen.taps[0], *seen.outputs, seen.extent[0], *seen.stride, *seen.pad, seen.dilation[0],
         image_n, image_c, image_h, seen.filter_strides[0], w_k, w_c, w_r, w_s, *seen.out_strides,
     ))  # fmt: skip
+
+
+def _fraction(divisor: int) -> int:
+    return ceil((1 << FRACTION_BITS) / divisor)
 
 
 class Forward(NamedTuple):
@@ -227,6 +239,11 @@ class Gradient(NamedTuple):
     stages: int
     filters: int
     threads: int
+
+    @property
+    def groups(self) -> int:
+        """That a warp adds at once."""
+        return {"mma": 4, "tf32": 2, "fma": 1}[self.lines.math]
 
     @property
     def set_words(self) -> int:

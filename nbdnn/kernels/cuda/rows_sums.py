@@ -12,7 +12,7 @@ _SLICES, _AT_ONCE = SUM_THREADS // SUM_ELEMENTS, 4
 class Sums(NamedTuple):
     """The integers of the kernel that adds the sums of all blocks: `elements` of each of `blocks`.
 
-    An element's place is [chunk of filters][row][filter]. per_word: rows of a word. The window as in `Rows` and `Lines`.
+    Of an element [chunk of filters][row][filter]. per_word: rows of a word. The window as in `Rows` and `Lines`.
     """
 
     blocks: int
