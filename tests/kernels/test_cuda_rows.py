@@ -11,7 +11,7 @@ from libraries import library
 
 from nbdnn.kernels.cuda import conv_rows
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
-from nbdnn.kernels.cuda.rows_plan import lines, tile
+from nbdnn.kernels.cuda.rows_plan import FRACTION_BITS, Rows, lines, tile
 from nbdnn.kernels.cuda.window_plan import blocks_at_once, image
 from nbdnn.problem import ConvProblem, parse
 
@@ -87,6 +87,20 @@ def test_a_tile_holds_all_that_its_windows_see(width: int, layer: str, layout: s
         last = start + (tiled.row_groups * 8 - 1) * form.step + form.run
         assert last <= start // elems * elems + tiled.line_copies * elems
     assert tiled.line_copies * form.copy_bytes <= tiled.pitch
+
+
+@pytest.mark.parametrize("width", [1, 2, 23, 225, 640, 1001])
+@pytest.mark.parametrize("stride", [1, 2, 4])
+def test_fractions_divide(width: int, stride: int) -> None:
+    """By the copies of a line, and by the pixels of a row: every number that the kernels divide."""
+    problem = parse(f"conv_fwd:f32:n1c3h400w{width}:k8r11s1:p2x0:u{stride}x{stride}:d1x1:g1:cross:nhwc")
+    for config in FWD.configs(problem, H200):
+        f = FWD.launches(problem, config, H200)[0].integers
+        assert isinstance(f, Rows)
+        for item in range(f.planes * f.in_rows * f.line_copies):
+            assert item * f.per_line >> FRACTION_BITS == item // f.line_copies
+        for pixel in range(f.groups * 8):
+            assert pixel * f.per_row >> FRACTION_BITS == pixel // (f.tile_groups * 8)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
 from nbdnn.kernels.cuda.rows_plan import (
     ENTRY_BYTES,
+    FRACTION_BITS,
     GROUP,
     Block,
     Forward,
@@ -247,6 +248,9 @@ def fits(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Suppor
         return Support(False, f"{config.blocks} blocks of {needed} bytes, a multiprocessor has room for {room}")
     if max(planned.grid[1:]) > 65535:
         return Support(False, f"a grid of {planned.grid} blocks, of which 65535 are possible on two axes")
+    copies = planned.integers.planes * planned.integers.in_rows * planned.integers.line_copies
+    if copies * planned.integers.line_copies >= 1 << FRACTION_BITS:
+        return Support(False, f"{copies} copies in lines of {planned.integers.line_copies}: too many to tell apart")
     if (bits := index_bits(problem, planned.integers)) > 32:
         return Support(False, f"indices take {bits} bits, this kernel has 32")
     return YES

@@ -22,8 +22,8 @@ from nbdnn.problem import ITEMSIZE, ConvProblem
 
 GROUP = 8  # pixels
 ENTRY_BYTES = 8  # of a table
-# A small number is divided by another by a product with 2^20 over that, rounded up: exact below 2^20 for their product.
-FRACTION_BITS = 20
+# A number is divided by another by a product with 2^30 over that, rounded up: exact if their product is less than 2^30.
+FRACTION_BITS = 30
 _CHUNK_BYTES = 16
 
 
@@ -31,7 +31,7 @@ class Lines(NamedTuple):
     """What the code that copies and reads lines depends on.
 
     math: 'fma', 'mma' or 'tf32'. inner: channels of a line; planar: there are others. step: elements from a pixel's
-    window to the next one's. odd: elements before a window, so that it begins on a word. copy_bytes: of one asynchronous copy.
+    window to the next one's. odd: elements before a window, so that it begins on a word. copy_bytes: of one copy.
     """
 
     dtype: str
