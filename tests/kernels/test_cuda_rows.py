@@ -89,17 +89,13 @@ def test_a_tile_holds_all_that_its_windows_see(width: int, layer: str, layout: s
     assert tiled.line_copies * form.copy_bytes <= tiled.pitch
 
 
-@pytest.mark.parametrize("width", [1, 2, 23, 225, 640, 1001])
-@pytest.mark.parametrize("stride", [1, 2, 4])
-def test_fractions_divide(width: int, stride: int) -> None:
-    """By the copies of a line, and by the pixels of a row: every number that the kernels divide."""
-    problem = parse(f"conv_fwd:f32:n1c3h400w{width}:k8r11s1:p2x0:u{stride}x{stride}:d1x1:g1:cross:nhwc")
-    for config in FWD.configs(problem, H200):
-        f = FWD.launches(problem, config, H200)[0].integers
+@pytest.mark.parametrize("width", [1, 9, 23, 225, 640, 1001])
+def test_fractions_divide_the_pixels_of_a_tile(width: int) -> None:
+    problem = parse(f"conv_bwd_filter:f32:n1c3h400w{width}:k8r3s1:p1x0:u1x1:d1x1:g1:cross:nhwc")
+    for config in BWD_FILTER.configs(problem, H200):
+        f = BWD_FILTER.launches(problem, config, H200)[0].integers
         assert isinstance(f, Rows)
-        for item in range(f.planes * f.in_rows * f.line_copies):
-            assert item * f.per_line >> FRACTION_BITS == item // f.line_copies
-        for pixel in range(f.groups * 8):
+        for pixel in range((f.groups + 3) * 8):
             assert pixel * f.per_row >> FRACTION_BITS == pixel // (f.tile_groups * 8)
 
 

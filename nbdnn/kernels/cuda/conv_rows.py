@@ -24,7 +24,7 @@ from nbdnn.kernels.cuda.rows_launch import (
     gradients,
     warps_at_once,
 )
-from nbdnn.kernels.cuda.rows_plan import FRACTION_BITS, refusal
+from nbdnn.kernels.cuda.rows_plan import refusal
 from nbdnn.kernels.cuda.window_plan import blocks_at_once
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
@@ -47,9 +47,6 @@ def fits(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Suppor
         return Support(False, f"{config.blocks} blocks of {needed} bytes, a multiprocessor has room for {room}")
     if max(planned.grid[1:]) > 65535:
         return Support(False, f"a grid of {planned.grid} blocks, of which 65535 are possible on two axes")
-    copies = planned.integers.planes * planned.integers.in_rows * planned.integers.line_copies
-    if copies * planned.integers.line_copies >= 1 << FRACTION_BITS:
-        return Support(False, f"{copies} copies in lines of {planned.integers.line_copies}: too many to tell apart")
     if (bits := index_bits(problem, planned.integers)) > 32:
         return Support(False, f"indices take {bits} bits, this kernel has 32")
     return YES

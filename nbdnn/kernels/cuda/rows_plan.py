@@ -22,8 +22,8 @@ from nbdnn.problem import ITEMSIZE, ConvProblem
 
 GROUP = 8  # pixels
 ENTRY_BYTES = 8  # of a table
-# A number is divided by another by a product with 2^30 over that, rounded up: exact if their product is less than 2^30.
-FRACTION_BITS = 30
+# Pixels are divided by those of a row by a product with 2^20 over that, rounded up.
+FRACTION_BITS = 20
 _CHUNK_BYTES = 16
 
 
@@ -85,9 +85,9 @@ class Rows(NamedTuple):
     """The integers of a kernel: of the tiles, of shared memory (places and extents in bytes), of the tensors.
 
     blocks: that share the tiles. tile_groups: of a row; groups: of a tile. planes: channels that are lines of their
-    own. line_copies: of a line. per_line, per_row: fractions that divide by line_copies, and by the pixels of a row of
-    the tile. entries: of the table of words, or of segments. fragments: of the table, of eight.
-    parts: a block's warps take turns at pixels; sets: of words, of a block and of all.
+    own. line_copies: of a line. per_row: fraction that divides by the pixels of a row of the tile. entries: of the table
+    of words, or of segments; fragments: of eight. parts: a block's warps take turns at pixels; sets: of words, of a
+    block and of all.
     """
 
     tiles: int
@@ -100,7 +100,6 @@ class Rows(NamedTuple):
     planes: int
     in_rows: int
     line_copies: int
-    per_line: int
     per_row: int
     line_elems: int
     pitch: int
@@ -199,16 +198,12 @@ def rows(seen: Image, form: Lines, tile: Tile, block: Block) -> Rows:
     return Rows._make((
         seen.n * tile.tiles_h * tile.tiles_w, block.blocks, tile.tiles_h, tile.tiles_w,
         tile.rows, tile.row_groups, tile.groups, seen.group_in // form.inner,
-        tile.in_rows, tile.line_copies, _fraction(tile.line_copies), _fraction(tile.row_groups * GROUP),
+        tile.in_rows, tile.line_copies, ceil((1 << FRACTION_BITS) / (tile.row_groups * GROUP)),
         seen.extent[1] * form.inner, tile.pitch,
         *block[1:],
         seen.group_out, seen.taps[0], *seen.outputs, seen.extent[0], *seen.stride, *seen.pad, seen.dilation[0],
         image_n, image_c, image_h, seen.filter_strides[0], w_k, w_c, w_r, w_s, *seen.out_strides,
     ))  # fmt: skip
-
-
-def _fraction(divisor: int) -> int:
-    return ceil((1 << FRACTION_BITS) / divisor)
 
 
 class Forward(NamedTuple):

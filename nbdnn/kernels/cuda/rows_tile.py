@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from nbdnn.kernels.cuda.rows_plan import ENTRY_BYTES, FRACTION_BITS, GROUP, Lines
+from nbdnn.kernels.cuda.rows_plan import ENTRY_BYTES, GROUP, Lines
 
-_BATCH = 4  # copies of a thread that are prepared side by side
 _BEYOND = 1 << 15  # the row of a group that no tile has
 
 
@@ -37,31 +36,30 @@ def tile_place(form: Lines):
 def copy_lines(form: Lines, threads: int):
     """Device function (image, n, first output row, first element, shared address, f, thread): starts a slab's copies.
 
-    What lies outside of the image is zero.
+    A warp a line: what lies outside of the image is zero.
     """
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
-    integer, word = ptx.INTEGER[32], ptx.cuda.types.uint32
+    integer, word, warps, planar = ptx.INTEGER[32], ptx.cuda.types.uint32, threads // 32, form.planar
     copy, copy_bytes, elems = ptx_tile.COPY_ASYNC[form.copy_bytes], form.copy_bytes, form.copy_bytes // form.itemsize
-    planar = form.planar
 
     @ptx.inline
     def copied(image, n, p, first, slab, f, thread):
-        top, from_ = integer(p * f.stride_h - f.pad_h), integer(n * f.image_n)
-        count, i = integer(f.planes * f.in_rows * f.line_copies), thread
-        while i < count:
-            for b in range(_BATCH):
-                item = integer(i + b * threads)
-                line = integer(item * f.per_line >> FRACTION_BITS)
-                part = integer(item - line * f.line_copies)
-                plane, row = ptx.divided(line, f.in_rows) if planar else (integer(0), line)
-                h, at = integer(top + row), integer(first + part * elems)
-                live = h >= 0 and h < f.extent_h and at >= 0 and at < f.line_elems
-                place = integer(from_ + plane * f.image_c + h * f.image_h + at) if live else integer(0)
-                if item < count:
-                    to = word(slab + line * f.pitch + part * copy_bytes)
-                    copy(to, ptx.address(image, place), integer(copy_bytes if live else 0))
-            i = integer(i + _BATCH * threads)
+        line, lane = integer(thread >> 5), integer(thread & 31)
+        top = integer(p * f.stride_h - f.pad_h)
+        while line < f.planes * f.in_rows:
+            plane, row = ptx.divided(line, f.in_rows) if planar else (integer(0), line)
+            h = integer(top + row)
+            from_ = integer(n * f.image_n + plane * f.image_c + h * f.image_h)
+            inside = h >= 0 and h < f.extent_h
+            i = lane
+            while i < f.line_copies:
+                at = integer(first + i * elems)
+                live = inside and at >= 0 and at < f.line_elems
+                source = ptx.address(image, integer(from_ + at) if live else integer(0))
+                copy(word(slab + line * f.pitch + i * copy_bytes), source, integer(copy_bytes if live else 0))
+                i = integer(i + 32)
+            line = integer(line + warps)
 
     return copied
 
