@@ -85,7 +85,7 @@ class Rows(NamedTuple):
     """The integers of a kernel: of the tiles, of shared memory (places and extents in bytes), of the tensors.
 
     blocks: that share the tiles. tile_groups: of a row; groups: of a tile. planes: channels that are lines of their
-    own. line_copies: of a line. per_row: fraction that divides by the pixels of a row of the tile. entries: of the table
+    own. line_copies: of a line. per_row: fraction that divides by the pixels of a tile's row. entries: of the table
     of words, or of segments; fragments: of eight. parts: a block's warps take turns at pixels; sets: of words, of a
     block and of all.
     """
