@@ -311,6 +311,16 @@ EDGES_BANDS = (
     Edge("n4c72h1w1:k72r3s3:p1x1:u1x1:d1x1:g72", "one pixel, channels beyond a block's with a remainder"),
     Edge("n1c8h9w48:k8r1s7:p0x3:u1x1:d1x1:g8", "a row filter"),
 )
+# First layers whose rows are whole words; posed in both layouts, in float32 and bfloat16.
+EDGES_FIRST = (
+    Edge("n2c3h21w24:k32r3s3:p1x1:u2x2:d1x1:g1", "rows of whole 16 bytes, half a group of eight outputs at their end"),
+    Edge("n1c3h23w300:k40r7s7:p3x3:u2x2:d1x1:g1", "rows of outputs that are cut, a remainder of filters"),
+    Edge("n3c1h9w40:k16r5s5:p2x2:u2x2:d1x1:g1", "one channel, an odd number of groups of eight outputs"),
+    Edge("n1c4h17w18:k72r3s3:p1x1:u1x1:d1x1:g1", "four channels, stride 1, more filters than a block has"),
+    Edge("n1c3h9w42:k64r3s3:p1x1:u1x1:d1x1:g1", "three channels, stride 1: every second window begins within a word"),
+    Edge("n2c3h27w36:k24r11s11:p2x2:u4x4:d1x1:g1", "11x11: more words of a window than a block sums"),
+    Edge("n1c2h13w22:k8r3s2:ba0.2x1.0:u3x2:d2x1:g1", "asymmetric in every parameter, rows of taps that are dilated"),
+)
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
 
 
@@ -321,8 +331,8 @@ def edges(op: str) -> Sequence[Problem]:
 
 
 def conv_edges(op: str) -> list[ConvProblem]:
-    """All in float32 and both layouts; the core in every dtype, mode and epilogue; those of matrix units in 16 bits
-    too."""
+    """All in float32 and both layouts; the core in every dtype, mode and epilogue; those of matrix units and of first
+    layers in 16 bits too."""
     plain, last = {2: "nchw", 3: "ncdhw"}, {2: "nhwc", 3: "ndhwc"}
     problems = [_posed(op, "f32", edge, layout) for edge in EDGES_2D for layout in ("nchw", "nhwc")]
     problems += [_posed(op, "f32", edge, layout) for edge in EDGES_3D for layout in ("ncdhw", "ndhwc")]
@@ -349,6 +359,9 @@ def conv_edges(op: str) -> list[ConvProblem]:
             problems += [posed, replace(posed, dtype="bf16", mode="conv", compute="")]
             if edge in EDGES_MATRIX[::4]:
                 problems.append(replace(posed, dtype="f16", compute="", y_layout=other))
+    for edge in EDGES_FIRST:
+        posed_both = [_posed(op, "f32", edge, layout) for layout in ("nchw", "nhwc")]
+        problems += [*posed_both, *(replace(posed, dtype="bf16", mode="conv", compute="") for posed in posed_both)]
     epilogues = EPILOGUES if op == "conv_fwd" else ("beta",)
     problems += _banded(op, epilogues)
     problems += [

@@ -19,6 +19,7 @@ _SHAPES_2D = {
     "1x1": "n2c16h9w11:k24r1s1:p0x0:u1x1:d1x1:g1:cross",
     "5x5": "n2c16h9w11:k24r5s5:p2x2:u1x1:d1x1:g1:cross",
     "7x7/2": "n2c3h23w25:k24r7s7:p3x3:u2x2:d1x1:g1:cross",
+    "rows of words": "n2c3h23w24:k24r7s7:p3x3:u2x2:d1x1:g1:cross",
     "stride": "n2c16h9w11:k24r3s3:p1x1:u2x2:d1x1:g1:cross",
     "dilation": "n2c16h9w11:k24r3s3:p2x2:u1x1:d2x2:g1:cross",
     "asymmetric": "n2c16h9w11:k24r3s2:ba1.2x0.3:u2x1:d1x2:g1:cross",
@@ -58,6 +59,8 @@ _OF_MATRIX = "3x3, 1x1, 5x5, stride, dilation, asymmetric, conv mode, one pixel"
 _MATRIX = Covers("f16 bf16", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
 _MATRIX_TF32 = Covers("f32", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
 _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
+_OF_ROWS = _OF_STEM._replace(shapes="rows of words", ends=_FORWARD_ENDS)
+_OF_ROWS_FILTER = _OF_STEM._replace(layouts="nhwc", shapes="rows of words", ends="e:beta")
 _OF_GROUPED = _OF_STEM._replace(shapes="groups")
 _OF_BANDS = Covers("f16 bf16", "nchw nhwc", "depthwise, depthwise 7x7", "e:beta")
 _OF_LANES = _OF_BANDS._replace(dtypes="f32", layouts="nhwc")
@@ -76,6 +79,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/fma_gemm": _FORWARD._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_fwd/numba/winograd_2x2": _FORWARD._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
     "conv_fwd/numba/winograd_4x4": _FORWARD._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
+    "conv_fwd/numba/rows": _OF_ROWS,
+    "conv_fwd/numba/rows_tf32": _OF_ROWS._replace(dtypes="f32", shapes="7x7/2, rows of words"),
     "conv_fwd/numba/stem": _OF_STEM._replace(ends=_FORWARD_ENDS),
     "conv_fwd/numba/stem_tf32": _OF_STEM._replace(dtypes="f32", ends=_FORWARD_ENDS),
     "conv_fwd/numba/grouped": _OF_GROUPED._replace(ends=_FORWARD_ENDS),
@@ -119,6 +124,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/winograd_4x4": _GRADIENT._replace(
         dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD
     ),
+    "conv_bwd_filter/numba/rows": _OF_ROWS_FILTER,
+    "conv_bwd_filter/numba/rows_tf32": _OF_ROWS_FILTER._replace(dtypes="f32"),
     "conv_bwd_filter/numba/stem": _OF_STEM,
     "conv_bwd_filter/numba/stem_tf32": _OF_STEM._replace(dtypes="f32"),
     "conv_bwd_filter/numba/grouped": _OF_GROUPED,

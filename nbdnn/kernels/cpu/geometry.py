@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nbdnn.problem import ACTIVATIONS, ConvProblem, dense_strides
+from nbdnn.kernels.spatial import spatial3, with_depth
+from nbdnn.kernels.spatial import tensor_strides as tensor_strides  # kernels take it from here as well
+from nbdnn.problem import ACTIVATIONS, ConvProblem
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def geometry(problem: ConvProblem) -> Geometry:
     gathers = product(*(_axes(problem, axis, forward) for axis in range(3)))
     c, k = problem.c // problem.groups, problem.k // problem.groups
     w = problem.operands[1 if forward else 0]
-    ws = _with_depth(w.strides, 2)
+    ws = with_depth(w.strides, 2)
     source, target = (problem.operands[0], problem.operands[2]) if forward else problem.operands[1:3]
     c_in, c_out = (c, k) if forward else (k, c)
     return Geometry(
@@ -122,11 +124,6 @@ def column_table(axis: Axis) -> np.ndarray:
     return np.array([(offset, *axis.reached(offset)) for _, offset in axis.taps], np.int64).reshape(-1, 3)
 
 
-def spatial3(extents: tuple[int, ...], fill: int = 1) -> tuple[int, ...]:
-    """Extents, steps or pads of three axes: a 2-D problem gets a leading depth of `fill`."""
-    return (fill,) * (3 - len(extents)) + tuple(extents)
-
-
 def _axes(problem: ConvProblem, axis: int, forward: bool) -> tuple[Axis, ...]:
     extent = spatial3(problem.spatial)[axis]
     out = spatial3(problem.out_spatial)[axis]
@@ -151,18 +148,9 @@ def _axes(problem: ConvProblem, axis: int, forward: bool) -> tuple[Axis, ...]:
     return tuple(phases)
 
 
-def _with_depth(strides: tuple[int, ...], lead: int) -> tuple[int, ...]:
-    return strides if len(strides) == lead + 3 else (*strides[:lead], 0, *strides[lead:])
-
-
 def _grouped(strides: tuple[int, ...], channels: int) -> tuple[int, ...]:
-    n, c, d, h, w = _with_depth(strides, 2)
+    n, c, d, h, w = with_depth(strides, 2)
     return (n, c * channels, c, d, h, w)
-
-
-def tensor_strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
-    """(n, c, d, h, w) strides of a dense tensor of 2 or 3 spatial axes."""
-    return _with_depth(dense_strides(shape, channels_last), 2)
 
 
 EPILOGUE_FIELDS = ("activation", "bias_pointer", "residual_pointer", "read_out")

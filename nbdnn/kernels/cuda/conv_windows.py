@@ -14,14 +14,15 @@ pixels g and g + 8 of each m16 tile in one load, and of filter g of each n8 tile
     m16n8k8 (TF32), twice:  k = t | t + 4  are its channels 0 | 1, then 2 | 3
 
 The filters of n8 tiles are dealt so that a lane ends with neighbours, to be stored as up to 16 bytes. FMA units (f32):
-a thread has 4 pixels, 32 apart, of 8 or 16 filters: about 10 products a load of 16 bytes, most of them broadcasts.
+a thread has 4 pixels, 32 apart, of 8 or 16 filters: about 12 products a load of 16 bytes, most of which are
+broadcasts.
 Traffic: x once a tile and unit set, y once. Accumulates in float32. Source: own.
 """
 
 from __future__ import annotations
 
 from nbdnn.kernels.cuda.window_filters import fill_filters, fill_table
-from nbdnn.kernels.cuda.window_plan import Forward, Windows
+from nbdnn.kernels.cuda.window_records import Forward, Windows
 from nbdnn.kernels.cuda.window_store import in_turn, store_run
 from nbdnn.kernels.cuda.window_tile import fill, tile_place
 
@@ -43,12 +44,16 @@ def mma_kernel(*specialised_on):
     multiply = ptx_tile.MULTIPLY["tf32" if shape.math == "tf32" else shape.dtype]
     loads_of_b = n_tiles * quad_bytes // 4
     count, together = m_tiles * n_tiles * 4, max(run, 2)  # `together` outputs of a lane are neighbours
-    runs = filters // 4 // run  # of a pixel, that a lane stores
 
     @ptx.inline
     def accumulated(acc, at, a, b):
-        product = multiply(a, b, (acc[at], acc[at + 1], acc[at + 2], acc[at + 3]))
-        acc[at], acc[at + 1], acc[at + 2], acc[at + 3] = product
+        """A lane's products of an m16n8 tile: two filters of pixel g, and the same of pixel g + 8.
+
+        The sums lie pixel by pixel, and of a pixel as in memory.
+        """
+        other = at + 2 * n_tiles
+        product = multiply(a, b, (acc[at], acc[at + 1], acc[other], acc[other + 1]))
+        acc[at], acc[at + 1], acc[other], acc[other + 1] = product
 
     @ptx.inline
     def narrow_products(acc, mi, low, high, b, live):
@@ -60,7 +65,7 @@ def mma_kernel(*specialised_on):
             high[1] if live else zero,
         )
         for ni in range(n_tiles):
-            accumulated(acc, (mi * n_tiles + ni) * 4, a, (b[2 * ni], b[2 * ni + 1]))
+            accumulated(acc, (mi * 2 * n_tiles + ni) * 2, a, (b[2 * ni], b[2 * ni + 1]))
 
     @ptx.inline
     def tf32_products(acc, mi, low, high, b, live):
@@ -78,7 +83,7 @@ def mma_kernel(*specialised_on):
             high[3] if live else zero,
         )
         for ni in range(n_tiles):
-            at = (mi * n_tiles + ni) * 4
+            at = (mi * 2 * n_tiles + ni) * 2
             accumulated(acc, at, first, (b[4 * ni], b[4 * ni + 1]))
             accumulated(acc, at, second, (b[4 * ni + 2], b[4 * ni + 3]))
 
@@ -121,30 +126,20 @@ def mma_kernel(*specialised_on):
             add_step(acc, pixels, table, filters_at, lane, t < rest)
 
     @ptx.inline
-    def in_order(sums, acc):
-        """The sums pixel by pixel, and of a pixel as they lie in memory."""
-        for mi in range(m_tiles):
-            for half in range(2):
-                for i in range(2 * n_tiles):
-                    at = (mi * n_tiles + i // 2) * 4 + 2 * half + i % 2
-                    sums[((mi * 2 + half) * n_tiles) * 2 + i] = acc[at]
-
-    @ptx.inline
-    def store_one(i, sums, at, state):
-        """The i-th run of a lane: some of a pixel's filters, of m_tiles x 2 pixels."""
+    def store_one(eighth, inner, sums, state):
+        """Some filters, from the `inner`-th that a lane has, of pixel g of each eight that its warp takes."""
         part, t, to, extra, f = state
         y, n, p_first, q_first, first, channel = to
         bias, residual, alpha, beta = extra
-        eighth, inner = i // runs, i % runs * run
         pixel = integer(part * m_tiles * 16 + eighth * 8)
         p, q = integer(p_first + (pixel >> f.columns_log2)), integer(q_first + (pixel & (1 << f.columns_log2) - 1))
         o = integer((inner // together * 4 + t) * together + inner % together)
         if p < f.rows and q < f.columns and first + o < f.group_out:
             k = integer(channel + o)
             place = integer(n * f.out_n + p * f.out_h + q * f.out_w + k * f.out_c)
-            finish(sums, at, alpha, beta, y, place, bias, k, residual)
+            finish(sums, alpha, beta, y, place, bias, k, residual)
 
-    store_all = in_turn(store_one, count, run, variant.epilogue)
+    store_all = in_turn(store_one, m_tiles * 2, n_tiles * 2, run)
 
     @ptx.inline
     def task_outputs(unit, part, slab, lane, to, extra, f):
@@ -160,9 +155,7 @@ def mma_kernel(*specialised_on):
             acc[i] = real(0.0)
         sum_windows(acc, pixels, unit, lane, f)
         y, n, p, q, first, channel = to
-        sums = ptx.cuda.local.array(count, real)
-        in_order(sums, acc)
-        store_all(sums, (part, t, (y, n, p, integer(q + g), first, channel), extra, f))
+        store_all(acc, (part, t, (y, n, p, integer(q + g), first, channel), extra, f))
 
     return _kernel(variant, task_outputs)
 
@@ -208,20 +201,19 @@ def fma_kernel(*specialised_on):
             quad = integer(quad + 1)
 
     @ptx.inline
-    def store_one(i, sums, first_sum, state):
-        """The i-th run of a thread: some of a pixel's filters."""
+    def store_one(j, o, sums, state):
+        """Some filters, from `o` on, of a thread's j-th pixel."""
         part, lane, to, extra, f = state
         y, n, p_first, q_first, first, channel = to
         bias, residual, alpha, beta = extra
-        j, o = i // (filters // run), i % (filters // run) * run
         pixel = integer((part * FMA_PIXELS + j) * 32 + lane)
         p, q = integer(p_first + (pixel >> f.columns_log2)), integer(q_first + (pixel & (1 << f.columns_log2) - 1))
         if p < f.rows and q < f.columns and first + o < f.group_out:
             k = integer(channel + o)
             at = integer(n * f.out_n + p * f.out_h + q * f.out_w + k * f.out_c)
-            finish(sums, first_sum, alpha, beta, y, at, bias, k, residual)
+            finish(sums, alpha, beta, y, at, bias, k, residual)
 
-    store_all = in_turn(store_one, count, run, variant.epilogue)
+    store_all = in_turn(store_one, FMA_PIXELS, filters, run)
 
     @ptx.inline
     def task_outputs(unit, part, slab, lane, to, extra, f):

@@ -6,7 +6,7 @@
 of the window (all channels) times the filters of a unit, over all pixels or, where warps are left, some of them:
 
     1. fill slabs and dy       2. sum over pixels      3. warps of different pixels add up, in order, in shared memory
-    4. the block's sums to the workspace               5. a second kernel adds those of all blocks, in order
+    4. the block's sums to the workspace               5. those of all blocks add up, in order, in `window_sums.py`
 
 Matrix units: m16 = quads g and g + 8 (one channel, a tile a channel), n8 = filters, k = pixels. A lane loads a quad of
 a pixel at once and pairs the halves of two pixels: its channels are rows of as many tiles. FMA units: a lane has two
@@ -16,88 +16,13 @@ Traffic: x and dy once a unit set, the sums of each block twice. Accumulates in 
 
 from __future__ import annotations
 
-from functools import cache
-
-from nbdnn.kernels.cuda.window_plan import QUAD, Gradient, Sums, Windows
-from nbdnn.kernels.cuda.window_tile import fill, held_words, load_channels, quad_offset, tile_place
+from nbdnn.kernels.cuda.window_gradients import fill_gradients, pixels_of_tile
+from nbdnn.kernels.cuda.window_records import Gradient, Windows
+from nbdnn.kernels.cuda.window_tile import fill, held_words, quad_offset, tile_place
 from nbdnn.problem import ITEMSIZE
 
 THREADS = 256
 _BATCH = 4  # loads of a thread that are under way together
-# Of the second kernel: elements of a block, and slices of the blocks' sums that are added side by side.
-SUM_ELEMENTS, _SLICES = 32, THREADS // 32
-
-
-@cache
-def pixels_of_tile():
-    """Device function (f) -> the pixels of a tile. Not a constant: loops over them would be written out."""
-    from nbdnn.kernels.cuda import ptx
-
-    integer = ptx.INTEGER[32]
-
-    @ptx.inline
-    def count(f):
-        return integer(f.tile_rows << f.columns_log2)
-
-    return count
-
-
-@cache
-def _fill_gradients(variant: Gradient):
-    """Device function (dy, n, first output row and column, first unit, f, thread): dy of a tile, [pixel][filter].
-
-    What lies outside of dy is zero.
-    """
-    from nbdnn.kernels.cuda import ptx, ptx_tile
-
-    integer, word, shape = ptx.INTEGER[32], ptx.cuda.types.uint32, variant.shape
-    itemsize, filters, tile_pixels = ITEMSIZE[shape.dtype], variant.filters, pixels_of_tile()
-    at_once = max(variant.together, QUAD)
-    count = at_once * itemsize // 4
-    load = load_channels(shape.dtype, shape.math, variant.together, QUAD)
-    (put, take), store = held_words(count), ptx_tile.STORE_SHARED[count]
-    parts_of_unit = integer(filters // at_once)
-    held = _BATCH * count
-
-    @ptx.inline
-    def interleaved(item, parts, pixels):
-        pixel, part = ptx.divided(item, parts)
-        return part, pixel
-
-    @ptx.inline
-    def planar(item, parts, pixels):
-        return ptx.divided(item, pixels)
-
-    placed = interleaved if variant.parts_first else planar
-
-    @ptx.inline
-    def filled(dy, n, p_first, q_first, first_unit, f, thread):
-        words, targets = ptx.cuda.local.array(held, word), ptx.cuda.local.array(_BATCH, integer)
-        base = integer(integer(ptx_tile.dynamic_shared()) + f.filters)
-        mask = integer((integer(1) << f.columns_log2) - 1)
-        pixels, parts = tile_pixels(f), integer(f.block_units * parts_of_unit)
-        items = integer(pixels * parts)
-        i = thread
-        while i < items:
-            for b in range(_BATCH):
-                part, pixel = placed(integer(i + b * THREADS), parts, pixels)
-                unit, inner = ptx.divided(part, parts_of_unit)
-                group, chunk = ptx.divided(integer(first_unit + unit), f.chunks)
-                o = integer(chunk * filters + inner * at_once)
-                p, q = integer(p_first + (pixel >> f.columns_log2)), integer(q_first + (pixel & mask))
-                targets[b] = integer(base + pixel * f.dy_bytes + part * at_once * itemsize)
-                for k in range(count):
-                    words[b * count + k] = word(0)
-                inside = p < f.rows and q < f.columns and first_unit + unit < f.units and o < f.group_out
-                if inside and i + b * THREADS < items:
-                    at = integer(n * f.out_n + (group * f.group_out + o) * f.out_c + p * f.out_h + q * f.out_w)
-                    put(words, b * count, load(dy, at, f.out_c, integer(f.group_out - o)))
-            for b in range(_BATCH):
-                if i + b * THREADS < items:
-                    store(word(targets[b]), take(words, b * count))
-            i = integer(i + _BATCH * THREADS)
-
-    return filled
 
 
 def mma_kernel(*specialised_on):
@@ -315,7 +240,7 @@ def _kernel(variant: Gradient, count: int, begin, offsets_of, add_tile, keep, it
 
     shape, filters = variant.shape, variant.filters
     integer, word, real = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"]
-    fill_slabs, fill_dy = fill(shape, THREADS, _BATCH), _fill_gradients(variant)
+    fill_slabs, fill_dy = fill(shape, THREADS, _BATCH), fill_gradients(variant, THREADS, _BATCH)
     placed, offset = tile_place(), quad_offset(shape)
     rows, row_sums = variant.rows, shape.channels * filters
     load_four, store_four = ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
@@ -376,46 +301,3 @@ def _kernel(variant: Gradient, count: int, begin, offsets_of, add_tile, keep, it
 
     data, sums_type = ptx.pointer(shape.dtype), ptx.pointer("f32")
     return gradients, (data, data, sums_type, ptx.record(Windows, 32))
-
-
-def sum_kernel(dtype: str, tokens: tuple[str, ...]):
-    """dw from the sums of all blocks: 32 elements a block, 8 slices of the blocks' sums side by side, then in order."""
-    from nbdnn.kernels.cuda import epilogue, ptx
-
-    integer, real, store = ptx.INTEGER[32], ptx.REAL["f32"], epilogue.store(dtype, tokens)
-
-    def sum_blocks(parts, dw, alpha, beta, f):
-        thread = integer(ptx.thread_x())
-        slice_, lane = integer(thread >> 5), integer(thread & 31)
-        element = integer(ptx.block_x() * SUM_ELEMENTS + lane)
-        part_sums = ptx.cuda.shared.array(THREADS, real)
-
-        # 1. Each slice adds every eighth block's.
-        total = real(0.0)
-        block = slice_
-        while block < f.blocks:
-            total = total + ptx.load_constant(parts, integer(block * f.elements + element))
-            block = integer(block + _SLICES)
-        part_sums[thread] = total
-        ptx.cuda.syncthreads()
-
-        # 2. The first adds the slices, and stores.
-        if slice_ == 0:
-            for other in range(1, _SLICES):
-                total = total + part_sums[other * SUM_ELEMENTS + lane]
-            place, inner = ptx.divided(element, f.sums)
-            block_y, block_z = ptx.divided(place, f.blocks_z)
-            row, slot = ptx.divided(inner, integer(f.block_units * f.filters))
-            quad, c = ptx.divided(row, f.channels)
-            unit, at = ptx.divided(slot, f.filters)
-            unit, quad = integer(block_y * f.block_units + unit), integer(block_z * f.block_quads + quad)
-            group, chunk = ptx.divided(unit, f.chunks)
-            tap, part = ptx.divided(quad, f.quads_of_tap)
-            r, s = ptx.divided(tap, f.taps_w)
-            o, channel = integer(chunk * f.filters + at), integer(part * QUAD + c)
-            if unit < f.units and quad < f.quads and o < f.group_out and channel < f.group_in:
-                to = integer(f.w_start + group * f.w_group + o * f.w_out + channel * f.w_in + r * f.w_r + s * f.w_s)
-                store(total, alpha, beta, dw, to, dw, o, dw)
-
-    data, scalar = ptx.pointer(dtype), ptx.REAL["f32"]
-    return sum_blocks, (ptx.pointer("f32"), data, scalar, scalar, ptx.record(Sums, 32))

@@ -10,7 +10,7 @@ from functools import cache
 from math import prod
 from typing import NamedTuple
 
-from nbdnn.kernels.cpu.geometry import spatial3, tensor_strides
+from nbdnn.kernels.spatial import spatial3, tensor_strides
 from nbdnn.problem import ConvProblem
 
 # What int32 may hold here: the last block of a grid counts on beyond the last element.

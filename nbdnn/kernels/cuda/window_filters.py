@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from nbdnn.kernels.cuda.window_plan import QUAD, Forward, Shape
+from nbdnn.kernels.cuda.window_plan import QUAD, Shape
+from nbdnn.kernels.cuda.window_records import Forward
 from nbdnn.kernels.cuda.window_tile import held_words, load_channels, quad_offset
 
 

@@ -14,26 +14,20 @@ from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
 from nbdnn.kernels.cuda.window_plan import (
+    BLOCK_SHARED_BYTES,
     QUAD,
-    Block,
-    Forward,
-    Gradient,
     Image,
-    Sums,
     Tile,
-    Windows,
+    blocks_at_once,
     image,
     shape,
-    shared_limit_bytes,
-    sums,
-    table_bytes,
     tile,
     together,
-    windows,
 )
+from nbdnn.kernels.cuda.window_records import Block, Forward, Gradient, Sums, Windows, sums, table_bytes, windows
+from nbdnn.kernels.cuda.window_sums import SUM_ELEMENTS, SUM_THREADS, sum_kernel
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
-_RESERVED_BYTES = 1 << 10  # of shared memory, that the driver takes for each block
 _WARPS = conv_windows.THREADS // 32
 _MMA_FILTERS, _FMA_FILTERS = 32, 16  # of a unit, at most
 _LAUNCH_US = 3.0
@@ -54,9 +48,7 @@ class Config(NamedTuple):
 
 _FORWARD_CONFIGS = Config(256, 2, 4), Config(256, 3, 4), Config(256, 2, 8), Config(128, 2, 4), Config(128, 3, 4)
 _GRADIENT_CONFIGS = Config(128, 2, 4), Config(128, 3, 4), Config(256, 2, 4), Config(128, 2, 8)
-# From here on the compiler does not unroll the loop that stores the sums, and indexes them on the stack.
-_KEEPS_SUMS_IN_MEMORY = (10, 0)
-_SMALLEST = Config(128, 2, 1), Config(128, 1, 1)  # what has no room for the last is not supported
+_SMALLEST = Config(128, 2, 2), Config(128, 2, 1), Config(128, 1, 1)  # what has no room for the last is not supported
 
 
 class Forwarded(NamedTuple):
@@ -69,7 +61,9 @@ class Forwarded(NamedTuple):
 def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Forwarded:
     """The kernel of a conv_fwd or bwd_data."""
     seen = image(problem)
-    filters = unit_filters(seen.group_out, _FMA_FILTERS if math == "fma" else _MMA_FILTERS)
+    # So many that beside the sums of a thread there are registers for its loads.
+    fma_filters = _FMA_FILTERS if seen.group_in < QUAD else _FMA_FILTERS // 2
+    filters = unit_filters(seen.group_out, fma_filters if math == "fma" else _MMA_FILTERS)
     chunks = ceil(seen.group_out / filters)
     units, slabs = units_of_block(seen, chunks, config.units)
     form = shape(seen, problem, math, slabs)
@@ -110,7 +104,7 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> G
     """The kernels of a bwd_filter."""
     seen = image(problem)
     dy_together = together(seen.outputs_last, seen.group_out, problem.dtype, problem.align)
-    # So many that beside the sums of a thread there are registers for its loads.
+    # As of the forward; the sums are of all channels of a quad here.
     most = _FMA_FILTERS // 2 if math == "fma" else _MMA_FILTERS if seen.group_in < QUAD else _MMA_FILTERS // 2
     filters = unit_filters(seen.group_out, most)
     chunks = ceil(seen.group_out / filters)
@@ -188,11 +182,11 @@ def _plan(problem: ConvProblem) -> Callable[[ConvProblem, str, Config, Gpu], For
 def fits(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Support:
     """Whether a config's blocks find room, and int32 holds every index."""
     planned = _plan(problem)(problem, math, config, device)
-    limit = shared_limit_bytes(device)
-    if planned.shared_bytes > limit:
-        return Support(False, f"a tile takes {planned.shared_bytes} bytes of shared memory, a block has {limit}")
-    if config.blocks * (planned.shared_bytes + _RESERVED_BYTES) > limit + _RESERVED_BYTES and config.blocks > 1:
-        return Support(False, f"{config.blocks} blocks of {planned.shared_bytes} bytes are more than {limit}")
+    needed = planned.shared_bytes
+    if needed > BLOCK_SHARED_BYTES:
+        return Support(False, f"a tile takes {needed} bytes of shared memory, a block has {BLOCK_SHARED_BYTES}")
+    if (room := blocks_at_once(needed, device)) < config.blocks:
+        return Support(False, f"{config.blocks} blocks of {needed} bytes, a multiprocessor has room for {room}")
     if max(planned.grid[1:]) > 65535:
         return Support(False, f"a grid of {planned.grid} blocks, of which 65535 are possible on two axes")
     if (bits := index_bits(problem, planned.integers)) > 32:
@@ -220,8 +214,6 @@ class Windowed(LaunchedCandidate[Config]):
         return ""
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        if device.capability >= _KEEPS_SUMS_IN_MEMORY:
-            return Support(False, f"compiled for capability {device.capability} its sums lie in memory: not there yet")
         if reason := self.refused(problem):
             return Support(False, reason)
         return fits(problem, self.units_math(problem), _SMALLEST[-1], device)
@@ -289,8 +281,8 @@ def _gradient_launches(problem: ConvProblem, planned: Gradients) -> list[Launch]
         dynamic_shared_bytes=planned.shared_bytes,
     )
     total = Launch(
-        source=Source(conv_windows_filter.sum_kernel, (problem.dtype, problem.epilogue), conv_windows_filter.THREADS),
-        grid=(planned.sums.elements // conv_windows_filter.SUM_ELEMENTS, 1, 1),
+        source=Source(sum_kernel, (problem.dtype, problem.epilogue), SUM_THREADS),
+        grid=(planned.sums.elements // SUM_ELEMENTS, 1, 1),
         pointers=(WORKSPACE, 2),
         scalars="f32",
         integers=planned.sums,

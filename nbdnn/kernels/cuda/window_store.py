@@ -4,53 +4,50 @@ from __future__ import annotations
 
 from functools import cache
 
-from nbdnn.kernels.cuda.epilogue import activation_of
 from nbdnn.kernels.cuda.window_tile import held_words
 from nbdnn.problem import ITEMSIZE
 
 
-def is_long(tokens: tuple[str, ...]) -> bool:
-    """Whether an epilogue has an exponential.
-
-    A loop with one in its body is too long for the compiler to write out, and what it indexes by its counter, which is
-    sums in registers, would go to memory. So there values move to the front instead.
-    """
-    return activation_of(tokens) not in ("", "relu")
-
-
 @cache
-def in_turn(store_one, count: int, run: int, tokens: tuple[str, ...]):
-    """Device function (values, state): store_one(i, values, first, state) for each run, which is values[first], ..."""
+def in_turn(store_one, pixels: int, filters: int, run: int):
+    """Device function (values, state): store_one(pixel, filter, values, state) for each run, whose values come first.
+
+    The values are those of `filters` of a pixel, of `pixels`. They move to the front in turn, because what a loop
+    indexes by its counter has to be in memory, where the loop is too long for the compiler to write out.
+    """
     from nbdnn.kernels.cuda import ptx
 
-    @ptx.inline
-    def indexed(values, state):
-        for i in range(count // run):
-            store_one(i, values, i * run, state)
+    real, rest = ptx.REAL["f32"], (pixels - 1) * filters
 
     @ptx.inline
-    def moved(values, state):
-        for i in range(count // run):
-            store_one(i, values, 0, state)
-            for j in range(count - run):
-                values[j] = values[j + run]
+    def all_stored(values, state):
+        here = ptx.cuda.local.array(filters, real)
+        for pixel in range(pixels):
+            for i in range(filters):
+                here[i] = values[i]
+            for first in range(0, filters, run):
+                store_one(pixel, first, here, state)
+                for i in range(filters - run):
+                    here[i] = here[i + run]
+            for i in range(rest):
+                values[i] = values[i + filters]
 
-    return moved if is_long(tokens) else indexed
+    return all_stored
 
 
 @cache
 def store_run(dtype: str, tokens: tuple[str, ...], count: int):
-    """Device function (values, first, alpha, beta, out, at, bias, channel, residual) that finishes out[at:at+count].
+    """Device function (values, alpha, beta, out, at, bias, channel, residual) that finishes out[at:at+count].
 
-    values[first:first+count] are sums. `count` 1, or so many as are 4, 8 or 16 bytes, to which `at` is aligned.
+    The first `count` values are the sums. `count` is 1, or so many as are 4, 8 or 16 bytes, to which `at` is aligned.
     """
     from nbdnn.kernels.cuda import epilogue, ptx
 
     element = epilogue.store(dtype, tokens)
 
     @ptx.inline
-    def single(values, first, alpha, beta, out, at, bias, channel, residual):
-        element(values[first], alpha, beta, out, at, bias, channel, residual)
+    def single(values, alpha, beta, out, at, bias, channel, residual):
+        element(values[0], alpha, beta, out, at, bias, channel, residual)
 
     if count == 1:
         return single
@@ -78,10 +75,11 @@ def store_run(dtype: str, tokens: tuple[str, ...], count: int):
                 results[e] = results[e + 1]
             results[count - 1] = value
 
-    activate = activate_moved if is_long(tokens) else activate_indexed
+    # As in `in_turn`: an exponential is too long.
+    activate = activate_indexed if name in ("", "relu") else activate_moved
 
     @ptx.inline
-    def run(values, first, alpha, beta, out, at, bias, channel, residual):
+    def run(values, alpha, beta, out, at, bias, channel, residual):
         words = ptx.cuda.local.array(words_count, word)
         before, added = ptx.cuda.local.array(count, real), ptx.cuda.local.array(count, real)
         results = ptx.cuda.local.array(count, real)
@@ -95,7 +93,7 @@ def store_run(dtype: str, tokens: tuple[str, ...], count: int):
             shift = widen(ptx.load_constant(bias, integer(channel + e))) if has_bias else real(0.0)
             old = before[e] if reads_out else real(0.0)
             more = added[e] if has_residual else real(0.0)
-            results[e] = finished(values[first + e], alpha, beta, old, shift, more)
+            results[e] = finished(values[e], alpha, beta, old, shift, more)
         activate(results)
         packed(words, results)
         store(out, at, take(words, 0))

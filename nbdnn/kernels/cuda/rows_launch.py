@@ -1,0 +1,219 @@
+"""How the kernels by raw rows are launched: configs, what a block takes, and where it lies in shared memory."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import rows_forward
+from nbdnn.kernels.cuda.rows_plan import (
+    ENTRY_BYTES,
+    GROUP,
+    Block,
+    Forward,
+    Gradient,
+    Lines,
+    Rows,
+    Tile,
+    aligned,
+    lines,
+    rows,
+    tile,
+)
+from nbdnn.kernels.cuda.rows_sums import Sums
+from nbdnn.kernels.cuda.window_plan import Image, image
+from nbdnn.problem import ITEMSIZE, ConvProblem
+
+_FMA_FILTERS = 32  # of a warp
+_REGISTERS = 16384  # of a quarter of a multiprocessor
+_SUMS = 64  # of a thread, for which there are registers if two blocks run at once
+# Warps of a block of bwd_filter, for whose sums there are registers: wanted if others run beside it, and sets at most.
+_WARPS, _MOST_SETS = 8, 12
+
+
+class Config(NamedTuple):
+    """A tile has about `pixels` outputs, in rows of `width` at most; a block that many filters at most.
+
+    blocks: of a multiprocessor at once. stages: slabs of a block, of which one is read while others arrive.
+    """
+
+    pixels: int
+    width: int
+    filters: int
+    blocks: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.pixels}w{self.width}x{self.filters}/{self.blocks}s{self.stages}"
+
+
+_FORWARD_MMA = (
+    *(Config(448, 128, 64, 3, 2), Config(448, 128, 64, 2, 2), Config(224, 128, 64, 2, 2), Config(224, 128, 64, 3, 2)),
+    *(Config(448, 128, 32, 3, 2), Config(224, 128, 64, 1, 2)),
+)
+_FORWARD_FMA = (
+    *(Config(448, 128, 64, 2, 2), Config(448, 128, 32, 2, 2), Config(224, 128, 64, 2, 2), Config(224, 128, 64, 1, 2)),
+)
+_FILTER_MMA = (
+    *(Config(448, 128, 64, 2, 2), Config(224, 128, 64, 3, 2), Config(224, 128, 64, 2, 2), Config(112, 128, 64, 4, 2)),
+    *(Config(448, 128, 64, 1, 2), Config(224, 128, 64, 1, 2), Config(112, 64, 64, 3, 2), Config(224, 128, 32, 3, 2)),
+    *(Config(112, 128, 64, 1, 2),),
+)
+_FILTER_FMA = (
+    *(Config(224, 128, 32, 2, 2), Config(448, 128, 32, 1, 2), Config(112, 64, 32, 3, 2), Config(112, 128, 32, 2, 2)),
+    *(Config(224, 128, 32, 1, 2), Config(112, 128, 32, 1, 2)),
+)
+CONFIGS = {"conv_fwd": (_FORWARD_MMA, _FORWARD_FMA), "conv_bwd_filter": (_FILTER_MMA, _FILTER_FMA)}
+SMALLEST = (Config(64, 64, 16, 1, 2),)  # what has no room for this is not supported
+
+
+class Forwarded(NamedTuple):
+    variant: Forward
+    integers: Rows
+    grid: tuple[int, int, int]
+    threads: int
+    min_blocks: int
+    shared_bytes: int
+
+
+def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Forwarded:
+    """The kernel of a conv_fwd."""
+    seen = image(problem)
+    form = lines(seen, problem, math)
+    filters = _FMA_FILTERS if math == "fma" else min(config.filters, _power_of_two(problem.k, 8))
+    units = max(1, min(config.filters, _power_of_two(problem.k, 8)) // filters)
+    tiled = tile(seen, form, config.pixels, config.width)
+    if math == "fma":
+        # With 7 groups of 8 pixels a turn, rows of 56 or 112 leave no warp idle.
+        groups = min((8, 7), key=lambda groups: groups * ceil(ceil(tiled.groups / groups) * units / _WARPS))
+    else:
+        groups = max(2, min(8, (_SUMS if config.blocks < 3 else _SUMS // 2) * 4 // filters))
+    variant = Forward(form, config.stages, units, filters, groups, _run_of(problem, math, filters), problem.epilogue)
+    segments = seen.taps[0] * (seen.group_in // form.inner)
+    entries = segments if math == "fma" else segments * form.segment_words
+    fragments = segments if math == "fma" else ceil(entries / 8)
+    turns = ceil(tiled.groups / groups)
+    groups_at = aligned((fragments if math == "fma" else fragments * 8) * ENTRY_BYTES)
+    filters_at = aligned(groups_at + turns * groups * ENTRY_BYTES)
+    slabs_at = aligned(filters_at + fragments * (form.run if math == "fma" else 8) * units * filters * 4)
+    slab_bytes = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
+    chunks = ceil(problem.k / (units * filters))
+    block = Block(
+        blocks=_blocks(seen, tiled, config, chunks, device),
+        entries=entries,
+        fragments=fragments,
+        groups_at=groups_at,
+        filters_at=filters_at,
+        slabs_at=slabs_at,
+        slab_bytes=slab_bytes,
+        dy_at=0,
+        parts=turns,
+        sets=0,
+        all_sets=0,
+    )
+    grid = block.blocks, chunks, 1
+    integers = rows(seen, form, tiled, block)
+    return Forwarded(
+        variant, integers, grid, rows_forward.THREADS, config.blocks, slabs_at + config.stages * slab_bytes
+    )
+
+
+class Gradients(NamedTuple):
+    variant: Gradient
+    integers: Rows
+    grid: tuple[int, int, int]
+    threads: int
+    min_blocks: int
+    shared_bytes: int
+    sums: Sums
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.sums.blocks * self.sums.elements * 4
+
+
+def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Gradients:
+    """The kernels of a bwd_filter."""
+    seen = image(problem)
+    form = lines(seen, problem, math)
+    filters = _FMA_FILTERS if math == "fma" else min(config.filters, _power_of_two(problem.k, 16))
+    words = seen.taps[0] * (seen.group_in // form.inner) * form.segment_words
+    every = ceil(words / Gradient(form, 0, filters, 0).set_words)
+    grid_z = ceil(every / _MOST_SETS)
+    sets = ceil(every / grid_z)
+    variant = Gradient(form, config.stages, filters, sets * 32)
+    room = warps_at_once(variant.registers) // config.blocks
+    splits = max(1, min(room, 2 * _WARPS if config.blocks == 1 else _WARPS) // sets)
+    variant = variant._replace(threads=sets * splits * 32)
+    tiled = tile(seen, form, config.pixels, config.width)
+    # Groups are summed several at once: beside the last ones lie zeros.
+    groups = aligned(tiled.groups, variant.groups)
+    slabs_at = aligned(groups * ENTRY_BYTES)
+    dy_at = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
+    slab_bytes = aligned(dy_at + groups * GROUP * variant.dy_bytes)
+    chunks = ceil(problem.k / filters)
+    block = Block(
+        blocks=_blocks(seen, tiled, config, chunks * grid_z, device),
+        entries=words,
+        fragments=0,
+        groups_at=0,
+        filters_at=0,
+        slabs_at=slabs_at,
+        slab_bytes=slab_bytes,
+        dy_at=dy_at,
+        parts=splits,
+        sets=sets,
+        all_sets=sets * grid_z,
+    )
+    shared_bytes = max(slabs_at + config.stages * slab_bytes, sets * variant.set_sums * 4)
+    grid = block.blocks, chunks, grid_z
+    integers = rows(seen, form, tiled, block)
+    totals = _sums(seen, variant, integers, chunks)
+    return Gradients(variant, integers, grid, variant.threads, config.blocks, shared_bytes, totals)
+
+
+def _sums(seen: Image, variant: Gradient, f: Rows, chunks: int) -> Sums:
+    form: Lines = variant.lines
+    return Sums(
+        blocks=f.blocks,
+        elements=chunks * f.all_sets * variant.set_sums,
+        filters=variant.filters,
+        rows=f.all_sets * variant.set_words * variant.row_elems,
+        per_word=variant.row_elems,
+        segment_words=form.segment_words,
+        odd=form.odd,
+        run=form.run,
+        inner=form.inner,
+        planes=f.planes,
+        taps_h=f.taps_h,
+        out_c=f.out_c,
+        w_start=f.w_start,
+        w_out=f.w_out,
+        w_in=f.w_in,
+        w_r=f.w_r,
+        w_s=f.w_s,
+    )
+
+
+def _power_of_two(count: int, least: int) -> int:
+    """The first from `count` on, and from `least`."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def _blocks(seen: Image, tiled: Tile, config: Config, others: int, device: Gpu) -> int:
+    """Blocks that share the tiles, where `others` times as many run at once."""
+    return min(seen.n * tiled.tiles_h * tiled.tiles_w, max(1, config.blocks * device.sms // others))
+
+
+def warps_at_once(registers: int) -> int:
+    """Warps of a multiprocessor, for which there are so many registers a thread."""
+    return 4 * (_REGISTERS // (32 * registers))
+
+
+def _run_of(problem: ConvProblem, math: str, filters: int) -> int:
+    """Outputs that a thread stores at once: its neighbours in memory, as far as they are aligned."""
+    itemsize = ITEMSIZE[problem.dtype]
+    most = 4 if math == "fma" else min(16 // itemsize, filters // 4)
+    whole = problem.y_channels_last and problem.k % most == 0 and problem.align % (most * itemsize) == 0
+    return most if whole else 1
