@@ -35,7 +35,7 @@ from nbdnn.kernels.cpu.depthwise_plan import (
 from nbdnn.kernels.cpu.depthwise_vector import interleaved_pixels, planar_block, planar_rows
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import geometry
-from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.launch import ARGS, FEW_ELEMS, Phase, Program
 from nbdnn.kernels.cpu.vector import WIDEN, pointer, prefetch, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
@@ -313,7 +313,8 @@ class Depthwise(Candidate[NoConfig, Cpu]):
             ctx, joint = np.concatenate(records), joint_taps(geo).values()
             vectors, widths = tile_vectors(geo.groups, vl), (max(joint), min(joint))
             task = _interleaved_task(problem.dtype, vl, vectors, widths, gathers[0].w.in_step)
-            weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx)
+            few = prod(problem.filter) * geo.groups < FEW_ELEMS
+            weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx, alone=few)
             first = ctx[0]
             return Program([weights, Phase(task, geo.n * first["most_d"] * first["bands"], ctx)], keep)
         phases = []
