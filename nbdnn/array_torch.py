@@ -16,9 +16,10 @@ from nbdnn.array import BY_NAME, DTYPE_NAMES, Library, View
 from nbdnn.errors import InvalidType
 from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, dense_strides
 
-# The C library maps larger blocks anew each time (its M_MMAP_THRESHOLD stays below). NumPy asks for huge pages for
-# them, PyTorch does not, and the first write to 38 MiB took 6.7 ms in small pages and 1.1 ms in huge ones.
-_ALWAYS_MAPPED_BYTES = 32 << 20
+# From this size on an output is asked for in huge pages, as NumPy asks for its arrays. The C library maps blocks of
+# more than 32 MiB anew each time, and may give smaller ones at the end of its heap back to the system: the first write
+# to 38 MiB took 6.7 ms in small pages and 1.1 ms in huge ones, and a layer of 14 MiB 2.5 ms and 0.6 ms.
+_HUGE_BYTES = 4 << 20
 
 _DTYPES = {dtype: getattr(torch, name) for dtype, name in DTYPE_NAMES.items()}
 _NAMES = {torch_dtype: dtype for dtype, torch_dtype in _DTYPES.items()}
@@ -63,7 +64,7 @@ class Torch(Library):
         device = torch.device("cuda", gpu) if gpu >= 0 else torch.device("cpu")
         empty = partial(torch.empty_strided, shape, strides, dtype=_DTYPES[dtype], device=device)
         advise = _huge_pages()
-        if gpu >= 0 or size_bytes <= _ALWAYS_MAPPED_BYTES or advise is None:
+        if gpu >= 0 or size_bytes < _HUGE_BYTES or advise is None:
             return empty
 
         def allocate() -> Any:

@@ -422,7 +422,7 @@ def test_torch() -> None:
 
 
 def test_a_torch_output_that_is_mapped_anew() -> None:
-    """Above 32 MiB it is in huge pages where the system has them."""
+    """From 4 MiB on it is in huge pages where the system has them; above 32 MiB the C library maps it."""
     torch = library("torch")
     x = torch.rand(1, 1, 2, 4_500_000)
     y = dnn_conv(x, torch.full((1, 1, 1, 1), 2.0))

@@ -58,6 +58,7 @@ _GRADIENT = _FORWARD._replace(ends="e:beta a4")
 _OF_MATRIX = "3x3, 1x1, 5x5, stride, dilation, asymmetric, conv mode, one pixel"
 _MATRIX = Covers("f16 bf16", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
 _MATRIX_TF32 = Covers("f32", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
+_POINTWISE = Covers("f32 f64", "nhwc ndhwc", "1x1", _FORWARD_ENDS)
 _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
 _OF_ROWS = _OF_STEM._replace(shapes="rows of words", ends=_FORWARD_ENDS)
 _OF_ROWS_FILTER = _OF_STEM._replace(layouts="nhwc", shapes="rows of words", ends="e:beta")
@@ -88,6 +89,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
     "conv_fwd/cpu/channel_gemm": _FORWARD,
+    "conv_fwd/cpu/pointwise": _POINTWISE,
     "conv_fwd/cpu/winograd_2x2": _FORWARD._replace(shapes=f"{_OF_WINOGRAD}, stride"),
     "conv_fwd/cpu/winograd_4x4": _FORWARD._replace(shapes=f"{_OF_WINOGRAD}, stride"),
     "conv_fwd/cpu/fft_tiling": _FORWARD._replace(shapes=_OF_FFT),
@@ -108,6 +110,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
+    "conv_bwd_data/cpu/pointwise": _POINTWISE._replace(ends="e:beta a4"),
     "conv_bwd_data/cpu/winograd_2x2": _GRADIENT._replace(shapes=_OF_WINOGRAD),
     "conv_bwd_data/cpu/winograd_4x4": _GRADIENT._replace(shapes=_OF_WINOGRAD),
     "conv_bwd_data/cpu/fft_tiling": _GRADIENT._replace(shapes=_OF_FFT),

@@ -19,9 +19,12 @@ CASES = [
     ("conv_fwd/cpu/channel_gemm", "conv_fwd:f32:n3c3h128w128:k128r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc"),
     ("conv_fwd/cpu/channel_gemm", "conv_fwd:f32:n10c3h160w160:k24r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc"),
     ("conv_fwd/cpu/channel_gemm", "conv_fwd:bf16:n6c3h128w128:k128r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc"),
+    ("conv_fwd/cpu/pointwise", "conv_fwd:f32:n3c3h128w128:k128r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc"),
+    ("conv_fwd/cpu/pointwise", "conv_fwd:f32:n10c3h160w160:k24r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc"),
     ("conv_fwd/cpu/depthwise", "conv_fwd:f32:n4c128h128w128:k128r3s3:p1x1:u1x1:d1x1:g128:cross:nchw"),
     ("conv_fwd/cpu/depthwise", "conv_fwd:f32:n4c128h128w128:k128r3s3:p1x1:u1x1:d1x1:g128:cross:nhwc"),
     ("conv_fwd/cpu/depthwise", "conv_fwd:f32:n4c128h128w128:k128r3s3:p1x1:u2x2:d1x1:g128:cross:nhwc"),
+    ("conv_fwd/cpu/depthwise", "conv_fwd:f32:n5c96h128w128:k96r3s3:p1x1:u2x2:d1x1:g96:cross:nhwc"),
     ("conv_fwd/cpu/winograd_4x4", "conv_fwd:f32:n1c24h230w230:k128r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"),
     ("conv_fwd/cpu/winograd_4x4", "conv_fwd:f32:n1c24h230w230:k128r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc"),
 ]

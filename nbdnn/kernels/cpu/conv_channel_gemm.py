@@ -356,7 +356,7 @@ def _parameters(
         a_w=a_w,
         channel_offsets=channels.ctypes.data,
         contiguous=kind,
-        finished=int(is_finished(problem, kind) and rows_follow),
+        finished=int(kind == 1 and is_finished(problem) and rows_follow),
         in_place=int(plan.in_place),
         shared=int(plan.shared),
         low_d=gather.d.low,

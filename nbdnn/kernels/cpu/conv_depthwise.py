@@ -21,20 +21,21 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_plan import (
+    AHEAD_BYTES,
     EDGE_VECTORS,
     PARAMS,
     PIXELS,
     TILE_PIXELS,
-    VECTORS,
     adjacent,
     joint_taps,
     parameters,
     sizes_of,
+    tile_vectors,
 )
 from nbdnn.kernels.cpu.depthwise_vector import interleaved_pixels, planar_block, planar_rows
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import geometry
-from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.launch import ARGS, FEW_ELEMS, Phase, Program
 from nbdnn.kernels.cpu.vector import WIDEN, pointer, prefetch, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
 
@@ -126,7 +127,7 @@ def _weights_task(dtype: str, vl: int):
 
 
 @cache
-def _interleaved_task(dtype: str, vl: int, widths: tuple[int, int], step: int):
+def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int], step: int):
     """A band of rows of every gather, all channels: index = (n * depth + d) * bands + band.
 
     ctx has one record a gather, so that the rows which interleave are written together, from the same inputs. widths
@@ -139,11 +140,11 @@ def _interleaved_task(dtype: str, vl: int, widths: tuple[int, int], step: int):
 
     record_bytes = PARAMS.itemsize
 
-    def kernels(pixels, vectors, width, step):
-        return (interleaved_pixels(dtype, compute, vl, pixels, v, width, step) for v in (vectors, 1))
+    def kernels(pixels, most, width, step):
+        return (interleaved_pixels(dtype, compute, vl, pixels, v, width, step) for v in (most, 1))
 
-    wide, wide_one = kernels(PIXELS, VECTORS, widths[0], step)
-    narrow, narrow_one = kernels(PIXELS, VECTORS, widths[1], step)
+    wide, wide_one = kernels(PIXELS, vectors, widths[0], step)
+    narrow, narrow_one = kernels(PIXELS, vectors, widths[1], step)
     single, single_one = kernels(1, EDGE_VECTORS, 1, 1)
 
     @njit(**DEVICE)
@@ -169,38 +170,38 @@ def _interleaved_task(dtype: str, vl: int, widths: tuple[int, int], step: int):
         return n_entries
 
     @njit(**DEVICE)
-    def several_pixels(channels, joint, pixel_bytes, tap_bytes, x, entries, n_entries, weights, tile, pitch):
+    def several_pixels(channels, joint, pixel_bytes, tap_bytes, x, entries, n_entries, weights, tile, pitch, streams):
         """PIXELS output pixels, all channels, `pitch` bytes apart."""
         g = 0
         while g < channels:
             left = channels - g
             at, w, to = x + g * itemsize, weights + g * acc_bytes, tile + g * acc_bytes
-            if left > (VECTORS - 1) * vl:
-                lanes = min(left - (VECTORS - 1) * vl, vl)
+            if left > (vectors - 1) * vl:
+                lanes = min(left - (vectors - 1) * vl, vl)
                 if joint:
-                    wide(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch)
+                    wide(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch, streams)
                 else:
-                    narrow(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch)
-                g += VECTORS * vl
+                    narrow(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch, streams)
+                g += vectors * vl
             else:
                 if joint:
-                    wide_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch)
+                    wide_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch, streams)
                 else:
-                    narrow_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch)
+                    narrow_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch, streams)
                 g += vl
 
     @njit(**DEVICE)
-    def one_pixel(channels, x, entries, n_entries, weights, tile):
+    def one_pixel(channels, x, entries, n_entries, weights, tile, streams):
         """An output pixel at the edge, all channels."""
         g = 0
         while g < channels:
             left = channels - g
             at, w, to = x + g * itemsize, weights + g * acc_bytes, tile + g * acc_bytes
             if left > (EDGE_VECTORS - 1) * vl:
-                single(at, 0, entries, n_entries, w, 0, min(left - (EDGE_VECTORS - 1) * vl, vl), to, 0)
+                single(at, 0, entries, n_entries, w, 0, min(left - (EDGE_VECTORS - 1) * vl, vl), to, 0, streams)
                 g += EDGE_VECTORS * vl
             else:
-                single_one(at, 0, entries, n_entries, w, 0, min(left, vl), to, 0)
+                single_one(at, 0, entries, n_entries, w, 0, min(left, vl), to, 0, streams)
                 g += vl
 
     @njit(**DEVICE)
@@ -224,9 +225,10 @@ def _interleaved_task(dtype: str, vl: int, widths: tuple[int, int], step: int):
         out_row += (f.start_h + i * f.out_step_h) * f.out_h + f.start_w * f.out_w
         out_step, tile_pitch = f.out_step_w * f.out_w, f.width_pitch * acc_bytes
         to_row, to_pitch = (pointers[f.out_pointer] + out_row * itemsize, out_step * itemsize)
+        streams = int(finished and f.streams and to_row % (vl * itemsize) == 0)
         n_row = tap_entries(ctx, row_entries, i, depth, inner, f.joint_taps)
-        # The rows that are new to the next row of outputs.
-        ahead = (depth * f.in_step_d * f.in_d + (i * f.in_step_h + f.next_row) * f.in_h) * itemsize
+        # The rows that no row of outputs before this one has read.
+        ahead = (depth * f.in_step_d * f.in_d + (i * f.in_step_h + f.new_rows) * f.in_h) * itemsize + AHEAD_BYTES
         rows_ahead, ahead_pitch = f.rows_ahead, f.in_h * itemsize
         j = ready = 0
         while j < count_w:
@@ -244,11 +246,13 @@ def _interleaved_task(dtype: str, vl: int, widths: tuple[int, int], step: int):
                     at = x + ahead + r * ahead_pitch
                     for line in range(at, at + PIXELS * x_step, 64):
                         prefetch(line)
-                several_pixels(channels, joint, pixel_bytes, tap_bytes, x, row_entries, n_row, weights, to, pitch)
+                several_pixels(
+                    channels, joint, pixel_bytes, tap_bytes, x, row_entries, n_row, weights, to, pitch, streams
+                )
                 run = first + PIXELS - j
             else:
                 n_edge = tap_entries(ctx, edge_entries, i, depth, j, 1)
-                one_pixel(channels, x, edge_entries, n_edge, weights, to)
+                one_pixel(channels, x, edge_entries, n_edge, weights, to, streams)
                 run = 1
             if not finished:
                 for p in range(run):
@@ -272,7 +276,7 @@ def _interleaved_task(dtype: str, vl: int, widths: tuple[int, int], step: int):
                 if depth < params_at(here).count_d and i < params_at(here).count_h:
                     one_row(args, here, n, depth, i, worker)
 
-    return compile_task(band, (dtype, vl, widths, step), fastmath=FASTMATH)
+    return compile_task(band, (dtype, vl, vectors, widths, step), fastmath=FASTMATH)
 
 
 class Depthwise(Candidate[NoConfig, Cpu]):
@@ -307,8 +311,10 @@ class Depthwise(Candidate[NoConfig, Cpu]):
         records, keep = [ctx for ctx, _ in made], [array for _, arrays in made for array in arrays]
         if problem.channels_last:
             ctx, joint = np.concatenate(records), joint_taps(geo).values()
-            task = _interleaved_task(problem.dtype, vl, (max(joint), min(joint)), gathers[0].w.in_step)
-            weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx)
+            vectors, widths = tile_vectors(geo.groups, vl), (max(joint), min(joint))
+            task = _interleaved_task(problem.dtype, vl, vectors, widths, gathers[0].w.in_step)
+            few = prod(problem.filter) * geo.groups < FEW_ELEMS
+            weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx, alone=few)
             first = ctx[0]
             return Program([weights, Phase(task, geo.n * first["most_d"] * first["bands"], ctx)], keep)
         phases = []

@@ -14,7 +14,18 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from nbdnn.kernels.cpu.vector import FLOAT, I64, convert, every, lanes_between, masked, row_types, splat, vector_at
+from nbdnn.kernels.cpu.vector import (
+    FLOAT,
+    I64,
+    convert,
+    every,
+    lanes_between,
+    masked,
+    row_types,
+    splat,
+    store_past_caches,
+    vector_at,
+)
 
 PLANAR_BLOCK = 4
 
@@ -219,11 +230,12 @@ def interleaved_pixels(dtype: str, compute: str, vl: int, pixels: int, vectors: 
     An input pixel is loaded once for all the outputs that it reaches in a row of `taps` adjacent taps. Arguments, all
     int64: x (address of the first output's input at these channels), pixel_bytes (to the next input pixel), entries
     (address of pairs: byte offset of a row of taps in x, in the weights), n_entries, weights, tap_bytes (to the next
-    tap's weights), lanes (channels in the last vector; the others are neither read nor meant), tile, tile_pitch.
+    tap's weights), lanes (channels in the last vector; the others are neither read nor meant), tile, tile_pitch,
+    streams (whether the tile lies on whole vectors and is written past the caches).
     """
 
     def codegen(context, builder, sig, args):
-        x, pixel_bytes, entries, n_entries, weights, tap_bytes, lanes, tile, tile_pitch = args
+        x, pixel_bytes, entries, n_entries, weights, tap_bytes, lanes, tile, tile_pitch, streams = args
         v = _Loops(builder, dtype, compute, vl)
         last = lanes_between(builder, vl, 0, None, lanes)
         acc = v.zeros(pixels * vectors)
@@ -241,16 +253,21 @@ def interleaved_pixels(dtype: str, compute: str, vl: int, pixels: int, vectors: 
                         value = v.load(pixel, last if j == vectors - 1 else None)
                     for p in reached:
                         v.add_product(acc[p * vectors + j], value, w[e - p * step])
-        for p in range(pixels):
-            row = v.offset(tile, p, tile_pitch)
-            for j in range(vectors):
-                to = v.accumulator(v.offset(row, j, vl * v.acc_bytes))
-                builder.store(builder.load(acc[p * vectors + j]), to, align=v.acc_bytes)
+        totals = [builder.load(slot) for slot in acc]
+        rows = [v.offset(tile, p, tile_pitch) for p in range(pixels)]
+        slots = [v.accumulator(v.offset(row, j, vl * v.acc_bytes)) for row in rows for j in range(vectors)]
+        with builder.if_else(builder.icmp_signed("!=", streams, I64(0))) as (then, otherwise):
+            with then:
+                for total, to in zip(totals, slots, strict=True):
+                    store_past_caches(builder, total, to)
+            with otherwise:
+                for total, to in zip(totals, slots, strict=True):
+                    builder.store(total, to, align=v.acc_bytes)
         return context.get_dummy_value()
 
     @intrinsic
-    def run(typingctx, x, pixel_bytes, entries, n_entries, weights, tap_bytes, lanes, tile, tile_pitch):
-        return signature(types.none, *[types.int64] * 9), codegen
+    def run(typingctx, x, pixel_bytes, entries, n_entries, weights, tap_bytes, lanes, tile, tile_pitch, streams):
+        return signature(types.none, *[types.int64] * 10), codegen
 
     return run
 

@@ -30,9 +30,9 @@ def store_kind(problem: ConvProblem, adjacent: bool) -> int:
     return (2 if streams else 1) if adjacent else 0
 
 
-def is_finished(problem: ConvProblem, kind: int) -> bool:
+def is_finished(problem: ConvProblem) -> bool:
     """Whether sums are the output as they are, so that whole vectors may be stored by the inner loop itself."""
-    return kind == 1 and not problem.epilogue and problem.dtype == DEFAULT_COMPUTE[problem.dtype]
+    return not problem.epilogue and problem.dtype == DEFAULT_COMPUTE[problem.dtype]
 
 
 @njit(inline="always")

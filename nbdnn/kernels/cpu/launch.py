@@ -39,12 +39,20 @@ _args = struct(ARGS)
 _line = stack(64)
 
 
+# Fewer elements one thread packs sooner than a parallel region begins and ends: 4 us, and 10 before another one.
+FEW_ELEMS = 16384
+
+
 class Phase(NamedTuple):
-    """A compiled task, how many indices it runs over, and the int64 array it finds at `ctx`."""
+    """A compiled task, how many indices it runs over, and the int64 array it finds at `ctx`.
+
+    alone: the calling thread runs them all, because they are done before the others would have woken up.
+    """
 
     task: CFunc
     tasks: int
     ctx: np.ndarray
+    alone: bool = False
 
 
 def _drive(program, n_phases, p0, p1, p2, p3, p4, alpha, beta, workspace):
@@ -55,9 +63,9 @@ def _drive(program, n_phases, p0, p1, p2, p3, p4, alpha, beta, workspace):
     workers = num_threads()
     next_index = _line()
     for phase in range(n_phases):
-        row = _int64(program + 24 * phase)
-        function, count, ctx = row[0], row[1], row[2]
-        if count < 2 or workers < 2:
+        row = _int64(program + 32 * phase)
+        function, count, ctx, alone = row[0], row[1], row[2], row[3]
+        if alone or count < 2 or workers < 2:
             for index in range(count):
                 call_task(function, args, ctx, index, 0)
         else:
@@ -77,8 +85,8 @@ class Program:
 
     def __init__(self, phases: Sequence[Phase], keep: Sequence[np.ndarray] = ()) -> None:
         phases = [phase for phase in phases if phase.tasks > 0]
-        rows = [(phase.task.address, phase.tasks, phase.ctx.ctypes.data) for phase in phases]
-        self._table = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        rows = [(phase.task.address, phase.tasks, phase.ctx.ctypes.data, phase.alone) for phase in phases]
+        self._table = np.array(rows, dtype=np.int64).reshape(-1, 4)
         self._keep = (list(phases), list(keep))
         self._start = (self._table.ctypes.data, len(phases))
         self._drive, self._lock = driver()

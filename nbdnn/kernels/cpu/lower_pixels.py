@@ -209,7 +209,7 @@ def low_values(
         "low_h": gather.h.low,
         "strip_bytes": plan.strip_bytes,
         "contiguous": kind,
-        "finished": int(is_finished(problem, kind)),
+        "finished": int(kind == 1 and is_finished(problem)),
         "flat": int(_is_flat(geo, gather)),
     }
     return values, [low_offsets, table_t, table_s]

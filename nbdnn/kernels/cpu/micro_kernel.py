@@ -16,7 +16,19 @@ from numba.core.typing import signature
 from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.compile import DEVICE
-from nbdnn.kernels.cpu.vector import FLOAT, I32, I64, constant, splat
+from nbdnn.kernels.cpu.vector import (
+    FLOAT,
+    I32,
+    I64,
+    constant,
+    lanes_between,
+    masked,
+    splat,
+    store_past_caches,
+    vector_at,
+)
+
+_UNROLL = 4  # steps of k
 
 
 @cache
@@ -113,6 +125,95 @@ def tile_product(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
             three(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
 
     return product
+
+
+@cache
+def pixel_tile(dtype: str, mr: int, nv: int, vl: int):
+    """Intrinsic: one register tile of a matrix product whose rows are pixels, equally far apart.
+
+        y[m, j] = sum_k x[m, k] * w[k, j]      m < mr, j < nv * vl
+
+    Arguments, all int64: x (address of the first pixel), x_step (bytes to the next), k_len, w (address of the packed
+    panel), y, y_step, lanes (columns that are stored), streams (whether y lies on whole vectors and is written past the
+    caches). Accumulates in `dtype`, in the order of k.
+    """
+    scalar, item_bytes = FLOAT[dtype], 4 if dtype == "f32" else 8
+    vector = ir.VectorType(scalar, vl)
+    vector_bytes = vl * item_bytes
+
+    def codegen(context, builder, sig, args):
+        x, x_step, k_len, w, y, y_step, lanes, streams = args
+        fma = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{vl}{dtype}"
+        )
+        # Three pixels share an address register: the second and third are one and two steps beyond it.
+        beyond = [I64(0), x_step, builder.mul(x_step, I64(2))]
+        triples = [builder.mul(x_step, I64(m)) for m in range(0, mr, 3)]
+
+        def steps(first, end, unroll, pixel, panel, acc):
+            """From k = first up to end, `unroll` at a time; returns what it leaves."""
+            carried = [first, pixel, panel, *acc]
+            entry = builder.block
+            head, body, done = (builder.append_basic_block(f"k_{name}") for name in ("head", "body", "done"))
+            builder.branch(head)
+            builder.position_at_end(head)
+            phis = [builder.phi(value.type) for value in carried]
+            builder.cbranch(builder.icmp_signed("<", phis[0], end), body, done)
+            builder.position_at_end(body)
+            _, pixel, panel, *acc = phis
+            bases = [opaque(builder, builder.add(pixel, triple)) for triple in triples]
+            for i in range(unroll):
+                slots = [builder.add(panel, I64((i * nv + j) * vector_bytes)) for j in range(nv)]
+                columns = [builder.load(vector_at(builder, slot, vector), align=item_bytes) for slot in slots]
+                for m in range(mr):
+                    at = builder.add(builder.add(bases[m // 3], beyond[m % 3]), I64(i * item_bytes))
+                    value = splat(builder, builder.load(builder.inttoptr(at, scalar.as_pointer())), vector)
+                    for j, column in enumerate(columns):
+                        acc[m * nv + j] = builder.call(fma, [value, column, acc[m * nv + j]])
+            moved = zip(phis, (unroll, unroll * item_bytes, unroll * nv * vector_bytes), strict=False)
+            after = [*(builder.add(phi, I64(step)) for phi, step in moved), *acc]
+            for phi, before, value in zip(phis, carried, after, strict=True):
+                phi.add_incoming(before, entry)
+                phi.add_incoming(value, body)
+            builder.branch(head)
+            builder.position_at_end(done)
+            return phis
+
+        zeros = [ir.Constant(vector, None)] * (mr * nv)
+        whole = builder.sub(k_len, builder.srem(k_len, I64(_UNROLL)))
+        k, pixel, panel, *acc = steps(I64(0), whole, _UNROLL, x, w, zeros)
+        _, _, _, *acc = steps(k, k_len, 1, pixel, panel, acc)
+
+        rows = [builder.add(y, builder.mul(y_step, I64(m))) for m in range(mr)]
+        slots = [vector_at(builder, builder.add(row, I64(j * vector_bytes)), vector) for row in rows for j in range(nv)]
+        with builder.if_else(builder.icmp_signed("!=", streams, I64(0))) as (past_caches, otherwise):
+            with past_caches:
+                for total, to in zip(acc, slots, strict=True):
+                    store_past_caches(builder, total, to)
+            with otherwise, builder.if_else(builder.icmp_signed("==", lanes, I64(nv * vl))) as (every, some):
+                with every:
+                    for total, to in zip(acc, slots, strict=True):
+                        builder.store(total, to, align=item_bytes)
+                with some:
+                    masks = [lanes_between(builder, vl, j * vl, None, lanes) for j in range(nv)]
+                    masked_store = masked(builder, vector)
+                    for i, (total, to) in enumerate(zip(acc, slots, strict=True)):
+                        masked_store(total, to, item_bytes, masks[i % nv])
+        return context.get_dummy_value()
+
+    @intrinsic
+    def tile(typingctx, x, x_step, k_len, w, y, y_step, lanes, streams):
+        return signature(types.none, *[types.int64] * 8), codegen
+
+    return tile
+
+
+def opaque(builder, value):
+    """The same int64, of which the compiler no longer knows where it comes from.
+
+    Addresses that are multiples of one step apart it would compute one from another, in a chain of additions.
+    """
+    return builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [value], False)
 
 
 @cache

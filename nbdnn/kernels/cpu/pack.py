@@ -16,7 +16,7 @@ from numba import float32, float64
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.geometry import Gather, Geometry
-from nbdnn.kernels.cpu.launch import ARGS, Phase
+from nbdnn.kernels.cpu.launch import ARGS, FEW_ELEMS, Phase
 from nbdnn.kernels.cpu.rows import convert_row, transpose
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -122,4 +122,5 @@ def pack_phase(
         workspace_offset=workspace_offset,
         panel_bytes=offsets.size * width * ITEMSIZE[DEFAULT_COMPUTE[dtype]],
     )
-    return Phase(_pack_task(dtype, width, device.lanes(DEFAULT_COMPUTE[dtype])), geo.groups * panels, ctx), [offsets]
+    task, few = _pack_task(dtype, width, device.lanes(DEFAULT_COMPUTE[dtype])), geo.groups * geo.c_out * offsets.size
+    return Phase(task, geo.groups * panels, ctx, alone=few < FEW_ELEMS), [offsets]

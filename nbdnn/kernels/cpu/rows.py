@@ -23,6 +23,7 @@ from nbdnn.kernels.cpu.vector import (
     pointer,
     row_types,
     splat,
+    store_past_caches,
     vector_at,
 )
 from nbdnn.problem import ITEMSIZE
@@ -73,10 +74,11 @@ def convert_row(source: str, target: str, vl: int, past_caches: bool = False):
         builder.position_at_end(body)
         from_slot, to_slot = slots(i)
         value = builder.load(from_slot, align=read_bytes)
-        align = vl * write_bytes if past_caches else write_bytes
-        stored = builder.store(convert(builder, value, source, target, vl), to_slot, align=align)
+        value = convert(builder, value, source, target, vl)
         if past_caches:
-            stored.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+            store_past_caches(builder, value, to_slot)
+        else:
+            builder.store(value, to_slot, align=write_bytes)
         i.add_incoming(after, body)
         builder.branch(head)
 

@@ -218,6 +218,17 @@ def vector_at(builder, address, type_):
     return builder.inttoptr(address, type_.as_pointer())
 
 
+def store_past_caches(builder, value, slot):
+    """Store a vector to memory without reading the line first; the address must be aligned to the vector's size.
+
+    Such stores may be seen late by other cores: every task is followed by an atomic addition (`launch.py`), which waits
+    for them.
+    """
+    size_bytes = value.type.count * (8 if value.type.element == FLOAT["f64"] else 2 if value.type.element == I16 else 4)
+    stored = builder.store(value, slot, align=size_bytes)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+
+
 def masked(builder, type_):
     """(slot, align, mask) -> value, zero where the mask is off; or (value, slot, align, mask), which stores."""
     mask_type = ir.VectorType(ir.IntType(1), type_.count)

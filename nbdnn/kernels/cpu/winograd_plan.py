@@ -268,7 +268,7 @@ def tile_parameters(
         group_tiles=plan.group_tiles,
         tile_groups=ceil(chunk.tiles / plan.group_tiles),
         contiguous=kind,
-        finished=int(is_finished(problem, kind)),
+        finished=int(kind == 1 and is_finished(problem)),
         filters=filters.ctypes.data,
         u_offset=plan.u_offset,
         u_plane_bytes=plan.u_plane_bytes,
