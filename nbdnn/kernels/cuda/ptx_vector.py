@@ -112,7 +112,7 @@ def repeated(count: int):
 # ---- elements in memory and in registers -----------------------------------------------------------------------------
 
 
-def _widened(builder, dtype, parts):
+def widened(builder, dtype, parts):
     """float32 of what a load gave: words, or a single 16-bit element."""
     if dtype == "f32":
         return [builder.bitcast(word, F32) for word in parts]
@@ -128,7 +128,7 @@ def _widened(builder, dtype, parts):
     return [builder.bitcast(end, F32) for pair in ends for end in pair]
 
 
-def _narrowed(builder, dtype, values):
+def narrowed(builder, dtype, values):
     """Words, or a single 16-bit element, of float32; rounded to nearest even."""
     if dtype == "f32":
         return [builder.bitcast(value, I32) for value in values]
@@ -139,7 +139,7 @@ def _narrowed(builder, dtype, values):
     return [asm(builder, I32, text, "=r,f,f", list(pair)) for pair in pairs]
 
 
-def _parts(dtype: str, lanes: int):
+def parts_of(dtype: str, lanes: int):
     """(type of a part, number of parts) of a vector as it is moved."""
     size_bytes = lanes * ITEMSIZE[dtype]
     return (_I16, 1) if size_bytes == 2 else (I32, size_bytes // 4)
@@ -147,17 +147,25 @@ def _parts(dtype: str, lanes: int):
 
 def _moving(operation: str, dtype: str, lanes: int, first: int) -> tuple[str, str, int]:
     """(instruction on registers $first and on, their letter, their number) that moves a vector."""
-    part, count = _parts(dtype, lanes)
+    part, count = parts_of(dtype, lanes)
     registers = ", ".join(f"${first + i}" for i in range(count))
     vector, registers = (f".v{count}", f"{{{registers}}}") if count > 1 else ("", registers)
     return f"{operation}{vector}.b{part.width}", registers, count
 
 
 def _loaded(builder, where, wanted, dtype, lanes, *, constant=True):
-    """The elements of a vector, zeros unless it is wanted: without a branch, and where constant free to be moved."""
-    part, count = _parts(dtype, lanes)
+    """The elements of a vector, zeros unless it is wanted."""
+    return widened(builder, dtype, load_parts(builder, where, wanted, dtype, lanes, constant=constant))
+
+
+def load_parts(builder, where, wanted, dtype, lanes, *, constant=True, fill=0):
+    """The parts of a vector, each the bits of `fill` unless it is wanted.
+
+    Without a branch, and where constant free to be moved.
+    """
+    part, count = parts_of(dtype, lanes)
     load, registers, _ = _moving("ld.global.nc" if constant else "ld.global", dtype, lanes, 0)
-    clear = " ".join(f"mov.b{part.width} ${i}, 0;" for i in range(count))
+    clear = " ".join(f"mov.b{part.width} ${i}, {fill};" for i in range(count))
     text = (
         f"{{ .reg .pred wanted; setp.ne.b32 wanted, ${count + 1}, 0; {clear} @wanted {load} {registers}, [${count}]; }}"
     )
@@ -165,12 +173,12 @@ def _loaded(builder, where, wanted, dtype, lanes, *, constant=True):
     operands = [builder.ptrtoint(where, I64), builder.zext(wanted, I32)]
     result = part if count == 1 else ir.LiteralStructType([part] * count)
     loaded = asm(builder, result, text, constraints, operands, PURE if constant else EFFECT)
-    return _widened(builder, dtype, [loaded] if count == 1 else unpacked(builder, loaded, count))
+    return [loaded] if count == 1 else unpacked(builder, loaded, count)
 
 
-def _store(builder, where, wanted, dtype, values):
+def store_vector(builder, where, wanted, dtype, values):
     """A vector, where it is wanted: without a branch."""
-    parts = _narrowed(builder, dtype, values)
+    parts = narrowed(builder, dtype, values)
     store, registers, count = _moving("st.global", dtype, len(values), 2)
     text = f"{{ .reg .pred wanted; setp.ne.b32 wanted, $1, 0; @wanted {store} [$0], {registers}; }}"
     constraints = ",".join(["l", "r", *(_LETTER[parts[0].type.width] for _ in range(count)), "~{memory}"])
@@ -230,7 +238,7 @@ def _end_row(context, builder, end: End, sums, place, row: int):
             context.compile_internal(builder, finish, of_six, [total, place["alpha"], place["beta"], *others])
             for total, *others in zip(vector, before, bias, residual, strict=True)
         ]
-        _store(builder, where, wanted, end.dtype, finished)
+        store_vector(builder, where, wanted, end.dtype, finished)
 
 
 @cache

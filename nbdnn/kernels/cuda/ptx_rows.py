@@ -1,0 +1,332 @@
+"""Rows in registers: loads, stores, formulas and sums over tuples of float32, all of it unrolled.
+
+A thread holds vectors of some rows as one flat tuple: vector k of row r is vector k * rows + r, and a vector is `lanes`
+neighbouring elements. A tuple of one number a row, or a lane, stands beside it: element i meets number
+``i // per % numbers``, with `per` the lanes where a row has one number, and 1 where each lane has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba.cuda import cgutils, types
+from numba.cuda.extending import intrinsic
+from numba.cuda.typing import signature
+
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, asm, packed, unpacked
+from nbdnn.kernels.cuda.ptx_vector import floats, load_parts, parts_of, store_vector, widened
+
+# Two elements of 16 bits, or one of 32, that stand for what a row does not have.
+FILL = {
+    "zero": {"f16": 0, "bf16": 0, "f32": 0},
+    "-inf": {"f16": 0xFC00FC00, "bf16": 0xFF80FF80, "f32": 0xFF800000},
+}
+_LOG2_E = 1.4426950408889634
+
+
+class Place(NamedTuple):
+    """Where vectors lie: vector k of row r at base[at + k * step + r * row_elems].
+
+    It exists where column + k * column_step < columns and row + r * row_step < rows; these are int32.
+    """
+
+    base: object
+    at: int
+    step: int
+    column: int
+    column_step: int
+    columns: int
+    row_elems: int
+    row: int
+    row_step: int
+    rows: int
+
+
+class Held(NamedTuple):
+    """What a thread holds of `rows` rows: so many vectors of each."""
+
+    dtype: str
+    lanes: int
+    vectors: int
+    rows: int
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return self.vectors * self.rows * self.lanes
+
+
+def _vectors(builder, held: Held, place_type, place):
+    """(address, whether it exists) of each vector."""
+    at = dict(zip(place_type.fields, unpacked(builder, place, len(place_type)), strict=True))
+    start = builder.gep(at["base"], [_wide(builder, at["at"])])
+    step, row_elems = _wide(builder, at["step"]), _wide(builder, at["row_elems"])
+
+    def before(position, count, each, end):
+        moved = builder.add(at[position], builder.mul(I32(count), at[each]))
+        return builder.icmp_signed("<", moved, at[end])
+
+    of_rows = [before("row", r, "row_step", "rows") for r in range(held.rows)]
+    for k in range(held.vectors):
+        of_vector = before("column", k, "column_step", "columns")
+        for r, of_row in enumerate(of_rows):
+            offset = builder.add(builder.mul(I64(k), step), builder.mul(I64(r), row_elems))
+            yield builder.gep(start, [offset]), builder.and_(of_vector, of_row)
+
+
+def _wide(builder, integer):
+    return integer if integer.type == I64 else builder.sext(integer, I64)
+
+
+@cache
+def load(held: Held, fill: str):
+    """Intrinsic (place) -> the parts of the vectors as they lie in memory, `fill` for those that do not exist."""
+    part, count = parts_of(held.dtype, held.lanes)
+    bits = FILL[fill][held.dtype] & (2**part.width - 1)
+    of_memory = types.UniTuple({16: types.uint16, 32: types.uint32}[part.width], held.vectors * held.rows * count)
+
+    @intrinsic
+    def load_vectors(typingctx, place):
+        def codegen(context, builder, sig, args):
+            parts = []
+            for where, exists in _vectors(builder, held, sig.args[0], args[0]):
+                parts += load_parts(builder, where, exists, held.dtype, held.lanes, fill=bits)
+            return packed(builder, parts)
+
+        return signature(of_memory, place), codegen
+
+    return load_vectors
+
+
+@cache
+def widen(held: Held):
+    """Intrinsic (parts) -> the elements."""
+    _, count = parts_of(held.dtype, held.lanes)
+
+    @intrinsic
+    def widen_parts(typingctx, parts):
+        def codegen(context, builder, sig, args):
+            given = unpacked(builder, args[0], sig.args[0].count)
+            vectors = [given[i : i + count] for i in range(0, len(given), count)]
+            return packed(builder, [value for each in vectors for value in widened(builder, held.dtype, each)])
+
+        return signature(floats(held.count), parts), codegen
+
+    return widen_parts
+
+
+@intrinsic
+def afresh(typingctx, parts):
+    """The same parts, of which LLVM knows nothing: elements widened before are not kept for what follows."""
+
+    def codegen(context, builder, sig, args):
+        given = unpacked(builder, args[0], sig.args[0].count)
+        width, letter = given[0].type.width, "h" if sig.args[0].dtype == types.uint16 else "r"
+        move = f"mov.b{width} $0, $1;", f"={letter},{letter}"
+        return packed(builder, [asm(builder, part.type, *move, [part], EFFECT) for part in given])
+
+    return signature(parts, parts), codegen
+
+
+@cache
+def store(held: Held):
+    """Intrinsic (place, values): the vectors that exist."""
+
+    @intrinsic
+    def store_vectors(typingctx, place, values):
+        def codegen(context, builder, sig, args):
+            elements, lanes = unpacked(builder, args[1], held.count), held.lanes
+            for i, (where, exists) in enumerate(_vectors(builder, held, sig.args[0], args[0])):
+                store_vector(builder, where, exists, held.dtype, elements[i * lanes : (i + 1) * lanes])
+            return context.get_dummy_value()
+
+        return signature(types.none, place, values), codegen
+
+    return store_vectors
+
+
+# ---- formulas, of LLVM values ----------------------------------------------------------------------------------------
+
+
+def larger(builder, a, b):
+    """The larger; a number rather than NaN."""
+    return asm(builder, F32, "max.f32 $0, $1, $2;", "=f,f,f", [a, b])
+
+
+def total(builder, a, b):
+    return builder.fadd(a, b)
+
+
+def product(builder, a, b):
+    return builder.fmul(a, b)
+
+
+def power(builder, value, shift):
+    """exp(value - shift): off by 2^-22 and as much as a difference of float32 is; 0 below the smallest normal."""
+    difference = builder.fsub(value, shift)
+    return _exp2(builder, builder.fmul(difference, F32(_LOG2_E)))
+
+
+def power_over(builder, value, shift, total_log2):
+    """exp(value - shift) / total."""
+    difference = builder.fsub(value, shift)
+    return _exp2(builder, builder.fma(difference, F32(_LOG2_E), _negative(builder, total_log2)))
+
+
+def log_power(builder, value, shift, total_log):
+    """log(exp(value - shift) / total)."""
+    return builder.fsub(builder.fsub(value, shift), total_log)
+
+
+def gradient(builder, dy, y, dot):
+    return builder.fmul(builder.fsub(dy, dot), y)
+
+
+def log_gradient(builder, dy, y, sum_of_dy):
+    powers = _exp2(builder, builder.fmul(y, F32(_LOG2_E)))
+    return builder.fma(_negative(builder, powers), sum_of_dy, dy)
+
+
+def finite(builder, value):
+    """0 instead of -inf: what is compared with it stays a number."""
+    none = builder.fcmp_ordered("==", value, F32(float("-inf")))
+    return builder.select(none, F32(0.0), value)
+
+
+def reciprocal(builder, value):
+    return asm(builder, F32, "rcp.rn.f32 $0, $1;", "=f,f", [value])
+
+
+def log2(builder, value):
+    return asm(builder, F32, "lg2.approx.f32 $0, $1;", "=f,f", [value])
+
+
+def log(builder, value):
+    function = ir.FunctionType(F32, [F32])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function, "__nv_logf"), [value])
+
+
+def _negative(builder, value):
+    return builder.fsub(F32(-0.0), value)
+
+
+def _exp2(builder, value):
+    return asm(builder, F32, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [value])
+
+
+# ---- formulas on tuples ----------------------------------------------------------------------------------------------
+
+
+@cache
+def each(formula: Callable, operands: int, per: int = 1):
+    """Intrinsic of so many tuples -> the formula of their elements, as many as the longest has."""
+
+    def typed(*tuples):
+        longest = max(given.count for given in tuples)
+
+        def codegen(context, builder, sig, args):
+            lists = [unpacked(builder, arg, given.count) for arg, given in zip(args, sig.args, strict=True)]
+            met = [
+                [of[i] if len(of) == longest else of[i // per % len(of)] for of in lists] for i in range(longest)
+            ]
+            return packed(builder, [formula(builder, *elements) for elements in met])
+
+        return signature(floats(longest), *tuples), codegen
+
+    return _of_tuples(typed, operands)
+
+
+def _of_tuples(typed: Callable, operands: int):
+    """An intrinsic has as many arguments as its function is written with."""
+
+    @intrinsic
+    def of_one(typingctx, a):
+        return typed(a)
+
+    @intrinsic
+    def of_two(typingctx, a, b):
+        return typed(a, b)
+
+    @intrinsic
+    def of_three(typingctx, a, b, c):
+        return typed(a, b, c)
+
+    return {1: of_one, 2: of_two, 3: of_three}[operands]
+
+
+@cache
+def fold(formula: Callable, numbers: int, per: int = 1):
+    """Intrinsic (values) -> `numbers` numbers, each the formula over the elements that meet it, pair by pair."""
+
+    @intrinsic
+    def folded(typingctx, values):
+        def codegen(context, builder, sig, args):
+            elements = unpacked(builder, args[0], sig.args[0].count)
+            results = []
+            for number in range(numbers):
+                level = [each for i, each in enumerate(elements) if i // per % numbers == number]
+                while len(level) > 1:
+                    half = (len(level) + 1) // 2
+                    pairs = [formula(builder, a, b) for a, b in zip(level, level[half:], strict=False)]
+                    level = pairs + level[len(level) // 2 : half]
+                results += level
+            return packed(builder, results)
+
+        return signature(floats(numbers), values), codegen
+
+    return folded
+
+
+@cache
+def across(formula: Callable, first: int, end: int):
+    """Intrinsic (numbers) -> the formula over lanes whose numbers differ in bits from `first` up to below `end`."""
+
+    @intrinsic
+    def exchanged(typingctx, numbers):
+        def codegen(context, builder, sig, args):
+            held, bit = unpacked(builder, args[0], sig.args[0].count), first
+            while bit < end:
+                text = f"shfl.sync.bfly.b32 $0, $1, {bit}, 31, 0xffffffff;"
+                others = [asm(builder, F32, text, "=f,f", [number], EFFECT) for number in held]
+                held = [formula(builder, mine, other) for mine, other in zip(held, others, strict=True)]
+                bit *= 2
+            return packed(builder, held)
+
+        return signature(numbers, numbers), codegen
+
+    return exchanged
+
+
+# ---- clusters of blocks ----------------------------------------------------------------------------------------------
+
+
+def _whole_cluster(text):
+    @intrinsic
+    def come_together(typingctx):
+        def codegen(context, builder, sig, args):
+            asm(builder, ir.VoidType(), text, "~{memory}", [], EFFECT)
+            return context.get_dummy_value()
+
+        return signature(types.none), codegen
+
+    return come_together
+
+
+# What was written before the arrival is seen after the wait, in all blocks.
+cluster_arrive = _whole_cluster("barrier.cluster.arrive.release.aligned;")
+cluster_wait = _whole_cluster("barrier.cluster.wait.acquire.aligned;")
+
+
+@intrinsic
+def store_to_block(typingctx, where, block, value):
+    """A float32 to a shared address in a block of the cluster, by its number there."""
+
+    def codegen(context, builder, sig, args):
+        text = "{ .reg .b32 there; mapa.shared::cluster.u32 there, $0, $1; st.shared::cluster.f32 [there], $2; }"
+        asm(builder, ir.VoidType(), text, "r,r,f,~{memory}", list(args), EFFECT)
+        return context.get_dummy_value()
+
+    return signature(types.none, types.uint32, types.int32, types.float32), codegen

@@ -1,0 +1,340 @@
+"""Softmax and its gradient where the elements of a row are neighbours: rows side by side in registers, read once.
+
+    y[i] = exp(x[i] - m) / sum_j exp(x[j] - m)           log: y[i] = x[i] - m - log(sum_j exp(x[j] - m))
+    dx[i] = (dy[i] - sum_j dy[j] * y[j]) * y[i]          log: dx[i] = dy[i] - exp(y[i]) * sum_j dy[j]
+
+    short row    a few lanes of a warp, several rows a thread      lane 0  1  2  3 | 0  1  2  3 | ...
+    longer row   a warp, a block of up to 1024 threads, or a cluster of up to 8 blocks that hold the row together
+
+A thread loads all its vectors of 16 bytes before it uses one. Warps sum by exchanges; each passes its maximum and the
+sum of its powers, shifted by that maximum, to all others of its row through shared memory, behind one barrier: the
+powers are then scaled by exp(own maximum - m) / sum. With `again` a thread keeps 16-bit data as they were loaded and
+computes their powers twice: half the registers.
+
+Traffic: every array once. Sums in float32 in a fixed order; exp is the hardware's, off by 2^-22 and by what a
+difference of float32 is. Source: own; the merged sums are those of the online normaliser, arXiv:1805.02867.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_softmax import SoftmaxProblem
+
+_VECTOR_BYTES = 16
+_WARP, _MOST_THREADS = 32, 1024
+_SHORT_ROW_THREADS = 128  # of a block whose rows have a warp or less each
+_CLUSTERS = (1, 2, 4, 8)  # blocks; all GPUs that have clusters have these
+_CLUSTER_CAPABILITY = (9, 0)
+_MOST_VECTORS = 16
+_REGISTERS = 64  # that hold a thread's elements, at most
+_OTHER_REGISTERS = 30
+_MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond the last row
+
+
+class Config(NamedTuple):
+    """threads: of a block, that hold a row together; blocks: of a cluster that do. rows: that a thread holds.
+
+    again: whether it keeps what was loaded, and computes powers twice.
+    """
+
+    threads: int
+    blocks: int
+    rows: int
+    again: bool = False
+
+    def __str__(self) -> str:
+        return f"t{self.threads}b{self.blocks}r{self.rows}" + ("again" if self.again else "")
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: str
+    algorithm: str
+    lanes: int
+    vectors: int
+    config: Config
+
+
+class _Fields(NamedTuple):
+    rows: int
+    length: int
+
+
+def block_threads(config: Config) -> int:
+    return max(config.threads, _SHORT_ROW_THREADS)
+
+
+@cache
+def _joined(threads: int, blocks: int):
+    """Device function (maximum, total of exp(x - maximum)) of each warp -> the same of the row, for all of them."""
+    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
+
+    integer, real, u32 = ptx.INTEGER[32], ptx.REAL["f32"], ptx.WORD
+    warps = threads // _WARP
+    parts = warps * blocks
+    both, rounds = 2 * parts, ceil(parts / _WARP)
+    largest, summed = (ptx_rows.across(formula, 1, _WARP) for formula in (ptx_rows.larger, ptx_rows.total))
+    power, to_block, nothing = ptx_rows.each(ptx_rows.power, 2), ptx_rows.store_to_block, -math.inf
+
+    @ptx.inline
+    def passed_on(values, part, lane, maximum, total):
+        if blocks == 1:
+            if lane == 0:
+                values[part] = maximum
+                values[parts + part] = total
+            ptx.cuda.syncthreads()
+        else:
+            ptx_rows.cluster_wait()
+            if lane < blocks:
+                here = ptx_tile.shared_address(values)
+                to_block(u32(here + u32(4 * part)), lane, maximum)
+                to_block(u32(here + u32(4 * (parts + part))), lane, total)
+            ptx_rows.cluster_arrive()
+            ptx_rows.cluster_wait()
+
+    @ptx.inline
+    def joined(rank, maximum, total):
+        values = ptx.cuda.shared.array(both, real)
+        thread = integer(ptx.thread_x())
+        lane = integer(thread & (_WARP - 1))
+        passed_on(values, integer(rank * warps + (thread >> 5)), lane, maximum, total)
+        every = real(nothing)
+        for round_ in range(rounds):
+            part = integer(lane + round_ * _WARP)
+            if part < parts:
+                every = values[part] if values[part] > every else every
+        every = largest((every,))[0]
+        sums = real(0.0)
+        for round_ in range(rounds):
+            part = integer(lane + round_ * _WARP)
+            if part < parts:
+                sums = ptx.fma(power((values[part],), (every,))[0], values[parts + part], sums)
+        return every, summed((sums,))[0]
+
+    return joined
+
+
+class _Grid(NamedTuple):
+    """Where a thread's vectors lie."""
+
+    rank: int
+    row: int
+    column: int
+
+
+@cache
+def _placed(v: Variant):
+    """Device functions: () -> _Grid, and (pointer, grid, fields) -> the place of its vectors."""
+    from nbdnn.kernels.cuda import ptx, ptx_rows
+
+    integer, (threads, blocks, rows, _) = ptx.INTEGER[32], v.config
+    at_once = block_threads(v.config) // threads  # rows of a block, each time
+    lanes, step = v.lanes, v.lanes * threads * blocks
+    place, side_bits, block_bits = ptx_rows.Place, threads.bit_length() - 1, blocks.bit_length() - 1
+
+    @ptx.inline
+    def grid():
+        thread, block = integer(ptx.thread_x()), integer(ptx.block_x())
+        first, lane = integer(thread >> side_bits), integer(thread & (threads - 1))
+        rank = integer(block & (blocks - 1))
+        row = integer((block >> block_bits) * (at_once * rows) + first)
+        return _Grid(rank, row, integer(integer(rank * threads + lane) * lanes))
+
+    @ptx.inline
+    def placed(array, g, f):
+        at = g.row * f.length + g.column
+        row_elems = at_once * f.length
+        return place(
+            array, at, step, g.column, integer(step), f.length, row_elems, g.row, integer(at_once), f.rows
+        )
+
+    return grid, placed
+
+
+def _forward_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_vector
+
+    v = Variant(*specialised_on)
+    threads, blocks, rows, again = v.config
+    is_log, shifts, spread = v.algorithm == "log", v.algorithm != "fast", threads * blocks > _WARP
+    grid, placed = _placed(v)
+    joined = _joined(threads, blocks) if spread else None
+    held, warp = ptx_rows.Held(v.dtype, v.lanes, v.vectors, rows), min(threads, _WARP)
+    load, widen, store = ptx_rows.load(held, "-inf"), ptx_rows.widen(held), ptx_rows.store(held)
+    maximum, total = (ptx_rows.fold(formula, rows, v.lanes) for formula in (ptx_rows.larger, ptx_rows.total))
+    largest, summed = (ptx_rows.across(formula, 1, warp) for formula in (ptx_rows.larger, ptx_rows.total))
+    power, power_over = ptx_rows.each(ptx_rows.power, 2, v.lanes), ptx_rows.each(ptx_rows.power_over, 3, v.lanes)
+    log_power, product = ptx_rows.each(ptx_rows.log_power, 3, v.lanes), ptx_rows.each(ptx_rows.product, 2, v.lanes)
+    finite, reciprocal = ptx_rows.each(ptx_rows.finite, 1), ptx_rows.each(ptx_rows.reciprocal, 1)
+    log, log2, zeros = ptx_rows.each(ptx_rows.log, 1), ptx_rows.each(ptx_rows.log2, 1), ptx_vector.zeros(rows)
+
+    def softmax_rows(x, y, f):
+        if blocks > 1:
+            ptx_rows.cluster_arrive()
+        g = grid()
+        parts = load(placed(x, g, f))
+        values = widen(parts)
+
+        # 1. Powers and their sum, of a warp or less.
+        shift = zeros()
+        if shifts:
+            shift = largest(maximum(values))
+            if spread:
+                shift = finite(shift)
+        powers = power(values, shift)
+        sums = summed(total(powers))
+
+        # 2. Of the whole row.
+        scale, row_shift = sums, shift
+        if spread:
+            most, whole = joined(g.rank, shift[0], sums[0])
+            row_shift, scale = (most,), (whole,)
+
+        # 3. What is stored.
+        if again or is_log:
+            values = widen(ptx_rows.afresh(parts))
+            if is_log:
+                powers = log_power(values, row_shift, log(scale))
+            else:
+                powers = power_over(values, row_shift, log2(scale))
+        else:
+            scale = reciprocal(scale)
+            if spread:
+                scale = product(scale, power(shift, row_shift))
+            powers = product(powers, scale)
+        store(placed(y, g, f), powers)
+
+    data = ptx.pointer(v.dtype)
+    return softmax_rows, (data, data, ptx.record(_Fields, 32))
+
+
+def _backward_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_rows
+
+    v = Variant(*specialised_on)
+    threads, blocks, rows, _ = v.config
+    is_log, spread = v.algorithm == "log", threads * blocks > _WARP
+    grid, placed = _placed(v)
+    joined = _joined(threads, blocks) if spread else None
+    held, warp = ptx_rows.Held(v.dtype, v.lanes, v.vectors, rows), min(threads, _WARP)
+    load, widen, store = ptx_rows.load(held, "zero"), ptx_rows.widen(held), ptx_rows.store(held)
+    total, summed = ptx_rows.fold(ptx_rows.total, rows, v.lanes), ptx_rows.across(ptx_rows.total, 1, warp)
+    product = ptx_rows.each(ptx_rows.product, 2)
+    finish = ptx_rows.each(ptx_rows.log_gradient if is_log else ptx_rows.gradient, 3, v.lanes)
+    zero = ptx.REAL["f32"](0.0)
+
+    def softmax_rows_gradient(dy, y, dx, f):
+        if blocks > 1:
+            ptx_rows.cluster_arrive()
+        g = grid()
+        gradients, outputs = load(placed(dy, g, f)), load(placed(y, g, f))
+        terms = widen(gradients)
+        if not is_log:
+            terms = product(terms, widen(outputs))
+        sums = summed(total(terms))
+        if spread:
+            _, whole = joined(g.rank, zero, sums[0])
+            sums = (whole,)
+        finished = finish(widen(ptx_rows.afresh(gradients)), widen(ptx_rows.afresh(outputs)), sums)
+        store(placed(dx, g, f), finished)
+
+    data = ptx.pointer(v.dtype)
+    return softmax_rows_gradient, (data, data, data, ptx.record(_Fields, 32))
+
+
+def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
+    """Elements of a vector, at most 16 bytes, whose size divides every address that is a multiple of `elems` away."""
+    lanes = min(_VECTOR_BYTES, problem.align) // ITEMSIZE[problem.dtype]
+    while elems % lanes:
+        lanes //= 2
+    return lanes
+
+
+def registers(problem: SoftmaxProblem, elems: int, again: bool) -> int:
+    """That hold so many elements of the operands."""
+    words = elems * ITEMSIZE[problem.dtype] // 4
+    return 2 * words if problem.op == "softmax_bwd" else words if again else elems
+
+
+class Rows(LaunchedCandidate[Config]):
+    """Rows of neighbours, as long as registers of a block or a cluster hold."""
+
+    algorithm = "rows"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: SoftmaxProblem, device: Gpu) -> Support:
+        rows, length, inner = problem.rows
+        if inner > 1:
+            return Support(False, f"elements of a row lie {inner} apart, not side by side")
+        if problem.dtype == "f64":
+            return Support(False, "f64: only f16, bf16 and f32")
+        if not rows or not length:
+            return Support(False, f"{rows} rows of {length} elements: nothing to do")
+        if rows > _MOST_ROWS:
+            return Support(False, f"{rows} rows, at most {_MOST_ROWS}")
+        if not self.configs(problem, device):
+            return Support(False, f"{length} elements a row: more than {_REGISTERS} registers a thread hold")
+        return YES
+
+    def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:
+        found = []
+        clusters = _CLUSTERS if device.capability >= _CLUSTER_CAPABILITY else (1,)
+        for threads in (1 << bit for bit in range(_MOST_THREADS.bit_length())):
+            for blocks in clusters if threads >= 256 else (1,):
+                found += self._of_threads(problem, threads, blocks)
+        return tuple(sorted(found, key=lambda config: self.estimate(problem, config, device)))
+
+    def _of_threads(self, problem: SoftmaxProblem, threads: int, blocks: int) -> list[Config]:
+        lanes = vector_lanes(problem, problem.rows[1])
+        vectors = ceil(problem.rows[1] / lanes / threads / blocks)
+        halves = problem.op == "softmax_fwd" and problem.dtype != "f32" and problem.algorithm != "log"
+        found = []
+        for rows in (1, 2, 4) if threads <= _WARP else (1,):
+            for again in (False, True) if halves else (False,):
+                held = registers(problem, vectors * rows * lanes, again)
+                if vectors * rows <= _MOST_VECTORS and held <= _REGISTERS:
+                    found.append(Config(threads, blocks, rows, again))
+        return found
+
+    def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
+        return problem.min_bytes / copy_bytes_per_s(device) * 1e6
+
+    def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:
+        rows, length, _ = problem.rows
+        lanes = vector_lanes(problem, length)
+        vectors = ceil(length / lanes / config.threads / config.blocks)
+        variant = Variant(problem.dtype, problem.algorithm, lanes, vectors, config)
+        threads = block_threads(config)
+        held = registers(problem, vectors * config.rows * lanes, config.again) + _OTHER_REGISTERS
+        forward = self.op == "softmax_fwd"
+        return [
+            Launch(
+                source=Source(
+                    _forward_kernel if forward else _backward_kernel,
+                    variant,
+                    threads,
+                    max(1, min(2048, 65536 // held) // threads),
+                ),
+                grid=(ceil(rows / (threads // config.threads * config.rows)) * config.blocks, 1, 1),
+                pointers=(0, 1) if forward else (0, 1, 2),
+                scalars="",
+                integers=_Fields(rows, length),
+                cluster=config.blocks,
+            )
+        ]
+
+
+FWD, BWD = Rows("softmax_fwd"), Rows("softmax_bwd")
