@@ -71,6 +71,7 @@ def _cpu_lists() -> _Lists:
 
 def _cuda_lists() -> _Lists:
     from nbdnn.cudnn import conv_graph, conv_legacy
+    from nbdnn.cudnn import softmax as cudnn_softmax
     from nbdnn.kernels.cuda import (
         conv_depthwise,
         conv_depthwise_filter,
@@ -82,6 +83,9 @@ def _cuda_lists() -> _Lists:
         conv_mma_gemm_filter,
         conv_stem,
         conv_winograd,
+        softmax_columns,
+        softmax_direct,
+        softmax_rows,
         unfused,
     )
 
@@ -124,6 +128,8 @@ def _cuda_lists() -> _Lists:
             conv_fma_gemm_filter.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
+        "softmax_fwd": (softmax_rows.FWD, softmax_columns.FWD, cudnn_softmax.FWD, softmax_direct.FWD),
+        "softmax_bwd": (softmax_rows.BWD, softmax_columns.BWD, cudnn_softmax.BWD, softmax_direct.BWD),
     }
 
 

@@ -54,8 +54,8 @@ class Held(NamedTuple):
     rows: int
 
     @property
-    def count(self) -> int:
-        """Elements."""
+    def elems(self) -> int:
+        """All of them."""
         return self.vectors * self.rows * self.lanes
 
 
@@ -113,7 +113,7 @@ def widen(held: Held):
             vectors = [given[i : i + count] for i in range(0, len(given), count)]
             return packed(builder, [value for each in vectors for value in widened(builder, held.dtype, each)])
 
-        return signature(floats(held.count), parts), codegen
+        return signature(floats(held.elems), parts), codegen
 
     return widen_parts
 
@@ -138,7 +138,7 @@ def store(held: Held):
     @intrinsic
     def store_vectors(typingctx, place, values):
         def codegen(context, builder, sig, args):
-            elements, lanes = unpacked(builder, args[1], held.count), held.lanes
+            elements, lanes = unpacked(builder, args[1], held.elems), held.lanes
             for i, (where, exists) in enumerate(_vectors(builder, held, sig.args[0], args[0])):
                 store_vector(builder, where, exists, held.dtype, elements[i * lanes : (i + 1) * lanes])
             return context.get_dummy_value()
@@ -229,9 +229,7 @@ def each(formula: Callable, operands: int, per: int = 1):
 
         def codegen(context, builder, sig, args):
             lists = [unpacked(builder, arg, given.count) for arg, given in zip(args, sig.args, strict=True)]
-            met = [
-                [of[i] if len(of) == longest else of[i // per % len(of)] for of in lists] for i in range(longest)
-            ]
+            met = [[of[i] if len(of) == longest else of[i // per % len(of)] for of in lists] for i in range(longest)]
             return packed(builder, [formula(builder, *elements) for elements in met])
 
         return signature(floats(longest), *tuples), codegen

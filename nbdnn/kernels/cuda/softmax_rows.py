@@ -18,11 +18,12 @@ difference of float32 is. Source: own; the merged sums are those of the online n
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import cache
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
-from nbdnn.candidate import YES, Support
+from nbdnn.candidate import YES, ConfigT, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
@@ -37,7 +38,11 @@ _CLUSTERS = (1, 2, 4, 8)  # blocks; all GPUs that have clusters have these
 _CLUSTER_CAPABILITY = (9, 0)
 _MOST_VECTORS = 16
 _REGISTERS = 64  # that hold a thread's elements, at most
-_OTHER_REGISTERS = 30
+_OTHER_REGISTERS = 28
+_CONFIGS, _WORTH_MEASURING = 4, 1.2  # at most so many, no worse than this times the best guess
+_LAUNCH_US = 2.0
+_LATENCY_BYTES = 16 << 10  # that a multiprocessor must have under way
+_CLUSTER_COST = 0.05
 _MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond the last row
 
 
@@ -155,9 +160,7 @@ def _placed(v: Variant):
     def placed(array, g, f):
         at = g.row * f.length + g.column
         row_elems = at_once * f.length
-        return place(
-            array, at, step, g.column, integer(step), f.length, row_elems, g.row, integer(at_once), f.rows
-        )
+        return place(array, at, step, g.column, integer(step), f.length, row_elems, g.row, integer(at_once), f.rows)
 
     return grid, placed
 
@@ -204,10 +207,7 @@ def _forward_kernel(*specialised_on):
         # 3. What is stored.
         if again or is_log:
             values = widen(ptx_rows.afresh(parts))
-            if is_log:
-                powers = log_power(values, row_shift, log(scale))
-            else:
-                powers = power_over(values, row_shift, log2(scale))
+            powers = log_power(values, row_shift, log(scale)) if is_log else power_over(values, row_shift, log2(scale))
         else:
             scale = reciprocal(scale)
             if spread:
@@ -267,6 +267,19 @@ def registers(problem: SoftmaxProblem, elems: int, again: bool) -> int:
     return 2 * words if problem.op == "softmax_bwd" else words if again else elems
 
 
+def kernel_us(problem: SoftmaxProblem, device: Gpu, launch: Launch, held_bytes: float) -> float:
+    """Predicted time of a kernel whose blocks load so many bytes at once: the more are under way, the nearer a copy."""
+    resident = min(launch.source.min_blocks, ceil(prod(launch.grid) / device.sms))
+    waits = _LATENCY_BYTES / (resident * held_bytes) + _CLUSTER_COST * (launch.cluster > 1)
+    return _LAUNCH_US + problem.min_bytes / copy_bytes_per_s(device) * 1e6 * (1 + waits)
+
+
+def worth_measuring(guesses: Iterable[tuple[float, ConfigT]]) -> tuple[ConfigT, ...]:
+    """The configs with the least predicted times, the best first."""
+    ranked = sorted(guesses, key=lambda guess: guess[0])
+    return tuple(config for us, config in ranked[:_CONFIGS] if us < _WORTH_MEASURING * ranked[0][0])
+
+
 class Rows(LaunchedCandidate[Config]):
     """Rows of neighbours, as long as registers of a block or a cluster hold."""
 
@@ -285,21 +298,28 @@ class Rows(LaunchedCandidate[Config]):
             return Support(False, f"{rows} rows of {length} elements: nothing to do")
         if rows > _MOST_ROWS:
             return Support(False, f"{rows} rows, at most {_MOST_ROWS}")
-        if not self.configs(problem, device):
+        if not self.every(problem, device):
             return Support(False, f"{length} elements a row: more than {_REGISTERS} registers a thread hold")
         return YES
 
     def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:
+        guesses = ((self.estimate(problem, config, device), config) for config in self.every(problem, device))
+        return worth_measuring(guesses)
+
+    def every(self, problem: SoftmaxProblem, device: Gpu) -> list[Config]:
+        """The configs whose threads have registers for their rows."""
         found = []
         clusters = _CLUSTERS if device.capability >= _CLUSTER_CAPABILITY else (1,)
         for threads in (1 << bit for bit in range(_MOST_THREADS.bit_length())):
             for blocks in clusters if threads >= 256 else (1,):
                 found += self._of_threads(problem, threads, blocks)
-        return tuple(sorted(found, key=lambda config: self.estimate(problem, config, device)))
+        return found
 
     def _of_threads(self, problem: SoftmaxProblem, threads: int, blocks: int) -> list[Config]:
         lanes = vector_lanes(problem, problem.rows[1])
         vectors = ceil(problem.rows[1] / lanes / threads / blocks)
+        if threads > 1 and threads * blocks >= 2 * problem.rows[1] / lanes:
+            return []
         halves = problem.op == "softmax_fwd" and problem.dtype != "f32" and problem.algorithm != "log"
         found = []
         for rows in (1, 2, 4) if threads <= _WARP else (1,):
@@ -310,7 +330,10 @@ class Rows(LaunchedCandidate[Config]):
         return found
 
     def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
-        return problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        (launch,) = self.launches(problem, config, device)
+        held_bytes = problem.rows[1] * launch.source.threads / (config.threads * config.blocks) * config.rows
+        held_bytes *= (len(problem.operands) - 1) * ITEMSIZE[problem.dtype]
+        return kernel_us(problem, device, launch, held_bytes)
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:
         rows, length, _ = problem.rows

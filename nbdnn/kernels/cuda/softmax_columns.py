@@ -1,0 +1,321 @@
+"""Softmax and its gradient where neighbours in memory are elements of different rows: columns, read once.
+
+    y[i] = exp(x[i] - m) / sum_j exp(x[j] - m)           log: y[i] = x[i] - m - log(sum_j exp(x[j] - m))
+    dx[i] = (dy[i] - sum_j dy[j] * y[j]) * y[i]          log: dx[i] = dy[i] - exp(y[i]) * sum_j dy[j]
+
+                          columns (vectors of neighbouring positions)
+    elements of a row     thread 0   1   2   3                 element i of a column is held by split i % splits:
+    (channels)                   4   5   6   7                 all of a column lie in registers of one block
+                                 8   9  10  11   ...
+
+A thread sums its elements of each of its columns, a warp those of its splits by exchanges, and the block's parts meet
+in shared memory: a thread a column merges (maximum, sum of powers shifted by it) of all parts. With `again` a thread
+keeps 16-bit data as they were loaded and computes their powers twice.
+
+Traffic: every array once. Sums in float32 in a fixed order; exp as in `softmax_rows`. Source: own.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.softmax_rows import kernel_us, registers, vector_lanes, worth_measuring
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_softmax import SoftmaxProblem
+
+_WARP, _LEAST_THREADS, _MOST_THREADS = 32, 64, 1024
+_COLUMNS = (1, 2, 4, 8, 16, 32, 64, 128)
+_MOST_VECTORS = 24
+_REGISTERS = 96  # that hold a thread's elements, at most
+_OTHER_REGISTERS = 28
+_SECTOR_BYTES = 16
+_MOST_SHARED_BYTES = 48 << 10
+_MOST_BLOCKS = 2**31 - 1
+
+
+class Config(NamedTuple):
+    """columns: vectors of neighbours; splits: threads that share a column. again: computes powers twice."""
+
+    columns: int
+    splits: int
+    again: bool = False
+
+    def __str__(self) -> str:
+        return f"c{self.columns}s{self.splits}" + ("again" if self.again else "")
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: str
+    algorithm: str
+    lanes: int
+    vectors: int
+    config: Config
+
+
+class _Fields(NamedTuple):
+    """tiles: blocks side by side over `inner` neighbours."""
+
+    length: int
+    inner: int
+    tiles: int
+
+
+def parts(config: Config) -> int:
+    """Partial sums of a column that meet in shared memory."""
+    return ceil(config.columns * config.splits / max(_WARP, config.columns))
+
+
+@cache
+def _merged(v: Variant):
+    """Device function (column, split, maxima, totals) of a part, L of each -> the same of the whole columns."""
+    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile, ptx_vector
+
+    integer, real, u32 = ptx.INTEGER[32], ptx.REAL["f32"], ptx.WORD
+    columns, splits, _ = v.config
+    lanes, threads, each_part = v.lanes, columns * splits, columns * v.lanes
+    count = parts(v.config)
+    room, rounds = count * each_part, ceil(each_part / threads)
+    load, power, nothing = ptx_vector.load_shared_rows(1, lanes), ptx_rows.each(ptx_rows.power, 2), -math.inf
+    store, step_bytes = ptx_vector.store_shared_floats, 4 * columns
+
+    @ptx.inline
+    def whole(maxima, sums, at):
+        """Merges the parts of one column, into the place of the first."""
+        most, total = real(nothing), real(0.0)
+        for part in range(count):
+            most = maxima[at + part * each_part] if maxima[at + part * each_part] > most else most
+        for part in range(count):
+            scale = power((maxima[at + part * each_part],), (most,))[0]
+            total = ptx.fma(scale, sums[at + part * each_part], total)
+        maxima[at] = most
+        sums[at] = total
+
+    @ptx.inline
+    def merged(column, split, shift, totals):
+        maxima, sums = ptx.cuda.shared.array(room, real), ptx.cuda.shared.array(room, real)
+        thread = integer(ptx.thread_x())
+        part = integer(thread >> 5) if columns < _WARP else split
+        if columns >= _WARP or thread & (_WARP - 1) < columns:
+            offset = u32(4 * (part * each_part + column))
+            store(u32(ptx_tile.shared_address(maxima) + offset), u32(step_bytes), shift)
+            store(u32(ptx_tile.shared_address(sums) + offset), u32(step_bytes), totals)
+        ptx.cuda.syncthreads()
+        for round_ in range(rounds):
+            at = integer(thread + round_ * threads)
+            if at < each_part:
+                whole(maxima, sums, at)
+        ptx.cuda.syncthreads()
+        offset = u32(4 * column)
+        shift = load(u32(ptx_tile.shared_address(maxima) + offset), u32(step_bytes))
+        return shift, load(u32(ptx_tile.shared_address(sums) + offset), u32(step_bytes))
+
+    return merged
+
+
+class _Cell(NamedTuple):
+    """Where a thread is: its column in the block, its split, the first of its positions, and that in memory."""
+
+    column: int
+    split: int
+    position: int
+    at: int
+
+
+@cache
+def _placed(v: Variant):
+    """Device functions: (fields) -> _Cell, and (pointer, cell, fields) -> the place of its vectors."""
+    from nbdnn.kernels.cuda import ptx, ptx_rows
+
+    integer, (columns, splits, _) = ptx.INTEGER[32], v.config
+    lanes, column_bits, place = v.lanes, columns.bit_length() - 1, ptx_rows.Place
+
+    @ptx.inline
+    def cell(f):
+        thread = integer(ptx.thread_x())
+        outer, tile = ptx.divided(integer(ptx.block_x()), f.tiles)
+        column, split = integer(thread & (columns - 1)), integer(thread >> column_bits)
+        position = integer(integer(tile * columns + column) * lanes)
+        return _Cell(column, split, position, (outer * f.length + split) * f.inner + position)
+
+    @ptx.inline
+    def placed(array, at, f):
+        none, one, end = integer(0), integer(1), f.length if at.position < f.inner else integer(0)
+        return place(array, at.at, splits * f.inner, at.split, integer(splits), end, 0, none, none, one)
+
+    return cell, placed
+
+
+def _forward_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_vector
+
+    v = Variant(*specialised_on)
+    columns, _, again = v.config
+    is_log, shifts, spread = v.algorithm == "log", v.algorithm != "fast", parts(v.config) > 1
+    cell, placed = _placed(v)
+    merged = _merged(v) if spread else None
+    held = ptx_rows.Held(v.dtype, v.lanes, v.vectors, 1)
+    load, widen, store = ptx_rows.load(held, "-inf"), ptx_rows.widen(held), ptx_rows.store(held)
+    maximum, total = (ptx_rows.fold(formula, v.lanes) for formula in (ptx_rows.larger, ptx_rows.total))
+    largest, summed = (ptx_rows.across(formula, columns, _WARP) for formula in (ptx_rows.larger, ptx_rows.total))
+    power, power_over = ptx_rows.each(ptx_rows.power, 2), ptx_rows.each(ptx_rows.power_over, 3)
+    log_power, product = ptx_rows.each(ptx_rows.log_power, 3), ptx_rows.each(ptx_rows.product, 2)
+    finite, reciprocal = ptx_rows.each(ptx_rows.finite, 1), ptx_rows.each(ptx_rows.reciprocal, 1)
+    log, log2, zeros = ptx_rows.each(ptx_rows.log, 1), ptx_rows.each(ptx_rows.log2, 1), ptx_vector.zeros(v.lanes)
+
+    def softmax_columns(x, y, f):
+        at = cell(f)
+        loaded = load(placed(x, at, f))
+        values = widen(loaded)
+
+        # 1. Powers and their sums, of a warp's part of each column.
+        shift = zeros()
+        if shifts:
+            shift = largest(maximum(values))
+            if spread:
+                shift = finite(shift)
+        powers = power(values, shift)
+        sums = summed(total(powers))
+
+        # 2. Of whole columns.
+        column_shift = shift
+        if spread:
+            column_shift, sums = merged(at.column, at.split, shift, sums)
+
+        # 3. What is stored.
+        if again or is_log:
+            values = widen(ptx_rows.afresh(loaded))
+            powers = (
+                log_power(values, column_shift, log(sums)) if is_log else power_over(values, column_shift, log2(sums))
+            )
+        else:
+            scale = reciprocal(sums)
+            if spread:
+                scale = product(scale, power(shift, column_shift))
+            powers = product(powers, scale)
+        store(placed(y, at, f), powers)
+
+    data = ptx.pointer(v.dtype)
+    return softmax_columns, (data, data, ptx.record(_Fields, 32))
+
+
+def _backward_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_vector
+
+    v = Variant(*specialised_on)
+    is_log, spread = v.algorithm == "log", parts(v.config) > 1
+    cell, placed = _placed(v)
+    merged = _merged(v) if spread else None
+    held = ptx_rows.Held(v.dtype, v.lanes, v.vectors, 1)
+    load, widen, store = ptx_rows.load(held, "zero"), ptx_rows.widen(held), ptx_rows.store(held)
+    total, summed = ptx_rows.fold(ptx_rows.total, v.lanes), ptx_rows.across(ptx_rows.total, v.config.columns, _WARP)
+    product, zeros = ptx_rows.each(ptx_rows.product, 2), ptx_vector.zeros(v.lanes)
+    finish = ptx_rows.each(ptx_rows.log_gradient if is_log else ptx_rows.gradient, 3)
+
+    def softmax_columns_gradient(dy, y, dx, f):
+        at = cell(f)
+        gradients, outputs = load(placed(dy, at, f)), load(placed(y, at, f))
+        terms = widen(gradients)
+        if not is_log:
+            terms = product(terms, widen(outputs))
+        sums = summed(total(terms))
+        if spread:
+            _, sums = merged(at.column, at.split, zeros(), sums)
+        finished = finish(widen(ptx_rows.afresh(gradients)), widen(ptx_rows.afresh(outputs)), sums)
+        store(placed(dx, at, f), finished)
+
+    data = ptx.pointer(v.dtype)
+    return softmax_columns_gradient, (data, data, data, ptx.record(_Fields, 32))
+
+
+class Columns(LaunchedCandidate[Config]):
+    """Rows whose elements lie apart, as long as registers of a block hold."""
+
+    algorithm = "columns"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: SoftmaxProblem, device: Gpu) -> Support:
+        outer, length, inner = problem.rows
+        if problem.dtype == "f64":
+            return Support(False, "f64: only f16, bf16 and f32")
+        if not outer * length:
+            return Support(False, f"{outer} times {length} elements: nothing to do")
+        if inner == 1:
+            return Support(False, "elements of a row lie side by side")
+        if outer * inner > _MOST_BLOCKS or length > _MOST_BLOCKS // _MOST_THREADS:
+            return Support(False, f"{outer * inner} rows of {length} elements: 32 bits do not count them")
+        if not self.every(problem):
+            return Support(False, f"{length} elements a row: more than {_REGISTERS} registers a thread hold")
+        return YES
+
+    def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:
+        return worth_measuring((self.estimate(problem, config, device), config) for config in self.every(problem))
+
+    def every(self, problem: SoftmaxProblem) -> list[Config]:
+        """The configs whose threads have registers for their columns."""
+        found = dict.fromkeys(
+            config
+            for columns in _COLUMNS
+            for vectors in range(1, _MOST_VECTORS + 1)
+            for config in self._of_shape(problem, columns, vectors)
+        )
+        return list(found)
+
+    def _of_shape(self, problem: SoftmaxProblem, columns: int, vectors: int) -> list[Config]:
+        _, length, inner = problem.rows
+        lanes = vector_lanes(problem, inner)
+        together = max(1, _WARP // columns)
+        splits = ceil(ceil(length / vectors) / together) * together
+        vectors = ceil(length / splits)
+        halves = problem.op == "softmax_fwd" and problem.dtype != "f32" and problem.algorithm != "log"
+        if not _LEAST_THREADS <= columns * splits <= _MOST_THREADS or columns >= 2 * ceil(inner / lanes):
+            return []
+        found = [Config(columns, splits, again) for again in ((False, True) if halves else (False,))]
+        return [
+            config
+            for config in found
+            if registers(problem, vectors * lanes, config.again) <= _REGISTERS
+            and 8 * parts(config) * columns * lanes <= _MOST_SHARED_BYTES
+        ]
+
+    def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
+        (launch,) = self.launches(problem, config, device)
+        _, length, inner = problem.rows
+        line_bytes = ITEMSIZE[problem.dtype] * min(vector_lanes(problem, inner) * config.columns, inner)
+        held_bytes = (len(problem.operands) - 1) * length * line_bytes
+        scattered = _SECTOR_BYTES / line_bytes
+        return kernel_us(problem, device, launch, held_bytes) * (1 + scattered)
+
+    def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:
+        outer, length, inner = problem.rows
+        lanes, threads = vector_lanes(problem, inner), config.columns * config.splits
+        vectors, tiles = ceil(length / config.splits), ceil(inner / lanes / config.columns)
+        held = registers(problem, vectors * lanes, config.again) + _OTHER_REGISTERS
+        forward = self.op == "softmax_fwd"
+        return [
+            Launch(
+                source=Source(
+                    _forward_kernel if forward else _backward_kernel,
+                    Variant(problem.dtype, problem.algorithm, lanes, vectors, config),
+                    threads,
+                    max(1, min(2048, 65536 // held) // threads),
+                ),
+                grid=(outer * tiles, 1, 1),
+                pointers=(0, 1) if forward else (0, 1, 2),
+                scalars="",
+                integers=_Fields(length, inner, tiles),
+            )
+        ]
+
+
+FWD, BWD = Columns("softmax_fwd"), Columns("softmax_bwd")
