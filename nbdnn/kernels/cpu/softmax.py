@@ -82,9 +82,9 @@ def _vector_loops(compute: str, algorithm: str):
     def finish(target, source, n, shift, total):
         x, y = data(source), data(target)
         if is_log:
-            offset = shift + real(math.log(total))
+            offset = real(math.log(total))  # less than the shift may be: added to that, it would lose its digits
             for i in range(n):
-                y[i] = x[i] - offset if x[i] == x[i] else x[i]
+                y[i] = (x[i] - shift) - offset
         else:
             scale = real(1.0) / total
             for i in range(n):
@@ -185,7 +185,7 @@ def _columns_task(dtype: str, algorithm: str, forward: bool, vl: int):
     @njit(**DEVICE, fastmath=FASTMATH)
     def scaled(line, shift, total, width):
         for j in range(width):
-            line[j] = line[j] - shift[j] if is_log else line[j] * total[j]
+            line[j] = (line[j] - shift[j]) - total[j] if is_log else line[j] * total[j]
 
     @njit(**DEVICE, fastmath=FASTMATH)
     def add_terms(total, a, b, width):
@@ -215,10 +215,7 @@ def _columns_task(dtype: str, algorithm: str, forward: bool, vl: int):
         for i in range(f.length):
             add_powers(total, data(buffer + i * pitch), shift, width)
         for j in range(width):
-            if is_log:
-                shift[j] += real(math.log(total[j]))
-            else:
-                total[j] = real(1.0) / total[j]
+            total[j] = real(math.log(total[j])) if is_log else real(1.0) / total[j]
         for i in range(f.length):
             scaled(data(buffer + i * pitch), shift, total, width)
             narrow_row(pointers[1] + start + i * step, buffer + i * pitch, width)
