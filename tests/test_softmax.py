@@ -96,7 +96,7 @@ def test_infinities_and_nan(dtype: Any, shape: tuple[int, ...]) -> None:
     logarithm[4, 0] = -1e4
     for row, value, log in zip(rows, expected, logarithm, strict=True):
         x = np.broadcast_to(row.reshape(1, 3, *[1] * (len(shape) - 2)), shape).copy()
-        of = tuple([0, slice(None), *[-1] * (len(shape) - 2)])
+        of = (0, slice(None), *[-1] * (len(shape) - 2))
         np.testing.assert_array_equal(dnn_softmax(x)[of], value)
         np.testing.assert_array_equal(dnn_softmax(x, "log")[of], log)
 

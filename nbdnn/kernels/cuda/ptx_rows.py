@@ -8,7 +8,7 @@ neighbouring elements. A tuple of one number a row, or a lane, stands beside it:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial, reduce
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -24,6 +24,7 @@ FILL = {
     "zero": {"f16": 0, "bf16": 0, "f32": 0},
     "-inf": {"f16": 0xFC00FC00, "bf16": 0xFF80FF80, "f32": 0xFF800000},
 }
+_CHAINS = 4  # sums that grow side by side, of all the numbers of a thread
 _LOG2_E = 1.4426950408889634
 
 
@@ -118,19 +119,6 @@ def widen(held: Held):
     return widen_parts
 
 
-@intrinsic
-def afresh(typingctx, parts):
-    """The same parts, of which LLVM knows nothing: elements widened before are not kept for what follows."""
-
-    def codegen(context, builder, sig, args):
-        given = unpacked(builder, args[0], sig.args[0].count)
-        width, letter = given[0].type.width, "h" if sig.args[0].dtype == types.uint16 else "r"
-        move = f"mov.b{width} $0, $1;", f"={letter},{letter}"
-        return packed(builder, [asm(builder, part.type, *move, [part], EFFECT) for part in given])
-
-    return signature(parts, parts), codegen
-
-
 @cache
 def store(held: Held):
     """Intrinsic (place, values): the vectors that exist."""
@@ -148,7 +136,74 @@ def store(held: Held):
     return store_vectors
 
 
+# ---- vector by vector, of parts as they were loaded ------------------------------------------------------------------
+
+
+def _afresh(builder, held: Held, parts, i):
+    """Vector i of `parts`, of which LLVM knows nothing: elements widened before are not kept for it."""
+    part, count = parts_of(held.dtype, held.lanes)
+    letter = {16: "h", 32: "r"}[part.width]
+    move = f"mov.b{part.width} $0, $1;", f"={letter},{letter}"
+    given = [builder.extract_value(parts, i * count + j) for j in range(count)]
+    return widened(builder, held.dtype, [asm(builder, part, *move, [each], EFFECT) for each in given])
+
+
+def _terms(builder, held: Held, formula, per, i, parts, numbers):
+    """The formula of the elements of vector i and the numbers that they meet."""
+    vectors = [_afresh(builder, held, each, i) for each in parts]
+    for lane, elements in enumerate(zip(*vectors, strict=True)):
+        meets = [each[(i * held.lanes + lane) // per % len(each)] for each in numbers]
+        yield formula(builder, *elements, *meets)
+
+
+@cache
+def gather(held: Held, formula: Callable, combine: Callable, inputs: int, per: int = 1):
+    """Intrinsic (parts of so many arrays, numbers) -> what combines the formula of all elements that meet a number.
+
+    There are as many results as numbers.
+    """
+
+    def typed(*arguments):
+        def codegen(context, builder, sig, args):
+            count = sig.args[inputs].count
+            numbers, chains = unpacked(builder, args[inputs], count), max(1, _CHAINS // count)
+            sums: dict[tuple[int, int], ir.Value] = {}
+            for i in range(held.vectors * held.rows):
+                terms = _terms(builder, held, formula, per, i, args[:inputs], [numbers])
+                for element, term in enumerate(terms, i * held.lanes):
+                    place = element // per % count, element % per % chains if per > 1 else i % chains
+                    sums[place] = combine(builder, sums[place], term) if place in sums else term
+            of_number = [[sums[place] for place in sorted(sums) if place[0] == number] for number in range(count)]
+            return packed(builder, [reduce(partial(combine, builder), chain) for chain in of_number])
+
+        return signature(floats(arguments[inputs].count), *arguments), codegen
+
+    return _of_arguments(typed, inputs + 1)
+
+
+@cache
+def scatter(held: Held, formula: Callable, inputs: int, numbers: int, per: int = 1):
+    """Intrinsic (place, parts of so many arrays, so many tuples of numbers): stores the formula of the elements."""
+
+    def typed(*arguments):
+        def codegen(context, builder, sig, args):
+            given = args[1 : inputs + 1]
+            tuples = [unpacked(builder, args[i], sig.args[i].count) for i in range(inputs + 1, inputs + 1 + numbers)]
+            for i, (where, exists) in enumerate(_vectors(builder, held, sig.args[0], args[0])):
+                values = list(_terms(builder, held, formula, per, i, given, tuples))
+                store_vector(builder, where, exists, held.dtype, values)
+            return context.get_dummy_value()
+
+        return signature(types.none, *arguments), codegen
+
+    return _of_arguments(typed, 1 + inputs + numbers)
+
+
 # ---- formulas, of LLVM values ----------------------------------------------------------------------------------------
+
+
+def itself(builder, value, *others):
+    return value
 
 
 def larger(builder, a, b):
@@ -160,7 +215,7 @@ def total(builder, a, b):
     return builder.fadd(a, b)
 
 
-def product(builder, a, b):
+def product(builder, a, b, *others):
     return builder.fmul(a, b)
 
 
@@ -234,10 +289,10 @@ def each(formula: Callable, operands: int, per: int = 1):
 
         return signature(floats(longest), *tuples), codegen
 
-    return _of_tuples(typed, operands)
+    return _of_arguments(typed, operands)
 
 
-def _of_tuples(typed: Callable, operands: int):
+def _of_arguments(typed: Callable, count: int):
     """An intrinsic has as many arguments as its function is written with."""
 
     @intrinsic
@@ -252,25 +307,29 @@ def _of_tuples(typed: Callable, operands: int):
     def of_three(typingctx, a, b, c):
         return typed(a, b, c)
 
-    return {1: of_one, 2: of_two, 3: of_three}[operands]
+    @intrinsic
+    def of_four(typingctx, a, b, c, d):
+        return typed(a, b, c, d)
+
+    return (of_one, of_two, of_three, of_four)[count - 1]
 
 
 @cache
 def fold(formula: Callable, numbers: int, per: int = 1):
-    """Intrinsic (values) -> `numbers` numbers, each the formula over the elements that meet it, pair by pair."""
+    """Intrinsic (values) -> `numbers` numbers, each the formula over the elements that meet it."""
 
     @intrinsic
     def folded(typingctx, values):
         def codegen(context, builder, sig, args):
             elements = unpacked(builder, args[0], sig.args[0].count)
-            results = []
-            for number in range(numbers):
-                level = [each for i, each in enumerate(elements) if i // per % numbers == number]
-                while len(level) > 1:
-                    half = (len(level) + 1) // 2
-                    pairs = [formula(builder, a, b) for a, b in zip(level, level[half:], strict=False)]
-                    level = pairs + level[len(level) // 2 : half]
-                results += level
+            met = [
+                [each for i, each in enumerate(elements) if i // per % numbers == number] for number in range(numbers)
+            ]
+            chains = max(1, _CHAINS // numbers)
+            combined = partial(reduce, partial(formula, builder))
+            results = [
+                combined([combined(each[chain::chains]) for chain in range(min(chains, len(each)))]) for each in met
+            ]
             return packed(builder, results)
 
         return signature(floats(numbers), values), codegen

@@ -24,17 +24,15 @@ from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import softmax_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
-from nbdnn.kernels.cuda.softmax_rows import kernel_us, registers, vector_lanes, worth_measuring
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_softmax import SoftmaxProblem
 
 _WARP, _LEAST_THREADS, _MOST_THREADS = 32, 64, 1024
 _COLUMNS = (1, 2, 4, 8, 16, 32, 64, 128)
 _MOST_VECTORS = 24
-_REGISTERS = 96  # that hold a thread's elements, at most
-_OTHER_REGISTERS = 28
 _SECTOR_BYTES = 16
 _MOST_SHARED_BYTES = 48 << 10
 _MOST_BLOCKS = 2**31 - 1
@@ -164,26 +162,31 @@ def _forward_kernel(*specialised_on):
     merged = _merged(v) if spread else None
     held = ptx_rows.Held(v.dtype, v.lanes, v.vectors, 1)
     load, widen, store = ptx_rows.load(held, "-inf"), ptx_rows.widen(held), ptx_rows.store(held)
-    maximum, total = (ptx_rows.fold(formula, v.lanes) for formula in (ptx_rows.larger, ptx_rows.total))
+    maximum = ptx_rows.gather(held, ptx_rows.itself, ptx_rows.larger, 1)
+    total_power = ptx_rows.gather(held, ptx_rows.power, ptx_rows.total, 1)
+    store_again = ptx_rows.scatter(held, ptx_rows.log_power if is_log else ptx_rows.power_over, 1, 2)
+    total = ptx_rows.fold(ptx_rows.total, v.lanes)
     largest, summed = (ptx_rows.across(formula, columns, _WARP) for formula in (ptx_rows.larger, ptx_rows.total))
-    power, power_over = ptx_rows.each(ptx_rows.power, 2), ptx_rows.each(ptx_rows.power_over, 3)
-    log_power, product = ptx_rows.each(ptx_rows.log_power, 3), ptx_rows.each(ptx_rows.product, 2)
+    power, product = (ptx_rows.each(formula, 2) for formula in (ptx_rows.power, ptx_rows.product))
     finite, reciprocal = ptx_rows.each(ptx_rows.finite, 1), ptx_rows.each(ptx_rows.reciprocal, 1)
-    log, log2, zeros = ptx_rows.each(ptx_rows.log, 1), ptx_rows.each(ptx_rows.log2, 1), ptx_vector.zeros(v.lanes)
+    log, zeros = ptx_rows.each(ptx_rows.log if is_log else ptx_rows.log2, 1), ptx_vector.zeros(v.lanes)
+    keeps_powers = not again and not is_log
 
     def softmax_columns(x, y, f):
         at = cell(f)
         loaded = load(placed(x, at, f))
-        values = widen(loaded)
 
         # 1. Powers and their sums, of a warp's part of each column.
         shift = zeros()
         if shifts:
-            shift = largest(maximum(values))
+            shift = largest(maximum(loaded, shift))
             if spread:
                 shift = finite(shift)
-        powers = power(values, shift)
-        sums = summed(total(powers))
+        if keeps_powers:
+            powers = power(widen(loaded), shift)
+            sums = summed(total(powers))
+        else:
+            sums = summed(total_power(loaded, shift))
 
         # 2. Of whole columns.
         column_shift = shift
@@ -191,17 +194,13 @@ def _forward_kernel(*specialised_on):
             column_shift, sums = merged(at.column, at.split, shift, sums)
 
         # 3. What is stored.
-        if again or is_log:
-            values = widen(ptx_rows.afresh(loaded))
-            powers = (
-                log_power(values, column_shift, log(sums)) if is_log else power_over(values, column_shift, log2(sums))
-            )
-        else:
+        if keeps_powers:
             scale = reciprocal(sums)
             if spread:
                 scale = product(scale, power(shift, column_shift))
-            powers = product(powers, scale)
-        store(placed(y, at, f), powers)
+            store(placed(y, at, f), product(powers, scale))
+        else:
+            store_again(placed(y, at, f), loaded, column_shift, log(sums))
 
     data = ptx.pointer(v.dtype)
     return softmax_columns, (data, data, ptx.record(_Fields, 32))
@@ -215,22 +214,18 @@ def _backward_kernel(*specialised_on):
     cell, placed = _placed(v)
     merged = _merged(v) if spread else None
     held = ptx_rows.Held(v.dtype, v.lanes, v.vectors, 1)
-    load, widen, store = ptx_rows.load(held, "zero"), ptx_rows.widen(held), ptx_rows.store(held)
-    total, summed = ptx_rows.fold(ptx_rows.total, v.lanes), ptx_rows.across(ptx_rows.total, v.config.columns, _WARP)
-    product, zeros = ptx_rows.each(ptx_rows.product, 2), ptx_vector.zeros(v.lanes)
-    finish = ptx_rows.each(ptx_rows.log_gradient if is_log else ptx_rows.gradient, 3)
+    load, summed = ptx_rows.load(held, "zero"), ptx_rows.across(ptx_rows.total, v.config.columns, _WARP)
+    dot = ptx_rows.gather(held, ptx_rows.itself if is_log else ptx_rows.product, ptx_rows.total, 2)
+    finish = ptx_rows.scatter(held, ptx_rows.log_gradient if is_log else ptx_rows.gradient, 2, 1)
+    zeros = ptx_vector.zeros(v.lanes)
 
     def softmax_columns_gradient(dy, y, dx, f):
         at = cell(f)
         gradients, outputs = load(placed(dy, at, f)), load(placed(y, at, f))
-        terms = widen(gradients)
-        if not is_log:
-            terms = product(terms, widen(outputs))
-        sums = summed(total(terms))
+        sums = summed(dot(gradients, outputs, zeros()))
         if spread:
             _, sums = merged(at.column, at.split, zeros(), sums)
-        finished = finish(widen(ptx_rows.afresh(gradients)), widen(ptx_rows.afresh(outputs)), sums)
-        store(placed(dx, at, f), finished)
+        finish(placed(dx, at, f), gradients, outputs, sums)
 
     data = ptx.pointer(v.dtype)
     return softmax_columns_gradient, (data, data, data, ptx.record(_Fields, 32))
@@ -255,11 +250,12 @@ class Columns(LaunchedCandidate[Config]):
         if outer * inner > _MOST_BLOCKS or length > _MOST_BLOCKS // _MOST_THREADS:
             return Support(False, f"{outer * inner} rows of {length} elements: 32 bits do not count them")
         if not self.every(problem):
-            return Support(False, f"{length} elements a row: more than {_REGISTERS} registers a thread hold")
+            return Support(False, f"{length} elements a row: more than the registers of a block hold")
         return YES
 
     def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:
-        return worth_measuring((self.estimate(problem, config, device), config) for config in self.every(problem))
+        every = self.every(problem)
+        return plan.worth_measuring((self.estimate(problem, config, device), config) for config in every)
 
     def every(self, problem: SoftmaxProblem) -> list[Config]:
         """The configs whose threads have registers for their columns."""
@@ -273,43 +269,42 @@ class Columns(LaunchedCandidate[Config]):
 
     def _of_shape(self, problem: SoftmaxProblem, columns: int, vectors: int) -> list[Config]:
         _, length, inner = problem.rows
-        lanes = vector_lanes(problem, inner)
-        together = max(1, _WARP // columns)
+        lanes, together = plan.vector_lanes(problem, inner), max(1, _WARP // columns)
         splits = ceil(ceil(length / vectors) / together) * together
-        vectors = ceil(length / splits)
-        halves = problem.op == "softmax_fwd" and problem.dtype != "f32" and problem.algorithm != "log"
         if not _LEAST_THREADS <= columns * splits <= _MOST_THREADS or columns >= 2 * ceil(inner / lanes):
             return []
-        found = [Config(columns, splits, again) for again in ((False, True) if halves else (False,))]
+        found = [Config(columns, splits, again) for again in ((False, True) if plan.can_halve(problem) else (False,))]
         return [
             config
             for config in found
-            if registers(problem, vectors * lanes, config.again) <= _REGISTERS
-            and 8 * parts(config) * columns * lanes <= _MOST_SHARED_BYTES
+            if self._resident(problem, config) and 8 * parts(config) * columns * lanes <= _MOST_SHARED_BYTES
         ]
+
+    def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        lanes = plan.vector_lanes(problem, problem.rows[2])
+        elems = ceil(problem.rows[1] / config.splits) * lanes
+        registers = plan.registers(problem, elems, lanes, config.again)
+        return plan.resident_blocks(config.columns * config.splits, registers)
 
     def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
         (launch,) = self.launches(problem, config, device)
         _, length, inner = problem.rows
-        line_bytes = ITEMSIZE[problem.dtype] * min(vector_lanes(problem, inner) * config.columns, inner)
+        line_bytes = ITEMSIZE[problem.dtype] * min(plan.vector_lanes(problem, inner) * config.columns, inner)
         held_bytes = (len(problem.operands) - 1) * length * line_bytes
         scattered = _SECTOR_BYTES / line_bytes
-        return kernel_us(problem, device, launch, held_bytes) * (1 + scattered)
+        return plan.kernel_us(problem, device, launch, held_bytes) * (1 + scattered)
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:
         outer, length, inner = problem.rows
-        lanes, threads = vector_lanes(problem, inner), config.columns * config.splits
+        lanes, threads = plan.vector_lanes(problem, inner), config.columns * config.splits
         vectors, tiles = ceil(length / config.splits), ceil(inner / lanes / config.columns)
-        held = registers(problem, vectors * lanes, config.again) + _OTHER_REGISTERS
+        variant = Variant(problem.dtype, problem.algorithm, lanes, vectors, config)
         forward = self.op == "softmax_fwd"
+        kernel = _forward_kernel if forward else _backward_kernel
         return [
             Launch(
-                source=Source(
-                    _forward_kernel if forward else _backward_kernel,
-                    Variant(problem.dtype, problem.algorithm, lanes, vectors, config),
-                    threads,
-                    max(1, min(2048, 65536 // held) // threads),
-                ),
+                source=Source(kernel, variant, threads, self._resident(problem, config)),
                 grid=(outer * tiles, 1, 1),
                 pointers=(0, 1) if forward else (0, 1, 2),
                 scalars="",

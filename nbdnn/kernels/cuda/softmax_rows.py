@@ -18,31 +18,23 @@ difference of float32 is. Source: own; the merged sums are those of the online n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import cache
-from math import ceil, prod
+from math import ceil
 from typing import NamedTuple
 
-from nbdnn.candidate import YES, ConfigT, Support
+from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import softmax_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
-from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_softmax import SoftmaxProblem
 
-_VECTOR_BYTES = 16
 _WARP, _MOST_THREADS = 32, 1024
 _SHORT_ROW_THREADS = 128  # of a block whose rows have a warp or less each
 _CLUSTERS = (1, 2, 4, 8)  # blocks; all GPUs that have clusters have these
-_CLUSTER_CAPABILITY = (9, 0)
+_CLUSTER_CAPABILITY, _CLUSTER_THREADS = (9, 0), 256  # threads of a block of a cluster, at least
 _MOST_VECTORS = 16
-_REGISTERS = 64  # that hold a thread's elements, at most
-_OTHER_REGISTERS = 28
-_CONFIGS, _WORTH_MEASURING = 4, 1.2  # at most so many, no worse than this times the best guess
-_LAUNCH_US = 2.0
-_LATENCY_BYTES = 16 << 10  # that a multiprocessor must have under way
-_CLUSTER_COST = 0.05
 _MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond the last row
 
 
@@ -175,52 +167,55 @@ def _forward_kernel(*specialised_on):
     joined = _joined(threads, blocks) if spread else None
     held, warp = ptx_rows.Held(v.dtype, v.lanes, v.vectors, rows), min(threads, _WARP)
     load, widen, store = ptx_rows.load(held, "-inf"), ptx_rows.widen(held), ptx_rows.store(held)
-    maximum, total = (ptx_rows.fold(formula, rows, v.lanes) for formula in (ptx_rows.larger, ptx_rows.total))
+    maximum = ptx_rows.gather(held, ptx_rows.itself, ptx_rows.larger, 1, v.lanes)
+    total_power = ptx_rows.gather(held, ptx_rows.power, ptx_rows.total, 1, v.lanes)
+    store_again = ptx_rows.scatter(held, ptx_rows.log_power if is_log else ptx_rows.power_over, 1, 2, v.lanes)
+    total = ptx_rows.fold(ptx_rows.total, rows, v.lanes)
     largest, summed = (ptx_rows.across(formula, 1, warp) for formula in (ptx_rows.larger, ptx_rows.total))
-    power, power_over = ptx_rows.each(ptx_rows.power, 2, v.lanes), ptx_rows.each(ptx_rows.power_over, 3, v.lanes)
-    log_power, product = ptx_rows.each(ptx_rows.log_power, 3, v.lanes), ptx_rows.each(ptx_rows.product, 2, v.lanes)
+    power, product = (ptx_rows.each(formula, 2, v.lanes) for formula in (ptx_rows.power, ptx_rows.product))
     finite, reciprocal = ptx_rows.each(ptx_rows.finite, 1), ptx_rows.each(ptx_rows.reciprocal, 1)
-    log, log2, zeros = ptx_rows.each(ptx_rows.log, 1), ptx_rows.each(ptx_rows.log2, 1), ptx_vector.zeros(rows)
+    log, zeros = ptx_rows.each(ptx_rows.log if is_log else ptx_rows.log2, 1), ptx_vector.zeros(rows)
+    keeps_powers = not again and not is_log
 
     def softmax_rows(x, y, f):
         if blocks > 1:
             ptx_rows.cluster_arrive()
         g = grid()
         parts = load(placed(x, g, f))
-        values = widen(parts)
 
         # 1. Powers and their sum, of a warp or less.
         shift = zeros()
         if shifts:
-            shift = largest(maximum(values))
+            shift = largest(maximum(parts, shift))
             if spread:
                 shift = finite(shift)
-        powers = power(values, shift)
-        sums = summed(total(powers))
+        if keeps_powers:
+            powers = power(widen(parts), shift)
+            sums = summed(total(powers))
+        else:
+            sums = summed(total_power(parts, shift))
 
         # 2. Of the whole row.
-        scale, row_shift = sums, shift
+        row_shift = shift
         if spread:
             most, whole = joined(g.rank, shift[0], sums[0])
-            row_shift, scale = (most,), (whole,)
+            row_shift, sums = (most,), (whole,)
 
         # 3. What is stored.
-        if again or is_log:
-            values = widen(ptx_rows.afresh(parts))
-            powers = log_power(values, row_shift, log(scale)) if is_log else power_over(values, row_shift, log2(scale))
-        else:
-            scale = reciprocal(scale)
+        if keeps_powers:
+            scale = reciprocal(sums)
             if spread:
                 scale = product(scale, power(shift, row_shift))
-            powers = product(powers, scale)
-        store(placed(y, g, f), powers)
+            store(placed(y, g, f), product(powers, scale))
+        else:
+            store_again(placed(y, g, f), parts, row_shift, log(sums))
 
     data = ptx.pointer(v.dtype)
     return softmax_rows, (data, data, ptx.record(_Fields, 32))
 
 
 def _backward_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_rows
+    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_vector
 
     v = Variant(*specialised_on)
     threads, blocks, rows, _ = v.config
@@ -228,10 +223,10 @@ def _backward_kernel(*specialised_on):
     grid, placed = _placed(v)
     joined = _joined(threads, blocks) if spread else None
     held, warp = ptx_rows.Held(v.dtype, v.lanes, v.vectors, rows), min(threads, _WARP)
-    load, widen, store = ptx_rows.load(held, "zero"), ptx_rows.widen(held), ptx_rows.store(held)
-    total, summed = ptx_rows.fold(ptx_rows.total, rows, v.lanes), ptx_rows.across(ptx_rows.total, 1, warp)
-    product = ptx_rows.each(ptx_rows.product, 2)
-    finish = ptx_rows.each(ptx_rows.log_gradient if is_log else ptx_rows.gradient, 3, v.lanes)
+    load, summed = ptx_rows.load(held, "zero"), ptx_rows.across(ptx_rows.total, 1, warp)
+    dot = ptx_rows.gather(held, ptx_rows.itself if is_log else ptx_rows.product, ptx_rows.total, 2, v.lanes)
+    finish = ptx_rows.scatter(held, ptx_rows.log_gradient if is_log else ptx_rows.gradient, 2, 1, v.lanes)
+    zeros = ptx_vector.zeros(rows)
     zero = ptx.REAL["f32"](0.0)
 
     def softmax_rows_gradient(dy, y, dx, f):
@@ -239,45 +234,20 @@ def _backward_kernel(*specialised_on):
             ptx_rows.cluster_arrive()
         g = grid()
         gradients, outputs = load(placed(dy, g, f)), load(placed(y, g, f))
-        terms = widen(gradients)
-        if not is_log:
-            terms = product(terms, widen(outputs))
-        sums = summed(total(terms))
+        sums = summed(dot(gradients, outputs, zeros()))
         if spread:
             _, whole = joined(g.rank, zero, sums[0])
             sums = (whole,)
-        finished = finish(widen(ptx_rows.afresh(gradients)), widen(ptx_rows.afresh(outputs)), sums)
-        store(placed(dx, g, f), finished)
+        finish(placed(dx, g, f), gradients, outputs, sums)
 
     data = ptx.pointer(v.dtype)
     return softmax_rows_gradient, (data, data, data, ptx.record(_Fields, 32))
 
 
-def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
-    """Elements of a vector, at most 16 bytes, whose size divides every address that is a multiple of `elems` away."""
-    lanes = min(_VECTOR_BYTES, problem.align) // ITEMSIZE[problem.dtype]
-    while elems % lanes:
-        lanes //= 2
-    return lanes
-
-
-def registers(problem: SoftmaxProblem, elems: int, again: bool) -> int:
-    """That hold so many elements of the operands."""
-    words = elems * ITEMSIZE[problem.dtype] // 4
-    return 2 * words if problem.op == "softmax_bwd" else words if again else elems
-
-
-def kernel_us(problem: SoftmaxProblem, device: Gpu, launch: Launch, held_bytes: float) -> float:
-    """Predicted time of a kernel whose blocks load so many bytes at once: the more are under way, the nearer a copy."""
-    resident = min(launch.source.min_blocks, ceil(prod(launch.grid) / device.sms))
-    waits = _LATENCY_BYTES / (resident * held_bytes) + _CLUSTER_COST * (launch.cluster > 1)
-    return _LAUNCH_US + problem.min_bytes / copy_bytes_per_s(device) * 1e6 * (1 + waits)
-
-
-def worth_measuring(guesses: Iterable[tuple[float, ConfigT]]) -> tuple[ConfigT, ...]:
-    """The configs with the least predicted times, the best first."""
-    ranked = sorted(guesses, key=lambda guess: guess[0])
-    return tuple(config for us, config in ranked[:_CONFIGS] if us < _WORTH_MEASURING * ranked[0][0])
+def _vectors(problem: SoftmaxProblem, config: Config) -> int:
+    """Of a row, that a thread holds."""
+    length = problem.rows[1]
+    return ceil(length / plan.vector_lanes(problem, length) / config.threads / config.blocks)
 
 
 class Rows(LaunchedCandidate[Config]):
@@ -299,58 +269,55 @@ class Rows(LaunchedCandidate[Config]):
         if rows > _MOST_ROWS:
             return Support(False, f"{rows} rows, at most {_MOST_ROWS}")
         if not self.every(problem, device):
-            return Support(False, f"{length} elements a row: more than {_REGISTERS} registers a thread hold")
+            return Support(False, f"{length} elements a row: more than the registers of a cluster hold")
         return YES
 
     def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:
-        guesses = ((self.estimate(problem, config, device), config) for config in self.every(problem, device))
-        return worth_measuring(guesses)
+        every = self.every(problem, device)
+        return plan.worth_measuring((self.estimate(problem, config, device), config) for config in every)
 
     def every(self, problem: SoftmaxProblem, device: Gpu) -> list[Config]:
         """The configs whose threads have registers for their rows."""
         found = []
         clusters = _CLUSTERS if device.capability >= _CLUSTER_CAPABILITY else (1,)
         for threads in (1 << bit for bit in range(_MOST_THREADS.bit_length())):
-            for blocks in clusters if threads >= 256 else (1,):
+            for blocks in clusters if threads >= _CLUSTER_THREADS else (1,):
                 found += self._of_threads(problem, threads, blocks)
         return found
 
     def _of_threads(self, problem: SoftmaxProblem, threads: int, blocks: int) -> list[Config]:
-        lanes = vector_lanes(problem, problem.rows[1])
-        vectors = ceil(problem.rows[1] / lanes / threads / blocks)
-        if threads > 1 and threads * blocks >= 2 * problem.rows[1] / lanes:
-            return []
-        halves = problem.op == "softmax_fwd" and problem.dtype != "f32" and problem.algorithm != "log"
+        vectors = _vectors(problem, Config(threads, blocks, 1))
+        if threads > 1 and threads * blocks >= 2 * problem.rows[1] / plan.vector_lanes(problem, problem.rows[1]):
+            return []  # half of them would have nothing
         found = []
         for rows in (1, 2, 4) if threads <= _WARP else (1,):
-            for again in (False, True) if halves else (False,):
-                held = registers(problem, vectors * rows * lanes, again)
-                if vectors * rows <= _MOST_VECTORS and held <= _REGISTERS:
-                    found.append(Config(threads, blocks, rows, again))
+            for again in (False, True) if plan.can_halve(problem) else (False,):
+                config = Config(threads, blocks, rows, again)
+                if vectors * rows <= _MOST_VECTORS and self._resident(problem, config):
+                    found.append(config)
         return found
+
+    def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
+        """Blocks that a multiprocessor holds at once."""
+        elems = _vectors(problem, config) * config.rows * plan.vector_lanes(problem, problem.rows[1])
+        registers = plan.registers(problem, elems, config.rows, config.again)
+        return plan.resident_blocks(block_threads(config), registers)
 
     def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
         (launch,) = self.launches(problem, config, device)
         held_bytes = problem.rows[1] * launch.source.threads / (config.threads * config.blocks) * config.rows
         held_bytes *= (len(problem.operands) - 1) * ITEMSIZE[problem.dtype]
-        return kernel_us(problem, device, launch, held_bytes)
+        return plan.kernel_us(problem, device, launch, held_bytes)
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:
         rows, length, _ = problem.rows
-        lanes = vector_lanes(problem, length)
-        vectors = ceil(length / lanes / config.threads / config.blocks)
-        variant = Variant(problem.dtype, problem.algorithm, lanes, vectors, config)
-        threads = block_threads(config)
-        held = registers(problem, vectors * config.rows * lanes, config.again) + _OTHER_REGISTERS
+        lanes, threads = plan.vector_lanes(problem, length), block_threads(config)
+        variant = Variant(problem.dtype, problem.algorithm, lanes, _vectors(problem, config), config)
         forward = self.op == "softmax_fwd"
+        kernel = _forward_kernel if forward else _backward_kernel
         return [
             Launch(
-                source=Source(
-                    _forward_kernel if forward else _backward_kernel,
-                    variant,
-                    threads,
-                    max(1, min(2048, 65536 // held) // threads),
-                ),
+                source=Source(kernel, variant, threads, self._resident(problem, config)),
                 grid=(ceil(rows / (threads // config.threads * config.rows)) * config.blocks, 1, 1),
                 pointers=(0, 1) if forward else (0, 1, 2),
                 scalars="",
