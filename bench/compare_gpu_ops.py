@@ -19,6 +19,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import date
+from functools import partial
 from importlib import import_module
 from math import ceil
 from pathlib import Path
@@ -67,7 +68,7 @@ def peers(problem: Problem, function: Function, copies: int, compiled: bool) -> 
     if compiled:
         torch._dynamo.reset()
         ways["torch.compile"] = torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
-    return {name: Peer([lambda way=way, given=given: way(*given) for given in inputs]) for name, way in ways.items()}
+    return {name: Peer([partial(way, *given) for given in inputs]) for name, way in ways.items()}
 
 
 def watches_of(problem: Problem, device: Gpu, budget_s: float) -> dict[str, tuple[Option, Samples]]:
