@@ -29,7 +29,8 @@ def _cpu_lists() -> _Lists:
         conv_pixel_gemm,
         conv_winograd,
         conv_winograd_filter,
-        softmax,
+        softmax_columns,
+        softmax_rows,
     )
 
     return {
@@ -64,8 +65,8 @@ def _cpu_lists() -> _Lists:
             conv_im2col.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
-        "softmax_fwd": (softmax.FWD_ROWS, softmax.FWD_COLUMNS),
-        "softmax_bwd": (softmax.BWD_ROWS, softmax.BWD_COLUMNS),
+        "softmax_fwd": (softmax_rows.FWD, softmax_columns.FWD_SHORT_ROWS, softmax_columns.FWD),
+        "softmax_bwd": (softmax_rows.BWD, softmax_columns.BWD_SHORT_ROWS, softmax_columns.BWD),
     }
 
 

@@ -69,7 +69,7 @@ class _Fields(NamedTuple):
 
 
 def block_threads(config: Config) -> int:
-    return max(config.threads, _SHORT_ROW_THREADS)
+    return config.threads if config.threads > _WARP else _SHORT_ROW_THREADS
 
 
 @cache
