@@ -20,7 +20,7 @@ from nbdnn.workloads import edges
 # (geometry, dtype, algorithm, mode and layout) of forward and backward: each kind of kernel, at its largest.
 KERNELS = (
     "f32:n8192c1024h1w1:accurate:channel:nchw",  # a warp a row
-    "bf16:n1048576c16h1w1:accurate:channel:nchw",  # several rows a thread
+    "bf16:n1048576c16h1w1:accurate:channel:nchw",  # two lanes a row
     "f16:n4096c32000h1w1:log:channel:nchw",  # a block, or a cluster of blocks, a row
     "bf16:n512c131072h1w1:fast:channel:nchw",  # the longest rows
     "f32:n32c21h128w128:log:channel:nhwc",  # vectors of one element
@@ -73,7 +73,7 @@ def test_grids_hold_every_row_once() -> None:
         problem = parse(f"{candidate.op}:f32:n1000c96h1w1:accurate:channel:nchw")
         for config in candidate.every(problem, H200):
             (launch,) = candidate.launches(problem, config, H200)
-            rows = launch.source.threads // config.threads * config.rows
+            rows = launch.source.threads // config.threads
             blocks = launch.grid[0] // config.blocks
             assert (blocks - 1) * rows < 1000 <= blocks * rows, config
     problem = parse("softmax_fwd:bf16:n3c50h7w24:accurate:channel:nchw")

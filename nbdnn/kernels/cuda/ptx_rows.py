@@ -1,8 +1,7 @@
 """Rows in registers: loads, stores, formulas and sums over tuples of float32, all of it unrolled.
 
-A thread holds vectors of some rows as one flat tuple: vector k of row r is vector k * rows + r, and a vector is `lanes`
-neighbouring elements. A tuple of one number a row, or a lane, stands beside it: element i meets number
-``i // per % numbers``, with `per` the lanes where a row has one number, and 1 where each lane has its own.
+A thread holds vectors, of `lanes` neighbouring elements each, as one flat tuple. Beside it stand tuples of numbers, one
+for all elements or one a lane: element i meets number ``i % numbers``.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from numba.cuda import cgutils, types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
-from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, asm, packed, unpacked
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I64, asm, packed, unpacked
 from nbdnn.kernels.cuda.ptx_vector import floats, load_parts, parts_of, store_vector, widened
 
 # Two elements of 16 bits, or one of 32, that stand for what a row does not have.
@@ -29,53 +28,39 @@ _LOG2_E = 1.4426950408889634
 
 
 class Place(NamedTuple):
-    """Where vectors lie: vector k of row r at base[at + k * step + r * row_elems].
+    """Where vectors lie: vector k at base[at + k * step].
 
-    It exists where column + k * column_step < columns and row + r * row_step < rows; these are int32.
+    It exists where position + k * position_step < end; these are int32.
     """
 
     base: object
     at: int
     step: int
-    column: int
-    column_step: int
-    columns: int
-    row_elems: int
-    row: int
-    row_step: int
-    rows: int
+    position: int
+    position_step: int
+    end: int
 
 
 class Held(NamedTuple):
-    """What a thread holds of `rows` rows: so many vectors of each."""
+    """What a thread holds: so many vectors."""
 
     dtype: str
     lanes: int
     vectors: int
-    rows: int
-
-    @property
-    def elems(self) -> int:
-        """All of them."""
-        return self.vectors * self.rows * self.lanes
 
 
 def _vectors(builder, held: Held, place_type, place):
     """(address, whether it exists) of each vector."""
     at = dict(zip(place_type.fields, unpacked(builder, place, len(place_type)), strict=True))
-    start = builder.gep(at["base"], [_wide(builder, at["at"])])
-    step, row_elems = _wide(builder, at["step"]), _wide(builder, at["row_elems"])
-
-    def before(position, count, each, end):
-        moved = builder.add(at[position], builder.mul(I32(count), at[each]))
-        return builder.icmp_signed("<", moved, at[end])
-
-    of_rows = [before("row", r, "row_step", "rows") for r in range(held.rows)]
+    where, step, position = (
+        builder.gep(at["base"], [_wide(builder, at["at"])]),
+        _wide(builder, at["step"]),
+        at["position"],
+    )
     for k in range(held.vectors):
-        of_vector = before("column", k, "column_step", "columns")
-        for r, of_row in enumerate(of_rows):
-            offset = builder.add(builder.mul(I64(k), step), builder.mul(I64(r), row_elems))
-            yield builder.gep(start, [offset]), builder.and_(of_vector, of_row)
+        yield where, builder.icmp_signed("<", position, at["end"])
+        if k + 1 < held.vectors:
+            where, position = builder.gep(where, [step]), builder.add(position, at["position_step"])
 
 
 def _wide(builder, integer):
@@ -87,7 +72,7 @@ def load(held: Held, fill: str):
     """Intrinsic (place) -> the parts of the vectors as they lie in memory, `fill` for those that do not exist."""
     part, count = parts_of(held.dtype, held.lanes)
     bits = FILL[fill][held.dtype] & (2**part.width - 1)
-    of_memory = types.UniTuple({16: types.uint16, 32: types.uint32}[part.width], held.vectors * held.rows * count)
+    of_memory = types.UniTuple({16: types.uint16, 32: types.uint32}[part.width], held.vectors * count)
 
     @intrinsic
     def load_vectors(typingctx, place):
@@ -114,7 +99,7 @@ def widen(held: Held):
             vectors = [given[i : i + count] for i in range(0, len(given), count)]
             return packed(builder, [value for each in vectors for value in widened(builder, held.dtype, each)])
 
-        return signature(floats(held.elems), parts), codegen
+        return signature(floats(held.vectors * held.lanes), parts), codegen
 
     return widen_parts
 
@@ -126,7 +111,7 @@ def store(held: Held):
     @intrinsic
     def store_vectors(typingctx, place, values):
         def codegen(context, builder, sig, args):
-            elements, lanes = unpacked(builder, args[1], held.elems), held.lanes
+            elements, lanes = unpacked(builder, args[1], held.vectors * held.lanes), held.lanes
             for i, (where, exists) in enumerate(_vectors(builder, held, sig.args[0], args[0])):
                 store_vector(builder, where, exists, held.dtype, elements[i * lanes : (i + 1) * lanes])
             return context.get_dummy_value()
@@ -148,16 +133,16 @@ def _afresh(builder, held: Held, parts, i):
     return widened(builder, held.dtype, [asm(builder, part, *move, [each], EFFECT) for each in given])
 
 
-def _terms(builder, held: Held, formula, per, i, parts, numbers):
+def _terms(builder, held: Held, formula, i, parts, numbers):
     """The formula of the elements of vector i and the numbers that they meet."""
     vectors = [_afresh(builder, held, each, i) for each in parts]
     for lane, elements in enumerate(zip(*vectors, strict=True)):
-        meets = [each[(i * held.lanes + lane) // per % len(each)] for each in numbers]
+        meets = [each[lane % len(each)] for each in numbers]
         yield formula(builder, *elements, *meets)
 
 
 @cache
-def gather(held: Held, formula: Callable, combine: Callable, inputs: int, per: int = 1):
+def gather(held: Held, formula: Callable, combine: Callable, inputs: int):
     """Intrinsic (parts of so many arrays, numbers) -> what combines the formula of all elements that meet a number.
 
     There are as many results as numbers.
@@ -168,10 +153,10 @@ def gather(held: Held, formula: Callable, combine: Callable, inputs: int, per: i
             count = sig.args[inputs].count
             numbers, chains = unpacked(builder, args[inputs], count), max(1, _CHAINS // count)
             sums: dict[tuple[int, int], ir.Value] = {}
-            for i in range(held.vectors * held.rows):
-                terms = _terms(builder, held, formula, per, i, args[:inputs], [numbers])
-                for element, term in enumerate(terms, i * held.lanes):
-                    place = element // per % count, element % per % chains if per > 1 else i % chains
+            for i in range(held.vectors):
+                terms = _terms(builder, held, formula, i, args[:inputs], [numbers])
+                for lane, term in enumerate(terms):
+                    place = lane % count, (i * held.lanes + lane) // count % chains
                     sums[place] = combine(builder, sums[place], term) if place in sums else term
             of_number = [[sums[place] for place in sorted(sums) if place[0] == number] for number in range(count)]
             return packed(builder, [reduce(partial(combine, builder), chain) for chain in of_number])
@@ -182,7 +167,7 @@ def gather(held: Held, formula: Callable, combine: Callable, inputs: int, per: i
 
 
 @cache
-def scatter(held: Held, formula: Callable, inputs: int, numbers: int, per: int = 1):
+def scatter(held: Held, formula: Callable, inputs: int, numbers: int):
     """Intrinsic (place, parts of so many arrays, so many tuples of numbers): stores the formula of the elements."""
 
     def typed(*arguments):
@@ -190,7 +175,7 @@ def scatter(held: Held, formula: Callable, inputs: int, numbers: int, per: int =
             given = args[1 : inputs + 1]
             tuples = [unpacked(builder, args[i], sig.args[i].count) for i in range(inputs + 1, inputs + 1 + numbers)]
             for i, (where, exists) in enumerate(_vectors(builder, held, sig.args[0], args[0])):
-                values = list(_terms(builder, held, formula, per, i, given, tuples))
+                values = list(_terms(builder, held, formula, i, given, tuples))
                 store_vector(builder, where, exists, held.dtype, values)
             return context.get_dummy_value()
 
@@ -276,7 +261,7 @@ def _exp2(builder, value):
 
 
 @cache
-def each(formula: Callable, operands: int, per: int = 1):
+def each(formula: Callable, operands: int):
     """Intrinsic of so many tuples -> the formula of their elements, as many as the longest has."""
 
     def typed(*tuples):
@@ -284,7 +269,7 @@ def each(formula: Callable, operands: int, per: int = 1):
 
         def codegen(context, builder, sig, args):
             lists = [unpacked(builder, arg, given.count) for arg, given in zip(args, sig.args, strict=True)]
-            met = [[of[i] if len(of) == longest else of[i // per % len(of)] for of in lists] for i in range(longest)]
+            met = [[of[i] if len(of) == longest else of[i % len(of)] for of in lists] for i in range(longest)]
             return packed(builder, [formula(builder, *elements) for elements in met])
 
         return signature(floats(longest), *tuples), codegen
@@ -315,16 +300,14 @@ def _of_arguments(typed: Callable, count: int):
 
 
 @cache
-def fold(formula: Callable, numbers: int, per: int = 1):
+def fold(formula: Callable, numbers: int):
     """Intrinsic (values) -> `numbers` numbers, each the formula over the elements that meet it."""
 
     @intrinsic
     def folded(typingctx, values):
         def codegen(context, builder, sig, args):
             elements = unpacked(builder, args[0], sig.args[0].count)
-            met = [
-                [each for i, each in enumerate(elements) if i // per % numbers == number] for number in range(numbers)
-            ]
+            met = [[each for i, each in enumerate(elements) if i % numbers == number] for number in range(numbers)]
             chains = max(1, _CHAINS // numbers)
             combined = partial(reduce, partial(formula, builder))
             results = [

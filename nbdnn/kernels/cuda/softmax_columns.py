@@ -18,6 +18,7 @@ Traffic: every array once. Sums in float32 in a fixed order; exp as in `softmax_
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from math import ceil
 from typing import NamedTuple
@@ -33,7 +34,6 @@ from nbdnn.problem_softmax import SoftmaxProblem
 _WARP, _LEAST_THREADS, _MOST_THREADS = 32, 64, 1024
 _COLUMNS = (1, 2, 4, 8, 16, 32, 64, 128)
 _MOST_VECTORS = 24
-_SECTOR_BYTES = 16
 _MOST_SHARED_BYTES = 48 << 10
 _MOST_BLOCKS = 2**31 - 1
 
@@ -73,8 +73,8 @@ def parts(config: Config) -> int:
 
 
 @cache
-def _merged(v: Variant):
-    """Device function (column, split, maxima, totals) of a part, L of each -> the same of the whole columns."""
+def _merged(v: Variant, finish: Callable):
+    """Device function (column, split, maxima, totals) of a part -> (maxima, the formula of totals) of whole columns."""
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile, ptx_vector
 
     integer, real, u32 = ptx.INTEGER[32], ptx.REAL["f32"], ptx.WORD
@@ -83,7 +83,7 @@ def _merged(v: Variant):
     count = parts(v.config)
     room, rounds = count * each_part, ceil(each_part / threads)
     load, power, nothing = ptx_vector.load_shared_rows(1, lanes), ptx_rows.each(ptx_rows.power, 2), -math.inf
-    store, step_bytes = ptx_vector.store_shared_floats, 4 * columns
+    store, step_bytes, finished = ptx_vector.store_shared_floats, 4 * columns, ptx_rows.each(finish, 1)
 
     @ptx.inline
     def whole(maxima, sums, at):
@@ -95,7 +95,7 @@ def _merged(v: Variant):
             scale = power((maxima[at + part * each_part],), (most,))[0]
             total = ptx.fma(scale, sums[at + part * each_part], total)
         maxima[at] = most
-        sums[at] = total
+        sums[at] = finished((total,))[0]
 
     @ptx.inline
     def merged(column, split, shift, totals):
@@ -146,8 +146,8 @@ def _placed(v: Variant):
 
     @ptx.inline
     def placed(array, at, f):
-        none, one, end = integer(0), integer(1), f.length if at.position < f.inner else integer(0)
-        return place(array, at.at, splits * f.inner, at.split, integer(splits), end, 0, none, none, one)
+        end = f.length if at.position < f.inner else integer(0)
+        return place(array, at.at, splits * f.inner, at.split, integer(splits), end)
 
     return cell, placed
 
@@ -159,8 +159,9 @@ def _forward_kernel(*specialised_on):
     columns, _, again = v.config
     is_log, shifts, spread = v.algorithm == "log", v.algorithm != "fast", parts(v.config) > 1
     cell, placed = _placed(v)
-    merged = _merged(v) if spread else None
-    held = ptx_rows.Held(v.dtype, v.lanes, v.vectors, 1)
+    finish_sum = ptx_rows.log if is_log else ptx_rows.log2 if again else ptx_rows.reciprocal
+    merged, finished = _merged(v, finish_sum) if spread else None, ptx_rows.each(finish_sum, 1)
+    held = ptx_rows.Held(v.dtype, v.lanes, v.vectors)
     load, widen, store = ptx_rows.load(held, "-inf"), ptx_rows.widen(held), ptx_rows.store(held)
     maximum = ptx_rows.gather(held, ptx_rows.itself, ptx_rows.larger, 1)
     total_power = ptx_rows.gather(held, ptx_rows.power, ptx_rows.total, 1)
@@ -168,8 +169,7 @@ def _forward_kernel(*specialised_on):
     total = ptx_rows.fold(ptx_rows.total, v.lanes)
     largest, summed = (ptx_rows.across(formula, columns, _WARP) for formula in (ptx_rows.larger, ptx_rows.total))
     power, product = (ptx_rows.each(formula, 2) for formula in (ptx_rows.power, ptx_rows.product))
-    finite, reciprocal = ptx_rows.each(ptx_rows.finite, 1), ptx_rows.each(ptx_rows.reciprocal, 1)
-    log, zeros = ptx_rows.each(ptx_rows.log if is_log else ptx_rows.log2, 1), ptx_vector.zeros(v.lanes)
+    finite, zeros = ptx_rows.each(ptx_rows.finite, 1), ptx_vector.zeros(v.lanes)
     keeps_powers = not again and not is_log
 
     def softmax_columns(x, y, f):
@@ -191,16 +191,17 @@ def _forward_kernel(*specialised_on):
         # 2. Of whole columns.
         column_shift = shift
         if spread:
-            column_shift, sums = merged(at.column, at.split, shift, sums)
+            column_shift, scale = merged(at.column, at.split, shift, sums)
+        else:
+            scale = finished(sums)
 
         # 3. What is stored.
         if keeps_powers:
-            scale = reciprocal(sums)
             if spread:
                 scale = product(scale, power(shift, column_shift))
             store(placed(y, at, f), product(powers, scale))
         else:
-            store_again(placed(y, at, f), loaded, column_shift, log(sums))
+            store_again(placed(y, at, f), loaded, column_shift, scale)
 
     data = ptx.pointer(v.dtype)
     return softmax_columns, (data, data, ptx.record(_Fields, 32))
@@ -212,8 +213,8 @@ def _backward_kernel(*specialised_on):
     v = Variant(*specialised_on)
     is_log, spread = v.algorithm == "log", parts(v.config) > 1
     cell, placed = _placed(v)
-    merged = _merged(v) if spread else None
-    held = ptx_rows.Held(v.dtype, v.lanes, v.vectors, 1)
+    merged = _merged(v, ptx_rows.itself) if spread else None
+    held = ptx_rows.Held(v.dtype, v.lanes, v.vectors)
     load, summed = ptx_rows.load(held, "zero"), ptx_rows.across(ptx_rows.total, v.config.columns, _WARP)
     dot = ptx_rows.gather(held, ptx_rows.itself if is_log else ptx_rows.product, ptx_rows.total, 2)
     finish = ptx_rows.scatter(held, ptx_rows.log_gradient if is_log else ptx_rows.gradient, 2, 1)
@@ -255,7 +256,8 @@ class Columns(LaunchedCandidate[Config]):
 
     def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:
         every = self.every(problem)
-        return plan.worth_measuring((self.estimate(problem, config, device), config) for config in every)
+        guesses = ((self.estimate(problem, config, device), config) for config in every)
+        return plan.worth_measuring(guesses, kind=lambda config: config.columns)
 
     def every(self, problem: SoftmaxProblem) -> list[Config]:
         """The configs whose threads have registers for their columns."""
@@ -291,9 +293,8 @@ class Columns(LaunchedCandidate[Config]):
         (launch,) = self.launches(problem, config, device)
         _, length, inner = problem.rows
         line_bytes = ITEMSIZE[problem.dtype] * min(plan.vector_lanes(problem, inner) * config.columns, inner)
-        held_bytes = (len(problem.operands) - 1) * length * line_bytes
-        scattered = _SECTOR_BYTES / line_bytes
-        return plan.kernel_us(problem, device, launch, held_bytes) * (1 + scattered)
+        shape = plan.Shape(length * line_bytes, line_bytes, ceil(length / config.splits), config.again)
+        return plan.kernel_us(problem, device, launch, shape)
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:
         outer, length, inner = problem.rows

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import ceil, prod
+from collections.abc import Callable, Hashable, Iterable
+from math import ceil, log2, prod
+from typing import NamedTuple
 
 from nbdnn.candidate import ConfigT
 from nbdnn.device import Gpu
@@ -16,10 +17,18 @@ _VECTOR_BYTES = 16
 _WARP, _SCHEDULERS, _REGISTER_STEP = 32, 4, 8
 _SCHEDULER_REGISTERS, _RESIDENT_WARPS, _RESIDENT_BLOCKS = 16384, 64, 32
 _OTHER_REGISTERS, _REGISTERS_A_NUMBER = 28, 3  # of a thread, beside its elements; for each maximum that it finds
-_CONFIGS, _WORTH_MEASURING = 4, 1.2  # at most so many, no worse than this times the best guess
+_CONFIGS, _ALIKE, _WORTH_MEASURING = (
+    5,
+    2,
+    1.2,
+)  # at most so many, of a kind, and no worse than the best guess times this
 _LAUNCH_US = 2.0
-_LATENCY_BYTES = 16 << 10  # that a multiprocessor must have under way
-_CLUSTER_COST = 0.05
+LINE_BYTES = 128
+# Priors for the guess, from an H200: bytes that a multiprocessor needs under way and those beyond which more of them
+# gain nothing; what lines cut short cost, a byte; each vector of a thread, doubling of a cluster, second powers, and blocks of a cluster
+# that are alone on their multiprocessors.
+_LATENCY_BYTES, _ENOUGH_BYTES = 4 << 10, 128 << 10
+_LINE_COST, _VECTOR_COST, _CLUSTER_COST, _AGAIN_COST, _ALONE_COST = 6.0, 0.005, 0.03, 0.08, 0.06
 
 
 def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
@@ -49,14 +58,34 @@ def resident_blocks(threads: int, registers_a_thread: int) -> int:
     return min(_RESIDENT_BLOCKS, warps * _WARP // threads)
 
 
-def kernel_us(problem: SoftmaxProblem, device: Gpu, launch: Launch, held_bytes: float) -> float:
-    """Predicted time of a kernel whose blocks load so many bytes at once: the more are under way, the nearer a copy."""
+class Shape(NamedTuple):
+    """What a kernel's time depends on: bytes of each input that a block holds, neighbours that its threads load with
+    one instruction, vectors a thread, and whether powers are computed twice."""
+
+    held_bytes: float
+    line_bytes: float
+    vectors: int
+    again: bool
+
+
+def kernel_us(problem: SoftmaxProblem, device: Gpu, launch: Launch, shape: Shape) -> float:
+    """Predicted time: what a copy takes and a share of it for each thing that keeps a kernel from being one."""
     resident = min(launch.source.min_blocks, ceil(prod(launch.grid) / device.sms))
-    waits = _LATENCY_BYTES / (resident * held_bytes) + _CLUSTER_COST * (launch.cluster > 1)
-    return _LAUNCH_US + problem.min_bytes / copy_bytes_per_s(device) * 1e6 * (1 + waits)
+    under_way = min(resident * shape.held_bytes * (len(problem.operands) - 1), _ENOUGH_BYTES)
+    share = _LATENCY_BYTES / under_way + _LINE_COST / min(shape.line_bytes, LINE_BYTES)
+    share += _VECTOR_COST * shape.vectors + _CLUSTER_COST * log2(launch.cluster) + _AGAIN_COST * shape.again
+    share += _ALONE_COST * (launch.cluster > 1 and resident == 1)
+    return _LAUNCH_US + problem.min_bytes / copy_bytes_per_s(device) * 1e6 * (1 + share)
 
 
-def worth_measuring(guesses: Iterable[tuple[float, ConfigT]]) -> tuple[ConfigT, ...]:
-    """The configs with the least predicted times, the best first."""
+def worth_measuring(
+    guesses: Iterable[tuple[float, ConfigT]], kind: Callable[[ConfigT], Hashable]
+) -> tuple[ConfigT, ...]:
+    """The configs with the least predicted times, the best first, and not many of one kind."""
     ranked = sorted(guesses, key=lambda guess: guess[0])
-    return tuple(config for us, config in ranked[:_CONFIGS] if us < _WORTH_MEASURING * ranked[0][0])
+    chosen: list[ConfigT] = []
+    for us, config in ranked:
+        alike = sum(kind(config) == kind(other) for other in chosen)
+        if us < _WORTH_MEASURING * ranked[0][0] and alike < _ALIKE:
+            chosen.append(config)
+    return tuple(chosen[:_CONFIGS])

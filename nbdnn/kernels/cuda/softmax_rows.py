@@ -3,7 +3,7 @@
     y[i] = exp(x[i] - m) / sum_j exp(x[j] - m)           log: y[i] = x[i] - m - log(sum_j exp(x[j] - m))
     dx[i] = (dy[i] - sum_j dy[j] * y[j]) * y[i]          log: dx[i] = dy[i] - exp(y[i]) * sum_j dy[j]
 
-    short row    a few lanes of a warp, several rows a thread      lane 0  1  2  3 | 0  1  2  3 | ...
+    short row    a few lanes of a warp,                            lane 0  1  2  3 | 0  1  2  3 | ...
     longer row   a warp, a block of up to 1024 threads, or a cluster of up to 8 blocks that hold the row together
 
 A thread loads all its vectors of 16 bytes before it uses one. Warps sum by exchanges; each passes its maximum and the
@@ -39,18 +39,14 @@ _MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond t
 
 
 class Config(NamedTuple):
-    """threads: of a block, that hold a row together; blocks: of a cluster that do. rows: that a thread holds.
-
-    again: whether it keeps what was loaded, and computes powers twice.
-    """
+    """threads: of a block, that hold a row together; blocks: of a cluster that do. again: computes powers twice."""
 
     threads: int
-    blocks: int
-    rows: int
+    blocks: int = 1
     again: bool = False
 
     def __str__(self) -> str:
-        return f"t{self.threads}b{self.blocks}r{self.rows}" + ("again" if self.again else "")
+        return f"t{self.threads}b{self.blocks}" + ("again" if self.again else "")
 
 
 class Variant(NamedTuple):
@@ -135,8 +131,8 @@ def _placed(v: Variant):
     """Device functions: () -> _Grid, and (pointer, grid, fields) -> the place of its vectors."""
     from nbdnn.kernels.cuda import ptx, ptx_rows
 
-    integer, (threads, blocks, rows, _) = ptx.INTEGER[32], v.config
-    at_once = block_threads(v.config) // threads  # rows of a block, each time
+    integer, (threads, blocks, _) = ptx.INTEGER[32], v.config
+    at_once = block_threads(v.config) // threads  # rows of a block
     lanes, step = v.lanes, v.lanes * threads * blocks
     place, side_bits, block_bits = ptx_rows.Place, threads.bit_length() - 1, blocks.bit_length() - 1
 
@@ -145,14 +141,13 @@ def _placed(v: Variant):
         thread, block = integer(ptx.thread_x()), integer(ptx.block_x())
         first, lane = integer(thread >> side_bits), integer(thread & (threads - 1))
         rank = integer(block & (blocks - 1))
-        row = integer((block >> block_bits) * (at_once * rows) + first)
+        row = integer((block >> block_bits) * at_once + first)
         return _Grid(rank, row, integer(integer(rank * threads + lane) * lanes))
 
     @ptx.inline
     def placed(array, g, f):
-        at = g.row * f.length + g.column
-        row_elems = at_once * f.length
-        return place(array, at, step, g.column, integer(step), f.length, row_elems, g.row, integer(at_once), f.rows)
+        end = f.length if g.row < f.rows else integer(0)
+        return place(array, g.row * f.length + g.column, step, g.column, integer(step), end)
 
     return grid, placed
 
@@ -161,20 +156,20 @@ def _forward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_vector
 
     v = Variant(*specialised_on)
-    threads, blocks, rows, again = v.config
+    threads, blocks, again = v.config
     is_log, shifts, spread = v.algorithm == "log", v.algorithm != "fast", threads * blocks > _WARP
     grid, placed = _placed(v)
     joined = _joined(threads, blocks) if spread else None
-    held, warp = ptx_rows.Held(v.dtype, v.lanes, v.vectors, rows), min(threads, _WARP)
+    held, warp = ptx_rows.Held(v.dtype, v.lanes, v.vectors), min(threads, _WARP)
     load, widen, store = ptx_rows.load(held, "-inf"), ptx_rows.widen(held), ptx_rows.store(held)
-    maximum = ptx_rows.gather(held, ptx_rows.itself, ptx_rows.larger, 1, v.lanes)
-    total_power = ptx_rows.gather(held, ptx_rows.power, ptx_rows.total, 1, v.lanes)
-    store_again = ptx_rows.scatter(held, ptx_rows.log_power if is_log else ptx_rows.power_over, 1, 2, v.lanes)
-    total = ptx_rows.fold(ptx_rows.total, rows, v.lanes)
+    maximum = ptx_rows.gather(held, ptx_rows.itself, ptx_rows.larger, 1)
+    total_power = ptx_rows.gather(held, ptx_rows.power, ptx_rows.total, 1)
+    store_again = ptx_rows.scatter(held, ptx_rows.log_power if is_log else ptx_rows.power_over, 1, 2)
+    total = ptx_rows.fold(ptx_rows.total, 1)
     largest, summed = (ptx_rows.across(formula, 1, warp) for formula in (ptx_rows.larger, ptx_rows.total))
-    power, product = (ptx_rows.each(formula, 2, v.lanes) for formula in (ptx_rows.power, ptx_rows.product))
+    power, product = (ptx_rows.each(formula, 2) for formula in (ptx_rows.power, ptx_rows.product))
     finite, reciprocal = ptx_rows.each(ptx_rows.finite, 1), ptx_rows.each(ptx_rows.reciprocal, 1)
-    log, zeros = ptx_rows.each(ptx_rows.log if is_log else ptx_rows.log2, 1), ptx_vector.zeros(rows)
+    log, zeros = ptx_rows.each(ptx_rows.log if is_log else ptx_rows.log2, 1), ptx_vector.zeros(1)
     keeps_powers = not again and not is_log
 
     def softmax_rows(x, y, f):
@@ -218,15 +213,15 @@ def _backward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_vector
 
     v = Variant(*specialised_on)
-    threads, blocks, rows, _ = v.config
+    threads, blocks, _ = v.config
     is_log, spread = v.algorithm == "log", threads * blocks > _WARP
     grid, placed = _placed(v)
     joined = _joined(threads, blocks) if spread else None
-    held, warp = ptx_rows.Held(v.dtype, v.lanes, v.vectors, rows), min(threads, _WARP)
+    held, warp = ptx_rows.Held(v.dtype, v.lanes, v.vectors), min(threads, _WARP)
     load, summed = ptx_rows.load(held, "zero"), ptx_rows.across(ptx_rows.total, 1, warp)
-    dot = ptx_rows.gather(held, ptx_rows.itself if is_log else ptx_rows.product, ptx_rows.total, 2, v.lanes)
-    finish = ptx_rows.scatter(held, ptx_rows.log_gradient if is_log else ptx_rows.gradient, 2, 1, v.lanes)
-    zeros = ptx_vector.zeros(rows)
+    dot = ptx_rows.gather(held, ptx_rows.itself if is_log else ptx_rows.product, ptx_rows.total, 2)
+    finish = ptx_rows.scatter(held, ptx_rows.log_gradient if is_log else ptx_rows.gradient, 2, 1)
+    zeros = ptx_vector.zeros(1)
     zero = ptx.REAL["f32"](0.0)
 
     def softmax_rows_gradient(dy, y, dx, f):
@@ -274,7 +269,8 @@ class Rows(LaunchedCandidate[Config]):
 
     def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:
         every = self.every(problem, device)
-        return plan.worth_measuring((self.estimate(problem, config, device), config) for config in every)
+        guesses = ((self.estimate(problem, config, device), config) for config in every)
+        return plan.worth_measuring(guesses, kind=lambda config: config)
 
     def every(self, problem: SoftmaxProblem, device: Gpu) -> list[Config]:
         """The configs whose threads have registers for their rows."""
@@ -286,28 +282,30 @@ class Rows(LaunchedCandidate[Config]):
         return found
 
     def _of_threads(self, problem: SoftmaxProblem, threads: int, blocks: int) -> list[Config]:
-        vectors = _vectors(problem, Config(threads, blocks, 1))
+        vectors = _vectors(problem, Config(threads, blocks))
         if threads > 1 and threads * blocks >= 2 * problem.rows[1] / plan.vector_lanes(problem, problem.rows[1]):
             return []  # half of them would have nothing
-        found = []
-        for rows in (1, 2, 4) if threads <= _WARP else (1,):
-            for again in (False, True) if plan.can_halve(problem) else (False,):
-                config = Config(threads, blocks, rows, again)
-                if vectors * rows <= _MOST_VECTORS and self._resident(problem, config):
-                    found.append(config)
-        return found
+        found = [Config(threads, blocks, again) for again in ((False, True) if plan.can_halve(problem) else (False,))]
+        return [config for config in found if vectors <= _MOST_VECTORS and self._resident(problem, config)]
 
     def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
         """Blocks that a multiprocessor holds at once."""
-        elems = _vectors(problem, config) * config.rows * plan.vector_lanes(problem, problem.rows[1])
-        registers = plan.registers(problem, elems, config.rows, config.again)
+        elems = _vectors(problem, config) * plan.vector_lanes(problem, problem.rows[1])
+        registers = plan.registers(problem, elems, 1, config.again)
         return plan.resident_blocks(block_threads(config), registers)
 
     def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
         (launch,) = self.launches(problem, config, device)
-        held_bytes = problem.rows[1] * launch.source.threads / (config.threads * config.blocks) * config.rows
-        held_bytes *= (len(problem.operands) - 1) * ITEMSIZE[problem.dtype]
-        return plan.kernel_us(problem, device, launch, held_bytes)
+        vectors, lane_bytes = (
+            _vectors(problem, config),
+            plan.vector_lanes(problem, problem.rows[1]) * ITEMSIZE[problem.dtype],
+        )
+        held_bytes = (
+            problem.rows[1] * ITEMSIZE[problem.dtype] * launch.source.threads / (config.threads * config.blocks)
+        )
+        # Lanes that hold one vector each read one line together, be they of one row or of several.
+        line_bytes = config.threads * lane_bytes if vectors > 1 else plan.LINE_BYTES
+        return plan.kernel_us(problem, device, launch, plan.Shape(held_bytes, line_bytes, vectors, config.again))
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:
         rows, length, _ = problem.rows
@@ -318,7 +316,7 @@ class Rows(LaunchedCandidate[Config]):
         return [
             Launch(
                 source=Source(kernel, variant, threads, self._resident(problem, config)),
-                grid=(ceil(rows / (threads // config.threads * config.rows)) * config.blocks, 1, 1),
+                grid=(ceil(rows / (threads // config.threads)) * config.blocks, 1, 1),
                 pointers=(0, 1) if forward else (0, 1, 2),
                 scalars="",
                 integers=_Fields(rows, length),
