@@ -210,12 +210,6 @@ def power(builder, value, shift):
     return _exp2(builder, builder.fmul(difference, F32(_LOG2_E)))
 
 
-def power_over(builder, value, shift, total_log2):
-    """exp(value - shift) / total."""
-    difference = builder.fsub(value, shift)
-    return _exp2(builder, builder.fma(difference, F32(_LOG2_E), _negative(builder, total_log2)))
-
-
 def log_power(builder, value, shift, total_log):
     """log(exp(value - shift) / total)."""
     return builder.fsub(builder.fsub(value, shift), total_log)
@@ -238,10 +232,6 @@ def finite(builder, value):
 
 def reciprocal(builder, value):
     return asm(builder, F32, "rcp.rn.f32 $0, $1;", "=f,f", [value])
-
-
-def log2(builder, value):
-    return asm(builder, F32, "lg2.approx.f32 $0, $1;", "=f,f", [value])
 
 
 def log(builder, value):

@@ -9,8 +9,7 @@
                                  8   9  10  11   ...
 
 A thread sums its elements of each of its columns, a warp those of its splits by exchanges, and the block's parts meet
-in shared memory: a thread a column merges (maximum, sum of powers shifted by it) of all parts. With `again` a thread
-keeps 16-bit data as they were loaded and computes their powers twice.
+in shared memory: a thread a column merges (maximum, sum of powers shifted by it) of all parts.
 
 Traffic: every array once. Sums in float32 in a fixed order; exp as in `softmax_rows`. Source: own.
 """
@@ -39,14 +38,13 @@ _MOST_BLOCKS = 2**31 - 1
 
 
 class Config(NamedTuple):
-    """columns: vectors of neighbours; splits: threads that share a column. again: computes powers twice."""
+    """columns: vectors of neighbours; splits: threads that share a column."""
 
     columns: int
     splits: int
-    again: bool = False
 
     def __str__(self) -> str:
-        return f"c{self.columns}s{self.splits}" + ("again" if self.again else "")
+        return f"c{self.columns}s{self.splits}"
 
 
 class Variant(NamedTuple):
@@ -78,7 +76,7 @@ def _merged(v: Variant, finish: Callable):
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile, ptx_vector
 
     integer, real, u32 = ptx.INTEGER[32], ptx.REAL["f32"], ptx.WORD
-    columns, splits, _ = v.config
+    columns, splits = v.config
     lanes, threads, each_part = v.lanes, columns * splits, columns * v.lanes
     count = parts(v.config)
     room, rounds = count * each_part, ceil(each_part / threads)
@@ -133,7 +131,7 @@ def _placed(v: Variant):
     """Device functions: (fields) -> _Cell, and (pointer, cell, fields) -> the place of its vectors."""
     from nbdnn.kernels.cuda import ptx, ptx_rows
 
-    integer, (columns, splits, _) = ptx.INTEGER[32], v.config
+    integer, (columns, splits) = ptx.INTEGER[32], v.config
     lanes, column_bits, place = v.lanes, columns.bit_length() - 1, ptx_rows.Place
 
     @ptx.inline
@@ -156,21 +154,20 @@ def _forward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_vector
 
     v = Variant(*specialised_on)
-    columns, _, again = v.config
+    columns = v.config.columns
     is_log, shifts, spread = v.algorithm == "log", v.algorithm != "fast", parts(v.config) > 1
     cell, placed = _placed(v)
-    finish_sum = ptx_rows.log if is_log else ptx_rows.log2 if again else ptx_rows.reciprocal
+    finish_sum = ptx_rows.log if is_log else ptx_rows.reciprocal
     merged, finished = _merged(v, finish_sum) if spread else None, ptx_rows.each(finish_sum, 1)
     held = ptx_rows.Held(v.dtype, v.lanes, v.vectors)
     load, widen, store = ptx_rows.load(held, "-inf"), ptx_rows.widen(held), ptx_rows.store(held)
     maximum = ptx_rows.gather(held, ptx_rows.itself, ptx_rows.larger, 1)
     total_power = ptx_rows.gather(held, ptx_rows.power, ptx_rows.total, 1)
-    store_again = ptx_rows.scatter(held, ptx_rows.log_power if is_log else ptx_rows.power_over, 1, 2)
+    store_log = ptx_rows.scatter(held, ptx_rows.log_power, 1, 2)
     total = ptx_rows.fold(ptx_rows.total, v.lanes)
     largest, summed = (ptx_rows.across(formula, columns, _WARP) for formula in (ptx_rows.larger, ptx_rows.total))
     power, product = (ptx_rows.each(formula, 2) for formula in (ptx_rows.power, ptx_rows.product))
     finite, zeros = ptx_rows.each(ptx_rows.finite, 1), ptx_vector.zeros(v.lanes)
-    keeps_powers = not again and not is_log
 
     def softmax_columns(x, y, f):
         at = cell(f)
@@ -182,11 +179,11 @@ def _forward_kernel(*specialised_on):
             shift = largest(maximum(loaded, shift))
             if spread:
                 shift = finite(shift)
-        if keeps_powers:
+        if is_log:
+            sums = summed(total_power(loaded, shift))
+        else:
             powers = power(widen(loaded), shift)
             sums = summed(total(powers))
-        else:
-            sums = summed(total_power(loaded, shift))
 
         # 2. Of whole columns.
         column_shift = shift
@@ -196,12 +193,12 @@ def _forward_kernel(*specialised_on):
             scale = finished(sums)
 
         # 3. What is stored.
-        if keeps_powers:
+        if is_log:
+            store_log(placed(y, at, f), loaded, column_shift, scale)
+        else:
             if spread:
                 scale = product(scale, power(shift, column_shift))
             store(placed(y, at, f), product(powers, scale))
-        else:
-            store_again(placed(y, at, f), loaded, column_shift, scale)
 
     data = ptx.pointer(v.dtype)
     return softmax_columns, (data, data, ptx.record(_Fields, 32))
@@ -275,25 +272,22 @@ class Columns(LaunchedCandidate[Config]):
         splits = ceil(ceil(length / vectors) / together) * together
         if not _LEAST_THREADS <= columns * splits <= _MOST_THREADS or columns >= 2 * ceil(inner / lanes):
             return []
-        found = [Config(columns, splits, again) for again in ((False, True) if plan.can_halve(problem) else (False,))]
-        return [
-            config
-            for config in found
-            if self._resident(problem, config) and 8 * parts(config) * columns * lanes <= _MOST_SHARED_BYTES
-        ]
+        config = Config(columns, splits)
+        fits = self._resident(problem, config) and 8 * parts(config) * columns * lanes <= _MOST_SHARED_BYTES
+        return [config] if fits else []
 
     def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
         """Blocks that a multiprocessor holds at once."""
         lanes = plan.vector_lanes(problem, problem.rows[2])
         elems = ceil(problem.rows[1] / config.splits) * lanes
-        registers = plan.registers(problem, elems, lanes, config.again)
+        registers = plan.registers(problem, elems, lanes)
         return plan.resident_blocks(config.columns * config.splits, registers)
 
     def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
         (launch,) = self.launches(problem, config, device)
         _, length, inner = problem.rows
         line_bytes = ITEMSIZE[problem.dtype] * min(plan.vector_lanes(problem, inner) * config.columns, inner)
-        shape = plan.Shape(length * line_bytes, line_bytes, ceil(length / config.splits), config.again)
+        shape = plan.Shape(length * line_bytes, line_bytes, ceil(length / config.splits))
         return plan.kernel_us(problem, device, launch, shape)
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:

@@ -17,18 +17,14 @@ _VECTOR_BYTES = 16
 _WARP, _SCHEDULERS, _REGISTER_STEP = 32, 4, 8
 _SCHEDULER_REGISTERS, _RESIDENT_WARPS, _RESIDENT_BLOCKS = 16384, 64, 32
 _OTHER_REGISTERS, _REGISTERS_A_NUMBER = 28, 3  # of a thread, beside its elements; for each maximum that it finds
-_CONFIGS, _ALIKE, _WORTH_MEASURING = (
-    5,
-    2,
-    1.2,
-)  # at most so many, of a kind, and no worse than the best guess times this
+_CONFIGS, _ALIKE, _WORTH_MEASURING = 4, 2, 1.2  # at most so many, of a kind, and how far from the best guess
 _LAUNCH_US = 2.0
 LINE_BYTES = 128
 # Priors for the guess, from an H200: bytes that a multiprocessor needs under way and those beyond which more of them
-# gain nothing; what lines cut short cost, a byte; each vector of a thread, doubling of a cluster, second powers, and blocks of a cluster
-# that are alone on their multiprocessors.
+# gain nothing; what lines cut short cost, a byte; each vector of a thread, doubling of a cluster, and blocks of a
+# cluster that are alone on their multiprocessors.
 _LATENCY_BYTES, _ENOUGH_BYTES = 4 << 10, 128 << 10
-_LINE_COST, _VECTOR_COST, _CLUSTER_COST, _AGAIN_COST, _ALONE_COST = 6.0, 0.005, 0.03, 0.08, 0.06
+_LINE_COST, _VECTOR_COST, _CLUSTER_COST, _ALONE_COST = 6.0, 0.005, 0.03, 0.06
 
 
 def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
@@ -39,16 +35,14 @@ def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
     return lanes
 
 
-def can_halve(problem: SoftmaxProblem) -> bool:
-    """Whether powers may be computed a second time, from 16-bit data, instead of being kept."""
-    return problem.op == "softmax_fwd" and problem.dtype in ("f16", "bf16") and problem.algorithm != "log"
-
-
-def registers(problem: SoftmaxProblem, elems: int, numbers: int, again: bool) -> int:
-    """Of a thread with so many elements of each input, and as many sums; `again`: it does not keep powers."""
-    words = elems * ITEMSIZE[problem.dtype] // 4 * (len(problem.operands) - 1)
-    keeps_powers = problem.op == "softmax_fwd" and problem.algorithm != "log" and not again
-    return (elems if keeps_powers else words) + _OTHER_REGISTERS + _REGISTERS_A_NUMBER * numbers
+def registers(problem: SoftmaxProblem, elems: int, numbers: int) -> int:
+    """Of a thread with so many elements of each input, and as many sums: what kernels were seen to need."""
+    others, words = _OTHER_REGISTERS + _REGISTERS_A_NUMBER * numbers, elems * ITEMSIZE[problem.dtype] // 4
+    if problem.op == "softmax_bwd":
+        return 2 * words + others + (2 * (numbers - 1) if problem.dtype != "f32" else 0)
+    if problem.algorithm == "log":
+        return words + others + (elems // 8 if problem.dtype != "f32" else 0)
+    return elems + others  # powers
 
 
 def resident_blocks(threads: int, registers_a_thread: int) -> int:
@@ -60,12 +54,11 @@ def resident_blocks(threads: int, registers_a_thread: int) -> int:
 
 class Shape(NamedTuple):
     """What a kernel's time depends on: bytes of each input that a block holds, neighbours that its threads load with
-    one instruction, vectors a thread, and whether powers are computed twice."""
+    one instruction, and vectors a thread."""
 
     held_bytes: float
     line_bytes: float
     vectors: int
-    again: bool
 
 
 def kernel_us(problem: SoftmaxProblem, device: Gpu, launch: Launch, shape: Shape) -> float:
@@ -73,7 +66,7 @@ def kernel_us(problem: SoftmaxProblem, device: Gpu, launch: Launch, shape: Shape
     resident = min(launch.source.min_blocks, ceil(prod(launch.grid) / device.sms))
     under_way = min(resident * shape.held_bytes * (len(problem.operands) - 1), _ENOUGH_BYTES)
     share = _LATENCY_BYTES / under_way + _LINE_COST / min(shape.line_bytes, LINE_BYTES)
-    share += _VECTOR_COST * shape.vectors + _CLUSTER_COST * log2(launch.cluster) + _AGAIN_COST * shape.again
+    share += _VECTOR_COST * shape.vectors + _CLUSTER_COST * log2(launch.cluster)
     share += _ALONE_COST * (launch.cluster > 1 and resident == 1)
     return _LAUNCH_US + problem.min_bytes / copy_bytes_per_s(device) * 1e6 * (1 + share)
 

@@ -8,8 +8,7 @@
 
 A thread loads all its vectors of 16 bytes before it uses one. Warps sum by exchanges; each passes its maximum and the
 sum of its powers, shifted by that maximum, to all others of its row through shared memory, behind one barrier: the
-powers are then scaled by exp(own maximum - m) / sum. With `again` a thread keeps 16-bit data as they were loaded and
-computes their powers twice: half the registers.
+powers are then scaled by exp(own maximum - m) / sum.
 
 Traffic: every array once. Sums in float32 in a fixed order; exp is the hardware's, off by 2^-22 and by what a
 difference of float32 is. Source: own; the merged sums are those of the online normaliser, arXiv:1805.02867.
@@ -34,19 +33,18 @@ _WARP, _MOST_THREADS = 32, 1024
 _SHORT_ROW_THREADS = 128  # of a block whose rows have a warp or less each
 _CLUSTERS = (1, 2, 4, 8)  # blocks; all GPUs that have clusters have these
 _CLUSTER_CAPABILITY, _CLUSTER_THREADS = (9, 0), 256  # threads of a block of a cluster, at least
-_MOST_VECTORS = 16
+_MOST_VECTORS, _MOST_ELEMS = 16, 64  # of a thread
 _MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond the last row
 
 
 class Config(NamedTuple):
-    """threads: of a block, that hold a row together; blocks: of a cluster that do. again: computes powers twice."""
+    """threads: of a block, that hold a row together; blocks: of a cluster that do."""
 
     threads: int
     blocks: int = 1
-    again: bool = False
 
     def __str__(self) -> str:
-        return f"t{self.threads}b{self.blocks}" + ("again" if self.again else "")
+        return f"t{self.threads}b{self.blocks}"
 
 
 class Variant(NamedTuple):
@@ -131,7 +129,7 @@ def _placed(v: Variant):
     """Device functions: () -> _Grid, and (pointer, grid, fields) -> the place of its vectors."""
     from nbdnn.kernels.cuda import ptx, ptx_rows
 
-    integer, (threads, blocks, _) = ptx.INTEGER[32], v.config
+    integer, (threads, blocks) = ptx.INTEGER[32], v.config
     at_once = block_threads(v.config) // threads  # rows of a block
     lanes, step = v.lanes, v.lanes * threads * blocks
     place, side_bits, block_bits = ptx_rows.Place, threads.bit_length() - 1, blocks.bit_length() - 1
@@ -156,7 +154,7 @@ def _forward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_vector
 
     v = Variant(*specialised_on)
-    threads, blocks, again = v.config
+    threads, blocks = v.config
     is_log, shifts, spread = v.algorithm == "log", v.algorithm != "fast", threads * blocks > _WARP
     grid, placed = _placed(v)
     joined = _joined(threads, blocks) if spread else None
@@ -164,13 +162,12 @@ def _forward_kernel(*specialised_on):
     load, widen, store = ptx_rows.load(held, "-inf"), ptx_rows.widen(held), ptx_rows.store(held)
     maximum = ptx_rows.gather(held, ptx_rows.itself, ptx_rows.larger, 1)
     total_power = ptx_rows.gather(held, ptx_rows.power, ptx_rows.total, 1)
-    store_again = ptx_rows.scatter(held, ptx_rows.log_power if is_log else ptx_rows.power_over, 1, 2)
+    store_log = ptx_rows.scatter(held, ptx_rows.log_power, 1, 2)
     total = ptx_rows.fold(ptx_rows.total, 1)
     largest, summed = (ptx_rows.across(formula, 1, warp) for formula in (ptx_rows.larger, ptx_rows.total))
     power, product = (ptx_rows.each(formula, 2) for formula in (ptx_rows.power, ptx_rows.product))
     finite, reciprocal = ptx_rows.each(ptx_rows.finite, 1), ptx_rows.each(ptx_rows.reciprocal, 1)
-    log, zeros = ptx_rows.each(ptx_rows.log if is_log else ptx_rows.log2, 1), ptx_vector.zeros(1)
-    keeps_powers = not again and not is_log
+    log, zeros = ptx_rows.each(ptx_rows.log, 1), ptx_vector.zeros(1)
 
     def softmax_rows(x, y, f):
         if blocks > 1:
@@ -184,11 +181,11 @@ def _forward_kernel(*specialised_on):
             shift = largest(maximum(parts, shift))
             if spread:
                 shift = finite(shift)
-        if keeps_powers:
+        if is_log:
+            sums = summed(total_power(parts, shift))
+        else:
             powers = power(widen(parts), shift)
             sums = summed(total(powers))
-        else:
-            sums = summed(total_power(parts, shift))
 
         # 2. Of the whole row.
         row_shift = shift
@@ -197,13 +194,13 @@ def _forward_kernel(*specialised_on):
             row_shift, sums = (most,), (whole,)
 
         # 3. What is stored.
-        if keeps_powers:
+        if is_log:
+            store_log(placed(y, g, f), parts, row_shift, log(sums))
+        else:
             scale = reciprocal(sums)
             if spread:
                 scale = product(scale, power(shift, row_shift))
             store(placed(y, g, f), product(powers, scale))
-        else:
-            store_again(placed(y, g, f), parts, row_shift, log(sums))
 
     data = ptx.pointer(v.dtype)
     return softmax_rows, (data, data, ptx.record(_Fields, 32))
@@ -213,7 +210,7 @@ def _backward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_vector
 
     v = Variant(*specialised_on)
-    threads, blocks, _ = v.config
+    threads, blocks = v.config
     is_log, spread = v.algorithm == "log", threads * blocks > _WARP
     grid, placed = _placed(v)
     joined = _joined(threads, blocks) if spread else None
@@ -282,16 +279,17 @@ class Rows(LaunchedCandidate[Config]):
         return found
 
     def _of_threads(self, problem: SoftmaxProblem, threads: int, blocks: int) -> list[Config]:
-        vectors = _vectors(problem, Config(threads, blocks))
-        if threads > 1 and threads * blocks >= 2 * problem.rows[1] / plan.vector_lanes(problem, problem.rows[1]):
+        config, lanes = Config(threads, blocks), plan.vector_lanes(problem, problem.rows[1])
+        vectors = _vectors(problem, config)
+        if threads > 1 and threads * blocks >= 2 * problem.rows[1] / lanes:
             return []  # half of them would have nothing
-        found = [Config(threads, blocks, again) for again in ((False, True) if plan.can_halve(problem) else (False,))]
-        return [config for config in found if vectors <= _MOST_VECTORS and self._resident(problem, config)]
+        few = vectors <= _MOST_VECTORS and vectors * lanes <= _MOST_ELEMS
+        return [config] if few and self._resident(problem, config) else []
 
     def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
         """Blocks that a multiprocessor holds at once."""
         elems = _vectors(problem, config) * plan.vector_lanes(problem, problem.rows[1])
-        registers = plan.registers(problem, elems, 1, config.again)
+        registers = plan.registers(problem, elems, 1)
         return plan.resident_blocks(block_threads(config), registers)
 
     def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
@@ -305,7 +303,7 @@ class Rows(LaunchedCandidate[Config]):
         )
         # Lanes that hold one vector each read one line together, be they of one row or of several.
         line_bytes = config.threads * lane_bytes if vectors > 1 else plan.LINE_BYTES
-        return plan.kernel_us(problem, device, launch, plan.Shape(held_bytes, line_bytes, vectors, config.again))
+        return plan.kernel_us(problem, device, launch, plan.Shape(held_bytes, line_bytes, vectors))
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:
         rows, length, _ = problem.rows
