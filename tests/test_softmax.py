@@ -11,7 +11,7 @@ import pytest
 from gpus import DEVICE
 from libraries import library
 
-from nbdnn import InvalidProblem, InvalidType, dnn_softmax, dnn_softmax_grad, empty_cache, events
+from nbdnn import InvalidProblem, InvalidType, dnn_softmax, dnn_softmax_grad, empty_cache, events, ops
 from nbdnn.array import view
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
@@ -164,6 +164,18 @@ def test_torch_in_torch_out() -> None:
     torch.testing.assert_close(y, torch.softmax(x, 1), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize(("algo", "mode"), [*product(ALGORITHMS, MODES)])
+def test_op_objects_are_the_functions(algo: str, mode: str) -> None:
+    x, dy = RNG.standard_normal((2, 3, 4, 5)), RNG.standard_normal((2, 3, 4, 5))
+    op = ops.GpuDnnSoftmax(algo, mode)
+    y = op(x)
+    np.testing.assert_array_equal(y, dnn_softmax(x, algo, mode))
+    dx = dnn_softmax_grad(dy, y, algo, mode)
+    np.testing.assert_array_equal(ops.GpuDnnSoftmaxGrad(algo, mode)(dy, y), dx)
+    np.testing.assert_array_equal(op.grad((x,), (dy,)), [dx])
+    assert repr(op) == f"GpuDnnSoftmax(algo={algo!r}, mode={mode!r})"
+
+
 # ---- what each candidate must support --------------------------------------------------------------------------------
 
 
@@ -184,6 +196,7 @@ _EVERY, _OF_GPU = "f16 bf16 f32 f64", "f16 bf16 f32"
 
 COVERAGE: dict[str, Covers] = {
     "cpu/rows": Covers(_EVERY, _ROWS, "a4"),
+    "cpu/short_rows": Covers(_EVERY, "n65536c16h1w1:accurate:channel:nchw n4c21h9w7:log:channel:nhwc", "a4"),
     "cpu/columns": Covers(_EVERY, f"{_ROWS} {_COLUMNS}", "a4"),
     "numba/rows": Covers(_OF_GPU, f"{_ROWS} n512c131072h1w1:accurate:channel:nchw", "a4"),
     "numba/columns": Covers(_OF_GPU, _COLUMNS, "a4"),
