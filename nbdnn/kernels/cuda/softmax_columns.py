@@ -273,8 +273,8 @@ class Columns(LaunchedCandidate[Config]):
         if not _LEAST_THREADS <= columns * splits <= _MOST_THREADS or columns >= 2 * ceil(inner / lanes):
             return []
         config = Config(columns, splits)
-        fits = self._resident(problem, config) and 8 * parts(config) * columns * lanes <= _MOST_SHARED_BYTES
-        return [config] if fits else []
+        fits = plan.holds(problem, ceil(length / splits) * lanes) and self._resident(problem, config)
+        return [config] if fits and 8 * parts(config) * columns * lanes <= _MOST_SHARED_BYTES else []
 
     def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
         """Blocks that a multiprocessor holds at once."""

@@ -17,6 +17,7 @@ _VECTOR_BYTES = 16
 _WARP, _SCHEDULERS, _REGISTER_STEP = 32, 4, 8
 _SCHEDULER_REGISTERS, _RESIDENT_WARPS, _RESIDENT_BLOCKS = 16384, 64, 32
 _OTHER_REGISTERS, _REGISTERS_A_NUMBER = 28, 3  # of a thread, beside its elements; for each maximum that it finds
+_MOST_ELEMS = {"f32": 96, "f16": 64, "bf16": 64}
 _CONFIGS, _ALIKE, _WORTH_MEASURING = 4, 2, 1.2  # at most so many, of a kind, and how far from the best guess
 _LAUNCH_US = 2.0
 LINE_BYTES = 128
@@ -38,11 +39,15 @@ def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
 def registers(problem: SoftmaxProblem, elems: int, numbers: int) -> int:
     """Of a thread with so many elements of each input, and as many sums: what kernels were seen to need."""
     others, words = _OTHER_REGISTERS + _REGISTERS_A_NUMBER * numbers, elems * ITEMSIZE[problem.dtype] // 4
-    if problem.op == "softmax_bwd":
-        return 2 * words + others + (2 * (numbers - 1) if problem.dtype != "f32" else 0)
-    if problem.algorithm == "log":
-        return words + others + (elems // 8 if problem.dtype != "f32" else 0)
-    return elems + others  # powers
+    if problem.op == "softmax_fwd" and problem.algorithm != "log":
+        return elems + others  # powers
+    widened = 0 if problem.dtype == "f32" else elems // 8 if problem.op == "softmax_fwd" else elems * 5 // 8
+    return words * (len(problem.operands) - 1) + widened + others
+
+
+def holds(problem: SoftmaxProblem, elems: int) -> bool:
+    """Whether a thread may have so many elements: with more, registers spilled."""
+    return elems <= _MOST_ELEMS[problem.dtype]
 
 
 def resident_blocks(threads: int, registers_a_thread: int) -> int:

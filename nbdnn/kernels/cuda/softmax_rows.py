@@ -33,7 +33,7 @@ _WARP, _MOST_THREADS = 32, 1024
 _SHORT_ROW_THREADS = 128  # of a block whose rows have a warp or less each
 _CLUSTERS = (1, 2, 4, 8)  # blocks; all GPUs that have clusters have these
 _CLUSTER_CAPABILITY, _CLUSTER_THREADS = (9, 0), 256  # threads of a block of a cluster, at least
-_MOST_VECTORS, _MOST_ELEMS = 16, 64  # of a thread
+_MOST_VECTORS = 16  # of a thread
 _MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond the last row
 
 
@@ -283,7 +283,7 @@ class Rows(LaunchedCandidate[Config]):
         vectors = _vectors(problem, config)
         if threads > 1 and threads * blocks >= 2 * problem.rows[1] / lanes:
             return []  # half of them would have nothing
-        few = vectors <= _MOST_VECTORS and vectors * lanes <= _MOST_ELEMS
+        few = vectors <= _MOST_VECTORS and plan.holds(problem, vectors * lanes)
         return [config] if few and self._resident(problem, config) else []
 
     def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
