@@ -77,6 +77,17 @@ class BwdFilterAlgo(IntEnum):
     ALGO_FFT_TILING = 6
 
 
+class SoftmaxAlgorithm(IntEnum):
+    FAST = 0
+    ACCURATE = 1
+    LOG = 2
+
+
+class SoftmaxMode(IntEnum):
+    INSTANCE = 0
+    CHANNEL = 1
+
+
 class HeurMode(IntEnum):
     FALLBACK = 2
     A = 3
@@ -224,6 +235,8 @@ PREFIXES: dict[type[IntEnum], tuple[str, str, str]] = {
     FwdAlgo: ("cudnnConvolutionFwdAlgo_t", "CUDNN_CONVOLUTION_FWD_ALGO_", ""),
     BwdDataAlgo: ("cudnnConvolutionBwdDataAlgo_t", "CUDNN_CONVOLUTION_BWD_DATA_", ""),
     BwdFilterAlgo: ("cudnnConvolutionBwdFilterAlgo_t", "CUDNN_CONVOLUTION_BWD_FILTER_", ""),
+    SoftmaxAlgorithm: ("cudnnSoftmaxAlgorithm_t", "CUDNN_SOFTMAX_", ""),
+    SoftmaxMode: ("cudnnSoftmaxMode_t", "CUDNN_SOFTMAX_MODE_", ""),
     HeurMode: ("cudnnBackendHeurMode_t", "CUDNN_HEUR_MODE_", ""),
     NumericalNote: ("cudnnBackendNumericalNote_t", "CUDNN_NUMERICAL_NOTE_", ""),
     BehaviorNote: ("cudnnBackendBehaviorNote_t", "CUDNN_BEHAVIOR_NOTE_", ""),
@@ -262,6 +275,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cudnnConvolutionForward": _CONVOLVE,
     "cudnnConvolutionBackwardData": _CONVOLVE,
     "cudnnConvolutionBackwardFilter": _CONVOLVE,
+    "cudnnSoftmaxForward": (_D, c_int, c_int, c_void_p, _D, c_void_p, c_void_p, _D, c_void_p),
+    "cudnnSoftmaxBackward": (_D, c_int, c_int, c_void_p, _D, c_void_p, _D, c_void_p, c_void_p, _D, c_void_p),
     "cudnnBackendCreateDescriptor": (c_int, _OUT),
     "cudnnBackendDestroyDescriptor": (_D,),
     "cudnnBackendSetAttribute": (_D, c_int, c_int, c_int64, c_void_p),

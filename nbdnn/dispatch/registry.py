@@ -30,7 +30,8 @@ def _cpu_lists() -> _Lists:
         conv_pointwise,
         conv_winograd,
         conv_winograd_filter,
-        softmax,
+        softmax_columns,
+        softmax_rows,
     )
 
     return {
@@ -67,13 +68,14 @@ def _cpu_lists() -> _Lists:
             conv_im2col.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
-        "softmax_fwd": (softmax.FWD_ROWS, softmax.FWD_COLUMNS),
-        "softmax_bwd": (softmax.BWD_ROWS, softmax.BWD_COLUMNS),
+        "softmax_fwd": (softmax_rows.FWD, softmax_columns.FWD_SHORT_ROWS, softmax_columns.FWD),
+        "softmax_bwd": (softmax_rows.BWD, softmax_columns.BWD_SHORT_ROWS, softmax_columns.BWD),
     }
 
 
 def _cuda_lists() -> _Lists:
     from nbdnn.cudnn import conv_graph, conv_legacy
+    from nbdnn.cudnn import softmax as cudnn_softmax
     from nbdnn.kernels.cuda import (
         conv_depthwise,
         conv_depthwise_filter,
@@ -91,6 +93,9 @@ def _cuda_lists() -> _Lists:
         conv_stem,
         conv_winograd,
         conv_winograd_filter,
+        softmax_columns,
+        softmax_direct,
+        softmax_rows,
         unfused,
     )
 
@@ -144,6 +149,8 @@ def _cuda_lists() -> _Lists:
             conv_fma_gemm_filter.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
+        "softmax_fwd": (softmax_rows.FWD, softmax_columns.FWD, cudnn_softmax.FWD, softmax_direct.FWD),
+        "softmax_bwd": (softmax_rows.BWD, softmax_columns.BWD, cudnn_softmax.BWD, softmax_direct.BWD),
     }
 
 

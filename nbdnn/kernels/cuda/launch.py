@@ -36,6 +36,7 @@ class Launch(NamedTuple):
 
     pointers: where each comes from: a position among the problem's operands, `in_workspace`, WORKSPACE or NULL.
     scalars: the type of alpha and beta, 'f32' or 'f64'; '' where the kernel does not take them.
+    cluster: blocks, neighbours in the grid, that run at once and reach each other's shared memory.
     """
 
     source: Source
@@ -45,6 +46,7 @@ class Launch(NamedTuple):
     integers: tuple[int, ...]
     integer_bits: int = 32
     dynamic_shared_bytes: int = 0
+    cluster: int = 1
 
 
 def in_workspace(offset_bytes: int) -> int:
@@ -113,7 +115,32 @@ def _prepared(launch: Launch, arch: str) -> Callable[[tuple[int, ...], tuple[flo
         if status:
             driver.call("cuLaunchKernel", *before, stream, *after)  # fails again, and names the error
 
-    return run
+    cu_launch_ex, config = driver.bindings().cuLaunchKernelEx, _clustered(launch)
+
+    def run_clusters(
+        given: tuple[int, ...], scalars: tuple[float, ...], stream: Any, _alive: object = (arguments, addresses)
+    ) -> None:
+        pack(arguments, 0, *select(given), *scalars[:taken])
+        config.hStream = stream
+        (status,) = cu_launch_ex(config, function, *after)
+        if status:
+            driver.call("cuLaunchKernelEx", config, function, *after)
+
+    return run if launch.cluster == 1 else run_clusters
+
+
+def _clustered(launch: Launch) -> Any:
+    """The driver's description of a launch in clusters; the stream is set at every call."""
+    bindings = driver.bindings()
+    attribute, config = bindings.CUlaunchAttribute(), bindings.CUlaunchConfig()
+    attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    dimension = attribute.value.clusterDim
+    dimension.x, dimension.y, dimension.z = launch.cluster, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = launch.source.threads, 1, 1
+    config.sharedMemBytes = launch.dynamic_shared_bytes
+    config.attrs, config.numAttrs = [attribute], 1
+    return config
 
 
 def _selection(places: tuple[int, ...]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

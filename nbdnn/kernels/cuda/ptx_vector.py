@@ -154,10 +154,18 @@ def _moving(operation: str, dtype: str, lanes: int, first: int) -> tuple[str, st
 
 
 def _loaded(builder, where, wanted, dtype, lanes, *, constant=True):
-    """The elements of a vector, zeros unless it is wanted: without a branch, and where constant free to be moved."""
+    """The elements of a vector, zeros unless it is wanted."""
+    return widened(builder, dtype, load_parts(builder, where, wanted, dtype, lanes, constant=constant))
+
+
+def load_parts(builder, where, wanted, dtype, lanes, *, constant=True, fill=0):
+    """The parts of a vector, each the bits of `fill` unless it is wanted.
+
+    Without a branch, and where constant free to be moved.
+    """
     part, count = parts_of(dtype, lanes)
     load, registers, _ = _moving("ld.global.nc" if constant else "ld.global", dtype, lanes, 0)
-    clear = " ".join(f"mov.b{part.width} ${i}, 0;" for i in range(count))
+    clear = " ".join(f"mov.b{part.width} ${i}, {fill};" for i in range(count))
     text = (
         f"{{ .reg .pred wanted; setp.ne.b32 wanted, ${count + 1}, 0; {clear} @wanted {load} {registers}, [${count}]; }}"
     )
@@ -165,7 +173,7 @@ def _loaded(builder, where, wanted, dtype, lanes, *, constant=True):
     operands = [builder.ptrtoint(where, I64), builder.zext(wanted, I32)]
     result = part if count == 1 else ir.LiteralStructType([part] * count)
     loaded = asm(builder, result, text, constraints, operands, PURE if constant else EFFECT)
-    return widened(builder, dtype, [loaded] if count == 1 else unpacked(builder, loaded, count))
+    return [loaded] if count == 1 else unpacked(builder, loaded, count)
 
 
 def store_vector(builder, where, wanted, dtype, values):

@@ -1,14 +1,11 @@
-"""Softmax and its gradient on the CPU: `rows` where the elements of a row are neighbours, `columns` everywhere.
+"""Softmax and its gradient on the CPU where the elements of a row are neighbours.
 
     y[i] = exp(x[i] - m) / sum_j exp(x[j] - m)           log: y[i] = x[i] - m - log(sum_j exp(x[j] - m))
     dx[i] = (dy[i] - sum_j dy[j] * y[j]) * y[i]          log: dx[i] = dy[i] - exp(y[i]) * sum_j dy[j]
 
-    rows      a task a run of rows; each is read for its maximum, for its exponentials and to be scaled
-    columns   a task `width` neighbouring rows of an image, lane by lane, in a buffer that stays in the second-level
-              cache: width * length elements
-
-Traffic: x and y once from memory where a row (or a buffer) stays in cache. 16-bit data are widened into a worker's
-scratch. Sums in the compute type, of many lanes each; exp is good to 2 ulp. Source: own.
+A task is a run of rows; each is read for its maximum, for its exponentials and to be scaled. Traffic: every array once
+from memory where a row stays in cache; 16-bit rows are widened into a worker's scratch. Sums in the compute type, of
+many lanes each; exp is good to 2 ulp. Source: own.
 """
 
 from __future__ import annotations
@@ -32,12 +29,11 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_softmax import SoftmaxProblem
 
 _LANES = 64  # independent maxima of a row: several whole vectors on every machine
-_BUFFER_BYTES, _LEAST_WIDTH = 256 << 10, 16
 _TASKS_PER_THREAD = 8
 _REASSOCIATED = FASTMATH | {"reassoc"}
-_NS_PER_ELEM = {"rows": 0.5, "columns": 0.7}  # one thread: priors for the guess
+_NS_PER_ELEM = 0.5  # one thread: a prior for the guess
 
-_FIELDS = record("rows", "rows_a_task", "length", "inner", "width", "blocks", "scratch", "scratch_bytes")
+_FIELDS = record("rows", "rows_a_task", "length", "scratch", "scratch_bytes")
 
 
 @cache
@@ -82,9 +78,9 @@ def _vector_loops(compute: str, algorithm: str):
     def finish(target, source, n, shift, total):
         x, y = data(source), data(target)
         if is_log:
-            offset = shift + real(math.log(total))
+            offset = real(math.log(total))  # less than the shift may be: added to that, it would lose its digits
             for i in range(n):
-                y[i] = x[i] - offset if x[i] == x[i] else x[i]
+                y[i] = (x[i] - shift) - offset
         else:
             scale = real(1.0) / total
             for i in range(n):
@@ -159,110 +155,17 @@ def _gradient_loops(compute: str, algorithm: str):
     return dot, combine
 
 
-@cache
-def _columns_task(dtype: str, algorithm: str, forward: bool, vl: int):
-    """`width` neighbouring rows of an image, a lane each: first and total of each lane in front of the buffer."""
-    compute = DEFAULT_COMPUTE[dtype]
-    data, i64, at, exp = pointer(compute), pointer("i64"), struct(_FIELDS), EXP[compute]
-    real = float32 if compute == "f32" else float64
-    widen_row, narrow_row = convert_row(dtype, compute, vl), convert_row(compute, dtype, vl)
-    itemsize, real_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
-    shifts, is_log = algorithm != "fast", algorithm == "log"
+class Rows(Candidate[NoConfig, Cpu]):
+    """Elements of a row are neighbours."""
 
-    @njit(**DEVICE)
-    def larger(found, line, width):
-        for j in range(width):
-            found[j] = line[j] if line[j] > found[j] else found[j]
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def add_powers(total, line, shift, width):
-        for j in range(width):
-            power = exp(line[j] - shift[j])
-            total[j] += power
-            if not is_log:
-                line[j] = power
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def scaled(line, shift, total, width):
-        for j in range(width):
-            line[j] = line[j] - shift[j] if is_log else line[j] * total[j]
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def add_terms(total, a, b, width):
-        for j in range(width):
-            total[j] += a[j] if is_log else a[j] * b[j]
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def combined(a, b, total, width):
-        for j in range(width):
-            a[j] = a[j] - exp(b[j]) * total[j] if is_log else (a[j] - total[j]) * b[j]
-
-    def softmax_columns(args, ctx, index, worker):
-        pointers, f = i64(args), at(ctx)
-        outer, block = index // f.blocks, index % f.blocks
-        first = block * f.width
-        width = min(f.width, f.inner - first)
-        start = (outer * f.length * f.inner + first) * itemsize
-        step, pitch = f.inner * itemsize, f.width * real_bytes
-        front = f.scratch + worker * f.scratch_bytes
-        shift, total, buffer = data(front), data(front + pitch), front + 2 * pitch
-        for j in range(width):
-            shift[j], total[j] = real(-np.inf) if shifts else real(0.0), real(0.0)
-        for i in range(f.length):
-            widen_row(buffer + i * pitch, pointers[0] + start + i * step, width)
-            if shifts:
-                larger(shift, data(buffer + i * pitch), width)
-        for i in range(f.length):
-            add_powers(total, data(buffer + i * pitch), shift, width)
-        for j in range(width):
-            if is_log:
-                shift[j] += real(math.log(total[j]))
-            else:
-                total[j] = real(1.0) / total[j]
-        for i in range(f.length):
-            scaled(data(buffer + i * pitch), shift, total, width)
-            narrow_row(pointers[1] + start + i * step, buffer + i * pitch, width)
-
-    def gradient_columns(args, ctx, index, worker):
-        pointers, f = i64(args), at(ctx)
-        outer, block = index // f.blocks, index % f.blocks
-        first = block * f.width
-        width = min(f.width, f.inner - first)
-        start = (outer * f.length * f.inner + first) * itemsize
-        step, pitch = f.inner * itemsize, f.width * real_bytes
-        front = f.scratch + worker * f.scratch_bytes
-        total, buffer = data(front), front + 2 * pitch
-        other = buffer + f.length * pitch
-        for j in range(width):
-            total[j] = real(0.0)
-        for i in range(f.length):
-            widen_row(buffer + i * pitch, pointers[0] + start + i * step, width)
-            widen_row(other + i * pitch, pointers[1] + start + i * step, width)
-            add_terms(total, data(buffer + i * pitch), data(other + i * pitch), width)
-        for i in range(f.length):
-            combined(data(buffer + i * pitch), data(other + i * pitch), total, width)
-            narrow_row(pointers[2] + start + i * step, buffer + i * pitch, width)
-
-    return compile_task(softmax_columns if forward else gradient_columns, (dtype, algorithm, forward, vl))
-
-
-class _Softmax(Candidate[NoConfig, Cpu]):
-    provider = "cpu"
+    provider, algorithm = "cpu", "rows"
 
     def __init__(self, op: str) -> None:
         self.op = op
 
     def estimate(self, problem: SoftmaxProblem, config: NoConfig, device: Cpu) -> float:
-        _, _, inner = problem.rows
-        lanes_used = 1.0 if self.algorithm == "rows" else min(1.0, inner / device.lanes(problem.compute))
-        elements = problem.operands[0].size_elems
-        return kernel_us(device, 0.0, elements * _NS_PER_ELEM[self.algorithm] / lanes_used, device.threads)
-
-
-class Rows(_Softmax):
-    """Elements of a row are neighbours."""
-
-    algorithm = "rows"
+        rows, length, _ = problem.rows
+        return kernel_us(device, 0.0, rows * (length + _LANES) * _NS_PER_ELEM, device.threads)
 
     def supports(self, problem: SoftmaxProblem, device: Cpu) -> Support:
         inner = problem.rows[2]
@@ -280,40 +183,13 @@ class Rows(_Softmax):
         return Program([Phase(task, ceil(rows / rows_a_task), ctx)], [scratch])
 
 
-class Columns(_Softmax):
-    """Neighbours are elements of different rows, lane by lane; supports every softmax."""
-
-    algorithm = "columns"
-
-    def supports(self, problem: SoftmaxProblem, device: Cpu) -> Support:
-        return YES
-
-    def prepare(self, problem: SoftmaxProblem, config: NoConfig, device: Cpu) -> Program:
-        outer, length, inner = problem.rows
-        forward, compute = self.op == "softmax_fwd", problem.compute
-        vl, buffers = device.lanes(compute), 1 if forward else 2
-        fitting = _BUFFER_BYTES // (buffers * length * ITEMSIZE[compute])
-        width = min(max(fitting // vl * vl, _LEAST_WIDTH), inner)
-        scratch_bytes = _lines((buffers * length + 2) * width * ITEMSIZE[compute])
-        scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
-        blocks = ceil(inner / width)
-        ctx = _filled(
-            length=length, inner=inner, width=width, blocks=blocks, scratch=scratch, scratch_bytes=scratch_bytes
-        )
-        task = _columns_task(problem.dtype, problem.algorithm, forward, vl)
-        return Program([Phase(task, outer * blocks, ctx)], [scratch])
-
-
 def _lines(size_bytes: int) -> int:
     """Rounded up to whole cache lines."""
     return -(-size_bytes // 64) * 64
 
 
 def _filled(scratch: np.ndarray, **values: int) -> np.ndarray:
-    """The record of a task; what it has no use for is 0."""
-    start = scratch.ctypes.data + -scratch.ctypes.data % 64
-    return filled(_FIELDS, **(dict.fromkeys(_FIELDS.names or (), 0) | values | {"scratch": start}))
+    return filled(_FIELDS, scratch=scratch.ctypes.data + -scratch.ctypes.data % 64, **values)
 
 
-FWD_ROWS, FWD_COLUMNS = Rows("softmax_fwd"), Columns("softmax_fwd")
-BWD_ROWS, BWD_COLUMNS = Rows("softmax_bwd"), Columns("softmax_bwd")
+FWD, BWD = Rows("softmax_fwd"), Rows("softmax_bwd")

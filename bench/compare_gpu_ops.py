@@ -1,0 +1,174 @@
+"""nbdnn beside PyTorch on a GPU, for the ops beyond convolution: device time of replayed graphs, operands cold.
+
+    python bench/compare_gpu_ops.py [--family NAME]... [--rows TEXT]... [--compile] [--json FILE] [--markdown FILE]
+
+A ratio is the peer's time over nbdnn's: above 1, nbdnn is faster. The peer is PyTorch in eager mode, and with --compile
+also torch.compile(max-autotune-no-cudagraphs), on operands of the same layout; nbdnn runs what its tuner chose, and
+beside it stands the best of its own kernels alone. Both are captured into graphs and replayed in turn, each call on the
+next of several copies of the operands. The floor is a copy of as many bytes.
+
+A family of ops has a module ``peers_<family>.py`` with ``rows()``, the texts of its problems, and ``peer(problem)``,
+PyTorch's function of the problem's inputs. The JSON file keeps every row with the versions it was measured with: a row
+that is there is not measured again, unless --again says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import date
+from functools import partial
+from importlib import import_module
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from compare_gpu import COLUMNS, Peer, Result, cells, markdown
+
+import nbdnn
+from nbdnn import driver
+from nbdnn.cli_output import print_table
+from nbdnn.device import Gpu, gpu
+from nbdnn.dispatch import dispatcher
+from nbdnn.dispatch.benchmark import rotating
+from nbdnn.dispatch.selection import Filters, Option, fastest, survey
+from nbdnn.dispatch.timing import Samples
+from nbdnn.dispatch.timing_gpu import GpuOperands
+from nbdnn.dispatch.tuner import tune
+from nbdnn.kernels.cuda.peaks import floor_us
+from nbdnn.problem import Operand, Problem, parse
+
+FAMILIES = sorted(path.stem.removeprefix("peers_") for path in Path(__file__).parent.glob("peers_*.py"))
+_TORCH = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "u8": torch.uint8,
+    "i64": torch.int64,
+}
+_SAMPLES = 7
+_MOST_COPIES = 256
+Function = Callable[..., Any]
+
+
+def tensor(operand: Operand) -> torch.Tensor:
+    """Random contents in the operand's layout; ones where it is no tensor of numbers."""
+    made = torch.empty_strided(operand.shape, operand.strides, dtype=_TORCH[operand.dtype], device="cuda")
+    return made.normal_() if made.is_floating_point() else made.fill_(1)
+
+
+def peers(problem: Problem, function: Function, copies: int, compiled: bool) -> dict[str, Peer]:
+    """Every way of PyTorch, by name."""
+    inputs = [[tensor(operand) for operand in problem.operands if operand.role == "in"] for _ in range(copies)]
+    ways = {"torch": function}
+    if compiled:
+        torch._dynamo.reset()
+        ways["torch.compile"] = torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False)
+    return {name: Peer([partial(way, *given) for given in inputs]) for name, way in ways.items()}
+
+
+def watches_of(problem: Problem, device: Gpu, budget_s: float) -> dict[str, tuple[Option, Samples]]:
+    """A stopwatch of what the tuner chose, and one of the best of nbdnn's own kernels."""
+    result = tune(problem, device, dispatcher.database(), filters=Filters(), budget_s=budget_s)
+    options, _ = survey(problem, device, Filters())
+    own = fastest([option for option in options if option.candidate.provider == "numba"], result.rows)
+    operands = rotating(problem, device, device.free_memory_bytes() // 4)
+    assert isinstance(operands, GpuOperands)
+    return {
+        kind: (option, operands.stopwatch(option.candidate.prepare(problem, option.config, device), problem.scalars,
+                                          option.workspace_bytes))
+        for kind, option in (("chosen", result.best), ("own", own))
+        if option is not None
+    }  # fmt: skip
+
+
+class How(NamedTuple):
+    """How rows are measured: seconds of tuning, whether torch.compile is a peer, and the versions of everything."""
+
+    budget_s: float
+    compiled: bool
+    versions: str
+
+
+def measure(problem: Problem, function: Function, device: Gpu, how: How) -> Result:
+    """Tune, then sample each side in turn."""
+    own = watches_of(problem, device, how.budget_s)
+    one_bytes = sum(operand.size_bytes for operand in problem.operands)
+    copies = min(_MOST_COPIES, ceil(1.5 * device.l2_bytes / one_bytes))
+    others = peers(problem, function, copies, how.compiled)
+    for _ in range(_SAMPLES):
+        for watch in [*(watch for _, watch in own.values()), *others.values()]:
+            watch.sample()
+    theirs = min(others, key=lambda name: others[name].median_us)
+    (chosen, watch), entry = own["chosen"], own.get("own")
+    return Result(
+        problem.op.partition("_")[0],
+        str(problem),
+        floor_us(problem, device),
+        watch.median_us,
+        watch.spread or 0.0,
+        str(chosen),
+        entry[1].median_us if entry else None,
+        str(entry[0]) if entry else "",
+        others[theirs].median_us,
+        others[theirs].spread or 0.0,
+        theirs,
+        how.versions,
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", action="append", default=[], choices=FAMILIES)
+    parser.add_argument("--rows", action="append", default=[], metavar="TEXT", help="only rows with this in their name")
+    parser.add_argument("--budget", type=float, default=20.0, help="seconds of tuning a problem (default 20)")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile")
+    parser.add_argument("--again", action="store_true", help="measure also what the JSON file has")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    torch.zeros(1, device="cuda")
+    driver.use(0)
+    device = gpu(0)
+    environment = {
+        "device": f"{device.fingerprint}, driver for CUDA {device.driver}",
+        "nbdnn": nbdnn.__version__,
+        "torch": f"{torch.__version__}, cuDNN {torch.backends.cudnn.version()}",
+        "date": date.today().isoformat(),
+    }
+    versions = " ".join(environment[name] for name in ("device", "nbdnn", "torch"))
+    how = How(args.budget, args.compile, versions)
+    known: dict[str, Result] = {}
+    if args.json and args.json.exists():
+        stored = [Result(**fields) for fields in json.loads(args.json.read_text())]
+        known = {result.name: result for result in stored if result.versions == versions}
+    by_family: dict[str, list[Result]] = {}
+    with torch.inference_mode():
+        for family in args.family or FAMILIES:
+            module = import_module(f"peers_{family}")
+            for text in module.rows():
+                if args.rows and not any(part in text for part in args.rows):
+                    continue
+                if args.again or text not in known:
+                    problem = parse(text)
+                    known[text] = measure(problem, module.peer(problem), device, how)
+                    torch.cuda.empty_cache()
+                    if args.json:
+                        args.json.write_text(json.dumps([asdict(result) for result in known.values()], indent=1) + "\n")
+                by_family.setdefault(family, []).append(known[text])
+    for family, results in by_family.items():
+        print_table(family, COLUMNS, cells(results), right=COLUMNS[1:7], footer=True)
+    if args.markdown:
+        args.markdown.write_text(markdown(by_family, environment))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Softmax beside PyTorch: the rows of `compare_gpu_ops.py`, and PyTorch's call for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nbdnn.problem_softmax import SoftmaxProblem
+
+# (dims, algorithm, mode, layouts); the extents of a row are what decides.
+_ROWS = (
+    ("n8192c1024h1w1", "accurate", "channel", ("nchw",)),
+    ("n4096c32000h1w1", "accurate", "channel", ("nchw",)),
+    ("n4096c32000h1w1", "log", "channel", ("nchw",)),
+    ("n65536c128h1w1", "accurate", "channel", ("nchw",)),
+    ("n1048576c16h1w1", "accurate", "channel", ("nchw",)),
+    ("n512c131072h1w1", "accurate", "channel", ("nchw",)),
+    ("n32c1000h28w28", "accurate", "channel", ("nchw", "nhwc")),
+    ("n32c21h128w128", "log", "channel", ("nchw", "nhwc")),
+    ("n8c21d16h64w64", "log", "channel", ("ncdhw", "ndhwc")),
+    ("n64c256h14w14", "accurate", "instance", ("nchw",)),
+)
+
+
+def rows() -> list[str]:
+    """The texts of the problems."""
+    return [
+        f"{op}:{dtype}:{dims}:{algorithm}:{mode}:{layout}"
+        for dims, algorithm, mode, layouts in _ROWS
+        for layout in layouts
+        for op in ("softmax_fwd", "softmax_bwd")
+        for dtype in ("f32", "f16", "bf16")
+    ]
+
+
+def peer(problem: SoftmaxProblem) -> Callable[..., Any]:
+    """PyTorch's function of the problem's inputs: of x, or of dy and y."""
+    is_log, flat = problem.algorithm == "log", problem.mode == "instance"
+    forward = torch.log_softmax if is_log else torch.softmax
+    backward = torch.ops.aten._log_softmax_backward_data if is_log else torch.ops.aten._softmax_backward_data
+
+    def shaped(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten(1) if flat else tensor
+
+    if problem.op == "softmax_fwd":
+        return lambda x: forward(shaped(x), 1)
+    return lambda dy, y: backward(shaped(dy), shaped(y), 1, dy.dtype)

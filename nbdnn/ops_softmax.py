@@ -1,0 +1,34 @@
+"""Theano's op objects of softmax; `nbdnn.ops` has them by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nbdnn.softmax import dnn_softmax, dnn_softmax_grad
+
+
+class _Softmax:
+    def __init__(self, algo: str, mode: str) -> None:
+        self.algo, self.mode = algo, mode
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(algo={self.algo!r}, mode={self.mode!r})"
+
+
+class GpuDnnSoftmax(_Softmax):
+    """``GpuDnnSoftmax('accurate', 'channel')(x)``: see `nbdnn.dnn_softmax`."""
+
+    def __call__(self, x: Any) -> Any:
+        return dnn_softmax(x, self.algo, self.mode)
+
+    def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
+        """Gradient with respect to x."""
+        (x,), (dy,) = inputs, output_grads
+        return [dnn_softmax_grad(dy, self(x), self.algo, self.mode)]
+
+
+class GpuDnnSoftmaxGrad(_Softmax):
+    """``GpuDnnSoftmaxGrad('accurate', 'channel')(dy, y)``: see `nbdnn.dnn_softmax_grad`."""
+
+    def __call__(self, dy: Any, y: Any) -> Any:
+        return dnn_softmax_grad(dy, y, self.algo, self.mode)
