@@ -19,6 +19,8 @@ _KINDS = {"cudnn": "cuda", "numba": "cuda"}
 
 def _cpu_lists() -> _Lists:
     from nbdnn.kernels.cpu import (
+        bn_planes,
+        bn_rows,
         conv_channel_gemm,
         conv_depthwise,
         conv_depthwise_filter,
@@ -66,6 +68,10 @@ def _cpu_lists() -> _Lists:
         ),
         "softmax_fwd": (softmax.FWD_ROWS, softmax.FWD_COLUMNS),
         "softmax_bwd": (softmax.BWD_ROWS, softmax.BWD_COLUMNS),
+        "bn_train": (bn_rows.TRAIN, bn_planes.TRAIN),
+        "bn_infer": (bn_rows.INFER, bn_planes.INFER),
+        "bn_bwd": (bn_rows.BWD, bn_planes.BWD),
+        "bn_infer_bwd": (bn_rows.INFER_BWD, bn_planes.INFER_BWD),
     }
 
 
