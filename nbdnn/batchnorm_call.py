@@ -39,9 +39,7 @@ _RANKS = 2, 6
 _MOST_SPATIAL = 3
 
 
-def compute(
-    arguments: tuple, arrays: Sequence[Any], out: Any, scalars: tuple[float, float], stream: Any = None
-) -> Any:
+def compute(arguments: tuple, arrays: Sequence[Any], out: Any, scalars: tuple[float, float], stream: Any = None) -> Any:
     """The results of a call. arguments: op, mode and `call_setup.Options`. arrays: its inputs, None where absent. out:
     what the caller gave; a tuple where there are several results. scalars: epsilon, factor of the running averages."""
     op = arguments[0]

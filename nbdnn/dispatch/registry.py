@@ -78,6 +78,8 @@ def _cpu_lists() -> _Lists:
 def _cuda_lists() -> _Lists:
     from nbdnn.cudnn import conv_graph, conv_legacy
     from nbdnn.kernels.cuda import (
+        bn_held,
+        bn_streamed,
         conv_depthwise,
         conv_depthwise_filter,
         conv_direct,
@@ -130,6 +132,10 @@ def _cuda_lists() -> _Lists:
             conv_fma_gemm_filter.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
+        "bn_train": (bn_held.TRAIN, bn_streamed.TRAIN),
+        "bn_infer": (bn_streamed.INFER,),
+        "bn_bwd": (bn_held.BWD, bn_streamed.BWD),
+        "bn_infer_bwd": (bn_streamed.INFER_BWD,),
     }
 
 

@@ -75,7 +75,9 @@ def finish(v: Variant):
     elements, widen, narrow = pointer(v.param_dtype), WIDEN[v.param_dtype], NARROW[v.param_dtype]
     narrowed, real, size = REAL[DEFAULT_COMPUTE[v.param_dtype]], REAL[v.compute], ITEMSIZE[v.param_dtype]
     places, running = dict(v.places), v.running
-    at_gamma, at_beta, at_mean, at_invstd, at_var = (places.get(n, 0) for n in ("gamma", "beta", "mean", "invstd", "var"))
+    at_gamma, at_beta, at_mean, at_invstd, at_var = (
+        places.get(n, 0) for n in ("gamma", "beta", "mean", "invstd", "var")
+    )
     at_dgamma, at_dbeta, at_dmean, at_dvar = (places.get(n, 0) for n in ("dgamma", "dbeta", "dmean", "dvar"))
     at_old_mean, at_old_var = (places.get(n, 0) for n in ("running_mean", "running_var"))
     at_new_mean, at_new_var = (places.get(n, 0) for n in ("new_running_mean", "new_running_var"))

@@ -217,7 +217,11 @@ def _scale_task(v: Variant):
     _, _, scale_line = _line_loops(v)
     widen_row, narrow_row = convert_row(v.dtype, v.compute, v.vl), convert_row(v.compute, v.dtype, v.vl)
     part_of, itemsize, is_wide = _part(_FIELDS), ITEMSIZE[v.dtype], v.dtype == v.compute
-    row_bytes, dy_place, out_place = _BLOCK * size, 0 if v.is_forward else 1, dict(v.places)["y" if v.is_forward else "dx"]
+    row_bytes, dy_place, out_place = (
+        _BLOCK * size,
+        0 if v.is_forward else 1,
+        dict(v.places)["y" if v.is_forward else "dx"],
+    )
     reads_x, reads_dy = v.op != "bn_infer_bwd", not v.is_forward
 
     def scale_part(args, ctx, index, worker):

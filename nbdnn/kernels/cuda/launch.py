@@ -36,6 +36,8 @@ class Launch(NamedTuple):
 
     pointers: where each comes from: a position among the problem's operands, `in_workspace`, WORKSPACE or NULL.
     scalars: the type of alpha and beta, 'f32' or 'f64'; '' where the kernel does not take them.
+    cluster: blocks, side by side in the grid, that run at the same time and see each other's shared memory; more than
+    1 from capability 9.0 on.
     """
 
     source: Source
@@ -45,6 +47,7 @@ class Launch(NamedTuple):
     integers: tuple[int, ...]
     integer_bits: int = 32
     dynamic_shared_bytes: int = 0
+    cluster: int = 1
 
 
 def in_workspace(offset_bytes: int) -> int:
@@ -101,6 +104,13 @@ def _prepared(launch: Launch, arch: str) -> Callable[[tuple[int, ...], tuple[flo
 
     pack, select = struct.Struct(call_format).pack_into, _selection(launch.pointers)
     taken = 2 if launch.scalars else 0
+    if launch.cluster > 1:
+        return _clustered(
+            launch,
+            function,
+            addresses,
+            lambda given, scalars: pack(arguments, 0, *select(given), *scalars[:taken]),
+        )
     cu_launch = driver.bindings().cuLaunchKernel
     before = (function, *launch.grid, launch.source.threads, 1, 1, launch.dynamic_shared_bytes)
     after = (ctypes.addressof(addresses), 0)
@@ -112,6 +122,28 @@ def _prepared(launch: Launch, arch: str) -> Callable[[tuple[int, ...], tuple[flo
         (status,) = cu_launch(*before, stream, *after)
         if status:
             driver.call("cuLaunchKernel", *before, stream, *after)  # fails again, and names the error
+
+    return run
+
+
+def _clustered(
+    launch: Launch, function: Any, addresses: ctypes.Array, pack: Callable[[tuple[int, ...], tuple[float, ...]], None]
+) -> Callable[[tuple[int, ...], tuple[float, ...], Any], None]:
+    """Starts a kernel whose blocks form clusters; `pack` puts its arguments where the driver is told they are."""
+    cuda = driver.bindings()
+    cluster = cuda.CUlaunchAttribute()
+    cluster.id = cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = launch.cluster, 1, 1
+    settings = cuda.CUlaunchConfig()
+    settings.gridDimX, settings.gridDimY, settings.gridDimZ = launch.grid
+    settings.blockDimX, settings.blockDimY, settings.blockDimZ = launch.source.threads, 1, 1
+    settings.sharedMemBytes = launch.dynamic_shared_bytes
+    settings.attrs, settings.numAttrs = [cluster], 1
+
+    def run(given: tuple[int, ...], scalars: tuple[float, ...], stream: Any) -> None:
+        pack(given, scalars)
+        settings.hStream = stream
+        driver.call("cuLaunchKernelEx", settings, function, ctypes.addressof(addresses), 0)
 
     return run
 

@@ -1,0 +1,246 @@
+"""Batch normalisation of channels that shared memory holds: training and its gradient in one kernel, one read.
+
+    cluster   1 to 8 blocks, one column (a channel of NCHW, up to 128 bytes of NHWC); a block some of its rows
+    thread    1. copies its vectors of x (and dy) to shared memory, all of them at once     2. sums what it copied
+    block     3. sums of its warps        cluster  4. sums of its blocks, read from each other's shared memory
+    thread    5. scales what it copied and stores it
+
+Nobody reads what another thread copied, so nothing waits but for the sums. A channel of 32 images of 56x56 in float32
+is 401 KB: more than a block's 227 KB, and less than a cluster's. Traffic: x (and dy) once, y once. Sums in float32
+(float64), as `bn_sums` says. Source: own.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import bn_plan as plan
+from nbdnn.kernels.cuda.bn_plan import Variant, Walk
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, shared_bytes
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_bn import BnProblem
+
+_CLUSTERS, _THREADS = (1, 2, 4, 8), (256, 512)
+_STATIC_BYTES = 12 << 10  # at most: sums of warps and blocks
+_LAUNCH_US, _CLUSTER_US = 4.0, 1.5
+# Bytes of a multiprocessor that must be on their way, for the memory to be busy; and to keep it so while others sum.
+_IN_FLIGHT_BYTES = 96 << 10
+_MOST_CONFIGS = 8
+
+
+class Held(NamedTuple):
+    """Columns and threads of a block, blocks of a cluster."""
+
+    columns: int
+    cluster: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.columns}x{self.cluster}x{self.threads}"
+
+
+def _held_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_lanes, ptx_tile
+
+    v = Variant(*specialised_on)
+    integer, small, u32, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
+    lanes, sums, columns, blocks, threads = v.lanes, v.sums, v.columns, v.cluster, v.threads
+    channels, rows_at_once, forward = columns * sums, threads // columns, v.is_forward
+    add, as_pairs, joined = bn_sums.steps(v)
+    of_block, of_cluster = bn_sums.of_block(v), bn_sums.of_cluster(v)
+    finish, scale = bn_channel.finish(v), bn_channel.scale(v)
+    copy, load_shared = ptx_lanes.copy_to_shared(v.dtype, lanes), ptx_lanes.load_shared(v.dtype, lanes)
+    load, store, widen = ptx_lanes.load(v.dtype, lanes), ptx_lanes.store(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
+    wait, widen_data = ptx_tile.copy_async_wait(0), ptx.WIDEN[v.dtype]
+    vector_bytes = lanes * ITEMSIZE[v.dtype]
+    slot_bytes = threads * vector_bytes
+    coefficients_size = 4 * channels
+
+    @ptx.inline
+    def moved(at, place, f):
+        """The next row of a thread: its index and its place in its image."""
+        place = integer(place + f.step_rows)
+        at = integer(at + f.step_elems)
+        if place >= f.of_image:
+            place, at = integer(place - f.of_image), integer(at + f.wrap_elems)
+        return at, place
+
+    @ptx.inline
+    def start_gradient(origin, mean, column, f):
+        for i in range(sums):
+            origin[i] = widen(mean[integer(column * sums + i)])
+        for i in range(sums, lanes):
+            origin[i] = origin[0]
+
+    def held(
+        x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, epsilon, factor, f
+    ):  # fmt: skip
+        # 1. Where a thread is, and its copies: vector k of a thread in slot k, those of dy behind those of x.
+        thread = small(ptx.thread_x())
+        slab, rank = ptx.divided(small(ptx.block_x()), small(blocks))
+        in_slab = small(thread & (columns - 1))
+        column = integer(slab * columns + in_slab)
+        row, last = integer(rank * f.chunk + thread // columns), integer(min(f.rows, integer((rank + 1) * f.chunk)))
+        if column >= f.columns:
+            column, last = integer(0), integer(0)
+        base = integer(column * f.column_elems)
+        image, place = ptx.divided(row, f.of_image)
+        begin, begin_place = integer(base + image * f.image_elems + place * f.row_elems), place
+        mine = u32(ptx_tile.dynamic_shared() + u32(thread * vector_bytes))
+        of_dy = u32(f.slots * slot_bytes)
+        at, slot, r = begin, mine, row
+        while r < last:
+            copy(slot, x, at)
+            if not forward:
+                copy(u32(slot + of_dy), dy, at)
+            at, place = moved(at, place, f)
+            slot, r = u32(slot + u32(slot_bytes)), integer(r + rows_at_once)
+        ptx_tile.copy_async_commit()
+
+        # 2. Its sums.
+        a, b, origin, pivot = (
+            ptx.cuda.local.array(lanes, real),
+            ptx.cuda.local.array(lanes, real),
+            ptx.cuda.local.array(lanes, real),
+            ptx.cuda.local.array(lanes, real),
+        )
+        values, gradients = ptx.cuda.local.array(lanes, real), ptx.cuda.local.array(lanes, real)
+        for i in range(lanes):
+            a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)
+        load(pivot, 0, x, base)
+        wait()
+        slot, r, count = mine, row, real(0.0)
+        if forward:
+            if r < last:
+                load_shared(origin, 0, slot)
+        else:
+            start_gradient(origin, mean, column, f)
+        while r < last:
+            load_shared(values, 0, slot)
+            if not forward:
+                load_shared(gradients, 0, u32(slot + of_dy))
+            add(a, b, origin, values, gradients, 0)
+            slot, r, count = u32(slot + u32(slot_bytes)), integer(r + rows_at_once), count + real(1.0)
+        if lanes > sums:
+            for i in range(lanes):
+                pivot[i] = pivot[0]
+        as_pairs(count, a, b, origin, pivot)
+        count = joined(count, a, b)
+
+        # 3., 4. The channels' sums, and what becomes of them.
+        total, of_first, of_second = of_block(thread, count, a, b)
+        of_first, of_second = of_cluster(thread, total, of_first, of_second)
+        coefficients = ptx.cuda.shared.array(coefficients_size, real)
+        channel = integer(slab * channels + thread)
+        if thread < channels and channel < f.channels:
+            params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
+            origin_of_channel = real(0.0)
+            if forward:
+                origin_of_channel = widen_data(x[integer(channel * f.channel_elems)])
+            found = finish(
+                params, channel, origin_of_channel, real(f.m), of_first, of_second, epsilon, factor, rank == 0
+            )
+            for i in range(4):
+                coefficients[integer(i * channels + thread)] = found[i]
+        ptx.cuda.syncthreads()
+
+        # 5. Scaled and stored.
+        for i in range(sums):
+            at_lane = integer(in_slab * sums + i)
+            origin[i], pivot[i] = coefficients[at_lane], coefficients[integer(at_lane + channels)]
+            a[i], b[i] = coefficients[integer(at_lane + 2 * channels)], coefficients[integer(at_lane + 3 * channels)]
+        at, place, slot, r = begin, begin_place, mine, row
+        while r < last:
+            load_shared(values, 0, slot)
+            if not forward:
+                load_shared(gradients, 0, u32(slot + of_dy))
+            scale(origin, pivot, a, b, values, gradients, 0)
+            store(out, at, values, 0)
+            at, place = moved(at, place, f)
+            slot, r = u32(slot + u32(slot_bytes)), integer(r + rows_at_once)
+        if blocks > 1:
+            ptx_lanes.cluster_wait()  # nobody's shared memory goes before all have read it
+
+    data, param = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype)
+    fields = ptx.record(Walk, v.bits)
+    return held, (data, data, data, *[param] * 10, real, real, fields)
+
+
+class HeldInShared(LaunchedCandidate[Held]):
+    """Training and its gradient, where a cluster's shared memory holds a column."""
+
+    algorithm = "held"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: BnProblem, device: Gpu) -> Support:
+        if any(self._fits(problem, config, device) for config in _every(problem, device)):
+            return YES
+        needed = min(self._block_bytes(problem, config) for config in _every(problem, device))
+        return Support(False, f"{needed} bytes of shared memory a block, {shared_bytes(device)} are there")
+
+    def configs(self, problem: BnProblem, device: Gpu) -> tuple[Held, ...]:
+        fitting = [config for config in _every(problem, device) if self._fits(problem, config, device)]
+        return tuple(sorted(fitting, key=lambda config: self.estimate(problem, config, device))[:_MOST_CONFIGS])
+
+    def estimate(self, problem: BnProblem, config: Held, device: Gpu) -> float:
+        v, block_bytes = _variant(problem, config), self._block_bytes(problem, config)
+        blocks = _walk(problem, v).slabs * config.cluster
+        resident = device.sms * min(shared_bytes(device) // block_bytes, 1024 // config.threads)
+        waves = blocks / resident
+        held = min(blocks, resident) * block_bytes
+        rate = copy_bytes_per_s(device) * min(1.0, held / (device.sms * _IN_FLIGHT_BYTES))
+        whole = -(-blocks // resident) / waves if waves > 1 else 1.0
+        sync_us = _CLUSTER_US if config.cluster > 1 else 0.0
+        return _LAUNCH_US + sync_us + problem.min_bytes / rate * min(whole, 2.0) * 1e6
+
+    def launches(self, problem: BnProblem, config: Held, device: Gpu) -> list[Launch]:
+        v = _variant(problem, config)
+        integers = _walk(problem, v)
+        return [
+            Launch(
+                source=Source(_held_kernel, v, config.threads, 1024 // config.threads),
+                grid=(integers.slabs * config.cluster, 1, 1),
+                pointers=plan.pointers(problem),
+                scalars=v.compute,
+                integers=integers,
+                integer_bits=v.bits,
+                dynamic_shared_bytes=_held_bytes(problem, v),
+                cluster=config.cluster,
+            )
+        ]
+
+    def _fits(self, problem: BnProblem, config: Held, device: Gpu) -> bool:
+        return self._block_bytes(problem, config) <= shared_bytes(device)
+
+    def _block_bytes(self, problem: BnProblem, config: Held) -> int:
+        return _held_bytes(problem, _variant(problem, config)) + _STATIC_BYTES
+
+
+def _every(problem: BnProblem, device: Gpu) -> list[Held]:
+    clusters = _CLUSTERS if device.capability >= (9, 0) else (1,)
+    return [Held(*each) for each in product(plan.widths(problem), clusters, _THREADS)]
+
+
+def _variant(problem: BnProblem, config: Held) -> Variant:
+    return plan.variant(problem, config.columns, config.threads, config.cluster)
+
+
+def _walk(problem: BnProblem, v: Variant) -> Walk:
+    return plan.walk(problem, v, ceil(plan.rows_of(problem, v) / v.cluster))
+
+
+def _held_bytes(problem: BnProblem, v: Variant) -> int:
+    """Of a block: what its threads copy."""
+    tensors = 1 if v.is_forward else 2
+    return _walk(problem, v).slots * v.threads * v.lanes * ITEMSIZE[v.dtype] * tensors
+
+
+TRAIN, BWD = HeldInShared("bn_train"), HeldInShared("bn_bwd")
