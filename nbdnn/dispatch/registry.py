@@ -76,7 +76,7 @@ def _cpu_lists() -> _Lists:
 
 
 def _cuda_lists() -> _Lists:
-    from nbdnn.cudnn import conv_graph, conv_legacy
+    from nbdnn.cudnn import bn_legacy, conv_graph, conv_legacy
     from nbdnn.kernels.cuda import (
         bn_held,
         bn_streamed,
@@ -132,9 +132,9 @@ def _cuda_lists() -> _Lists:
             conv_fma_gemm_filter.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
-        "bn_train": (bn_held.TRAIN, bn_streamed.TRAIN),
-        "bn_infer": (bn_streamed.INFER,),
-        "bn_bwd": (bn_held.BWD, bn_streamed.BWD),
+        "bn_train": (bn_held.TRAIN, *bn_legacy.TRAIN, bn_streamed.TRAIN),
+        "bn_infer": (*bn_legacy.INFER, bn_streamed.INFER),
+        "bn_bwd": (bn_held.BWD, *bn_legacy.BWD, bn_streamed.BWD),
         "bn_infer_bwd": (bn_streamed.INFER_BWD,),
     }
 

@@ -49,7 +49,7 @@ def _line_loops(v: Variant):
 
     sums: of pivots, totals and second sums, a row of _BLOCK each. Pivots are what is subtracted from x.
     """
-    data, real, size = pointer(v.compute), REAL[v.compute], ITEMSIZE[v.compute]
+    data, size = pointer(v.compute), ITEMSIZE[v.compute]
     is_train, is_forward, op = v.op == "bn_train", v.is_forward, v.op
     is_exact, row_bytes = v.op == "bn_train", _BLOCK * size
 

@@ -19,8 +19,8 @@ _FIRST_RESULT = len(PARAMS)
 def finish(v: Variant):
     """Device function (params, channel, pivot, m, a, b, epsilon, factor, write) -> (center, second, scale, offset).
 
-    params: the pointers to PARAMS and RESULTS, of which the latter are written unless `write` is 0. pivot: what the mean
-    `a` of a training is relative to.
+    params: the pointers to PARAMS and RESULTS, of which the latter are written unless `write` is 0. pivot: what the
+    mean `a` of a training is relative to.
     """
     from nbdnn.kernels.cuda import ptx
 
