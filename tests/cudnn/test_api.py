@@ -33,7 +33,9 @@ def text_of(header: Path) -> str:
 def enumerators() -> Iterator[tuple[str, str, int]]:
     """(type, name, value) of every enumerator in the headers of the installed cuDNN."""
     for header in headers():
-        for body, name in re.findall(r"typedef enum\s*\w*\s*\{([^}]*)\}\s*(\w+)(?:\s+CUDNN_DEPRECATED)?\s*;", text_of(header)):
+        for body, name in re.findall(
+            r"typedef enum\s*\w*\s*\{([^}]*)\}\s*(\w+)(?:\s+CUDNN_DEPRECATED)?\s*;", text_of(header)
+        ):
             known: dict[str, int] = {}
             last = -1
             for word, value in re.findall(r"(CUDNN_\w+)(?:\s+CUDNN_DEPRECATED_ENUM)?\s*(?:=\s*(\w+))?\s*(?:,|$)", body):
