@@ -3,7 +3,9 @@
     a channel:  its planes, one of each image, in chunks: sums of every chunk, merged; then all of it scaled
 
 Where there are channels for all threads a task is a channel, whose planes are still in cache when they are read again:
-x (and dy) come from memory once. Few channels are shared: a phase of partial sums, and one that merges and scales.
+x (and dy) come from memory once. Few channels are shared: partial sums, then what becomes of them, then all planes in
+the order of memory, which is how inference goes too: planes of one channel lie far apart, and each begins where no
+prefetcher expects it (32 images of 64 channels of 56x56 on two cores: 0.5 ms instead of 1.1).
 16-bit data are widened into a worker's scratch. Within a chunk sums are of the compute type, of differences from the
 chunk's first element; chunks are merged in float64. Source: own.
 """
@@ -29,11 +31,16 @@ from nbdnn.problem_bn import BnProblem
 
 _CHUNK_ELEMS = 4096
 _TASKS_PER_THREAD = 4
+_FINISHED_CHANNELS = 256  # of a task
 _NS_PER_ELEM = {"bn_train": 0.25, "bn_infer": 0.15, "bn_bwd": 0.35, "bn_infer_bwd": 0.3}
 _NS_PER_CHUNK = 25.0
 
 # A channel's chunks are counted through its planes; `parts` share them. sums: (a, b) in float64 by channel and part.
-_FIELDS = record("channels", "length", "chunk", "of_plane", "chunks", "parts", "m", "sums", "scratch")
+# `runs` share all planes in the order of memory. coefficients: four a channel.
+_FIELDS = record(
+    *("channels", "length", "chunk", "of_plane", "chunks", "parts", "planes", "runs", "m"),
+    *("sums", "coefficients", "scratch"),
+)
 
 
 @cache
@@ -82,8 +89,9 @@ def _chunk_loops(v: Variant):
 
 @cache
 def _channel_loops(v: Variant):
-    """Compiled-in functions over the chunks [first, last) of a channel: (their sums, all scaled)."""
-    at = struct(_FIELDS)
+    """Compiled-in functions: (sums of the chunks [first, last) of a channel; a channel scaled; planes [first, last)
+    scaled, each with the coefficients of its channel)."""
+    at, data, coefficients_bytes = struct(_FIELDS), pointer(v.compute), 4 * ITEMSIZE[v.compute]
     sums_of_chunk, scale_chunk = _chunk_loops(v)
     merged = merge(v.op)
     widen_row, narrow_row = convert_row(v.dtype, v.compute, v.vl), convert_row(v.compute, v.dtype, v.vl)
@@ -124,29 +132,46 @@ def _channel_loops(v: Variant):
         return a, b
 
     @njit(**DEVICE)
-    def scale(pointers, ctx, channel, first, last, coefficients, scratch):
-        f = at(ctx)
+    def scale_one(pointers, start, n, coefficients, scratch):
         center, second, factor, offset = coefficients
-        for q in range(first, last):
-            start, n = chunk_of(f, channel, q)
-            x, dy = opened(pointers, start, n, scratch)
-            target = pointers[out_place] + start
-            scale_chunk(target if is_wide else scratch, x, dy, n, center, second, factor, offset)
-            if not is_wide:
-                narrow_row(target, scratch, n)
+        x, dy = opened(pointers, start, n, scratch)
+        target = pointers[out_place] + start
+        # Not in place: loops become vectors only where what is written is not what is read.
+        to = target if is_wide else scratch + 2 * wide_bytes
+        scale_chunk(to, x, dy, n, center, second, factor, offset)
+        if not is_wide:
+            narrow_row(target, to, n)
 
-    return sums, scale
+    @njit(**DEVICE)
+    def scale_channel(pointers, ctx, channel, coefficients, scratch):
+        f = at(ctx)
+        for q in range(f.chunks):
+            start, n = chunk_of(f, channel, q)
+            scale_one(pointers, start, n, coefficients, scratch)
+
+    @njit(**DEVICE)
+    def scale_planes(pointers, ctx, first, last, scratch):
+        f = at(ctx)
+        for plane in range(first, last):
+            found = data(f.coefficients + plane % f.channels * coefficients_bytes)
+            coefficients = (found[0], found[1], found[2], found[3])
+            for k in range(f.of_plane):
+                begin = k * f.chunk
+                start = (plane * f.length + begin) * itemsize
+                scale_one(pointers, start, min(f.chunk, f.length - begin), coefficients, scratch)
+
+    return sums, scale_channel, scale_planes
 
 
 @cache
 def _tasks(v: Variant):
-    """(a whole channel; a part's sums; merged, and a part scaled). A gradient's sums are of differences from the mean,
-    which is there beforehand: what `finish` gives for sums of nothing."""
+    """(a whole channel; a part's sums; some channels finished; some planes scaled). A gradient's sums are of
+    differences from the mean, which is there beforehand: what `finish` gives for sums of nothing."""
     i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
-    sums, scale = _channel_loops(v)
+    sums, scale_channel, scale_planes = _channel_loops(v)
     finished, merged = finish(v), merge(v.op)
     is_train, has_sums, scratch_bytes = v.op == "bn_train", v.op != "bn_infer", _scratch_bytes(v)
-    real = REAL[v.compute]
+    real, data, coefficients_bytes = REAL[v.compute], pointer(v.compute), 4 * ITEMSIZE[v.compute]
 
     @njit(**DEVICE)
     def mean_of(pointers, channel, given, m):
@@ -159,7 +184,7 @@ def _tasks(v: Variant):
         scratch, m = f.scratch + worker * scratch_bytes, float64(f.m)
         a, b = sums(pointers, ctx, index, 0, f.chunks, mean_of(pointers, index, given, m), scratch)
         coefficients = finished(pointers, index, m, a, b, given.alpha, given.beta, 1)
-        scale(pointers, ctx, index, 0, f.chunks, coefficients, scratch)
+        scale_channel(pointers, ctx, index, coefficients, scratch)
 
     def sums_of_part(args, ctx, index, worker):
         pointers, given, f = i64(args), args_at(args), at(ctx)
@@ -170,29 +195,38 @@ def _tasks(v: Variant):
         pair = f64(f.sums + 16 * index)
         pair[0], pair[1] = a, b
 
-    def scale_part(args, ctx, index, worker):
-        pointers, given, f = i64(args), args_at(args), at(ctx)
-        channel, part = index // f.parts, index % f.parts
+    @njit(**DEVICE)
+    def sums_of_channel(f, channel):
         count, a, b = 0.0, 0.0, 0.0
-        if has_sums:
-            for i in range(f.parts):
-                pair = f64(f.sums + 16 * (channel * f.parts + i))
-                first, last = i * f.chunks // f.parts, (i + 1) * f.chunks // f.parts
-                # Every chunk of a plane but its last is full.
-                n = float64(last // f.of_plane * f.length + last % f.of_plane * f.chunk)
-                n -= float64(first // f.of_plane * f.length + first % f.of_plane * f.chunk)
-                a, b = merged(count, a, b, n, pair[0], pair[1])
-                count += n
-        coefficients = finished(pointers, channel, float64(f.m), a, b, given.alpha, given.beta, part == 0)
-        first, last = part * f.chunks // f.parts, (part + 1) * f.chunks // f.parts
-        scale(pointers, ctx, channel, first, last, coefficients, f.scratch + worker * scratch_bytes)
+        for part in range(f.parts):
+            pair = f64(f.sums + 16 * (channel * f.parts + part))
+            first, last = part * f.chunks // f.parts, (part + 1) * f.chunks // f.parts
+            # Every chunk of a plane but its last is full.
+            n = float64(last // f.of_plane * f.length + last % f.of_plane * f.chunk)
+            n -= float64(first // f.of_plane * f.length + first % f.of_plane * f.chunk)
+            a, b = merged(count, a, b, n, pair[0], pair[1])
+            count += n
+        return a, b
 
-    return tuple(compile_task(task, v) for task in (whole_channel, sums_of_part, scale_part))
+    def finish_channels(args, ctx, index, worker):
+        pointers, given, f = i64(args), args_at(args), at(ctx)
+        for channel in range(index * _FINISHED_CHANNELS, min(f.channels, (index + 1) * _FINISHED_CHANNELS)):
+            a, b = sums_of_channel(f, channel) if has_sums else (0.0, 0.0)
+            found = finished(pointers, channel, float64(f.m), a, b, given.alpha, given.beta, 1)
+            to = data(f.coefficients + channel * coefficients_bytes)
+            to[0], to[1], to[2], to[3] = found
+
+    def scale_some(args, ctx, index, worker):
+        f = at(ctx)
+        first, last = index * f.planes // f.runs, (index + 1) * f.planes // f.runs
+        scale_planes(i64(args), ctx, first, last, f.scratch + worker * scratch_bytes)
+
+    return tuple(compile_task(task, v) for task in (whole_channel, sums_of_part, finish_channels, scale_some))
 
 
 def _scratch_bytes(v: Variant) -> int:
-    """Of a worker: a chunk of x and one of dy in the compute type."""
-    return 0 if v.dtype == v.compute else 2 * _CHUNK_ELEMS * ITEMSIZE[v.compute]
+    """Of a worker: a chunk of x, of dy and of what is written, in the compute type."""
+    return 0 if v.dtype == v.compute else 3 * _CHUNK_ELEMS * ITEMSIZE[v.compute]
 
 
 class Planes(Candidate[NoConfig, Cpu]):
@@ -219,7 +253,11 @@ class Planes(Candidate[NoConfig, Cpu]):
         chunks = outer * ceil(inner / chunk)
         wanted = device.threads * _TASKS_PER_THREAD
         parts = min(chunks, ceil(wanted / channels)) if channels < wanted else 1
-        sums = np.empty((channels, parts, 2))
+        runs = min(outer * channels, wanted)
+        sums, coefficients = (
+            np.empty((channels, parts, 2)),
+            np.empty(4 * channels * ITEMSIZE[problem.compute], np.uint8),
+        )
         scratch = np.empty(device.threads * _scratch_bytes(v) + 64, np.uint8)
         ctx = filled(
             _FIELDS,
@@ -229,17 +267,20 @@ class Planes(Candidate[NoConfig, Cpu]):
             of_plane=ceil(inner / chunk),
             chunks=chunks,
             parts=parts,
+            planes=outer * channels,
+            runs=runs,
             m=problem.m,
             sums=sums.ctypes.data,
+            coefficients=coefficients.ctypes.data,
             scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
         )
-        whole_channel, sums_of_part, scale_part = _tasks(v)
-        phases = [Phase(sums_of_part, channels * parts, ctx), Phase(scale_part, channels * parts, ctx)]
-        if problem.op == "bn_infer":
-            phases = phases[1:]
-        elif parts == 1:
+        whole_channel, sums_of_part, finish_channels, scale_some = _tasks(v)
+        if parts == 1 and problem.op != "bn_infer":
             phases = [Phase(whole_channel, channels, ctx)]
-        return Program(phases, [sums, scratch])
+        else:
+            finishing = Phase(finish_channels, ceil(channels / _FINISHED_CHANNELS), ctx)
+            phases = [Phase(sums_of_part, channels * parts, ctx), finishing, Phase(scale_some, runs, ctx)]
+        return Program(phases[1:] if problem.op == "bn_infer" else phases, [sums, coefficients, scratch])
 
 
 TRAIN, INFER, BWD, INFER_BWD = (Planes(op) for op in ("bn_train", "bn_infer", "bn_bwd", "bn_infer_bwd"))

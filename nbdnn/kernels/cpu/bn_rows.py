@@ -228,7 +228,7 @@ def _scale_task(v: Variant):
         pointers, f = i64(args), at(ctx)
         _, first, last, column, n = part_of(ctx, index)
         pitch, scratch = f.width * size, f.scratch + worker * f.scratch_bytes
-        coefficients = f.coefficients + column * size
+        coefficients, to = f.coefficients + column * size, scratch + 2 * row_bytes
         for line in range(first, last):
             there = n if line < f.lines - 1 else min(n, f.tail - column)
             if there > 0:
@@ -241,8 +241,9 @@ def _scale_task(v: Variant):
                         widen_row(scratch, x, there)
                     if reads_dy:
                         widen_row(scratch + row_bytes, dy, there)
-                    scale_line(scratch, scratch, scratch + row_bytes, there, coefficients, pitch)
-                    narrow_row(out, scratch, there)
+                    # Not in place: loops become vectors only where what is written is not what is read.
+                    scale_line(to, scratch, scratch + row_bytes, there, coefficients, pitch)
+                    narrow_row(out, to, there)
 
     return compile_task(scale_part, v)
 
