@@ -32,14 +32,12 @@ def edges(op: str) -> list[BnProblem]:
         layout = (("nchw", "nhwc"), ("ncdhw", "ndhwc"))[len(spatial) - 2][last]
         plain = BnProblem(op, "f32", n, c, spatial, mode, layout)
         problems.append(plain)
-        if op == "bn_train":
-            problems.append(replace(plain, running=True))
         if (n, c, spatial) in _CORE:
             narrow = [replace(plain, dtype=dtype, param_dtype=p) for dtype in ("f16", "bf16") for p in ("", "f32")]
             problems += [*narrow, replace(plain, dtype="f64", param_dtype="")]
             problems += [replace(plain, align=4), replace(narrow[2], align=2)]
             if op == "bn_train":
-                problems += [replace(problem, running=True) for problem in narrow]
+                problems += [replace(problem, running=True) for problem in (plain, *narrow[2:])]
     if op == "bn_train":
         problems += [BnProblem(op, "f32", 1, 6, (1, 1), mode) for mode in MODES]  # variance 0
     return list(dict.fromkeys(problems))
