@@ -21,6 +21,7 @@ _MORE = (
     (300, 8, (2, 2)),  # many short planes
     (1100, 4, (1, 3)),  # many rows of few channels
     (3, 40, (30, 31)),  # more channels than threads, planes of no vector
+    (3, 1200, (2, 4)),  # more channels than a GPU has blocks at once
     (16, 64, (28, 28)),  # a layer: several blocks of a GPU share a channel
 )
 
