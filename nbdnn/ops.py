@@ -15,6 +15,20 @@ from nbdnn import conv
 from nbdnn.array import dense_copy, library_of, view
 from nbdnn.conv import Axes, BorderMode, get_conv_out_shape
 from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.ops_bn import GpuDnnBatchNorm, GpuDnnBatchNormGrad, GpuDnnBatchNormInference
+
+__all__ = [
+    "GpuDnnBatchNorm",
+    "GpuDnnBatchNormGrad",
+    "GpuDnnBatchNormInference",
+    "GpuDnnConv",
+    "GpuDnnConv3d",
+    "GpuDnnConv3dGradI",
+    "GpuDnnConv3dGradW",
+    "GpuDnnConvDesc",
+    "GpuDnnConvGradI",
+    "GpuDnnConvGradW",
+]
 
 _layers = count()
 

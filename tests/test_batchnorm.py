@@ -19,6 +19,7 @@ from nbdnn import (
     dnn_batch_normalization_test,
     dnn_batch_normalization_test_grad,
     dnn_batch_normalization_train,
+    ops,
 )
 
 RNG = np.random.default_rng(0)
@@ -308,3 +309,31 @@ X, G = np.zeros((4, 3, 5, 5), np.float32), np.ones((1, 3, 1, 1), np.float32)
 def test_errors_name_what_is_wrong(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ops_of_theano(mode: str) -> None:
+    x, dy = draw(4, 3, 2, 2), draw(4, 3, 2, 2)
+    gamma, beta, mean, var = params(x.shape, mode, "gamma", "beta", "mean", "var")
+    train = ops.GpuDnnBatchNorm(mode, running_averages=True, inplace_running_mean=True)
+    expected = dnn_batch_normalization_train(x, gamma, beta, mode, 1e-3, 0.2, mean, var)
+    given = train(x, gamma, beta, 1e-3, 0.2, mean, var)
+    for each, right in zip(given, expected, strict=True):
+        np.testing.assert_array_equal(each, right)
+    assert given[3] is mean and given[4] is not var
+    gradients = train.grad((x, gamma, beta, 1e-3), (dy,))
+    for each, right in zip(
+        gradients, dnn_batch_normalization_grad(x, dy, gamma, *expected[1:3], mode, 1e-3), strict=False
+    ):
+        np.testing.assert_array_equal(each, right)
+    assert gradients[3:] == [None]
+    infer = ops.GpuDnnBatchNormInference(mode)
+    of_inference = infer.grad((x, gamma, beta, mean, var, 1e-3), (dy,))
+    for each, right in zip(
+        of_inference, dnn_batch_normalization_test_grad(x, dy, gamma, mean, var, mode, 1e-3), strict=False
+    ):
+        np.testing.assert_array_equal(each, right)
+    y = infer(x, gamma, beta, mean, var)
+    assert ops.GpuDnnBatchNormInference(mode, inplace=True)(x, gamma, beta, mean, var) is x
+    np.testing.assert_array_equal(x, y)
+    assert repr(infer) == f"GpuDnnBatchNormInference(mode={mode!r})"

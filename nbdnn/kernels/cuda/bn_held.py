@@ -180,7 +180,10 @@ def _held_kernel(*specialised_on):
             for i in range(sums):
                 of_lane = integer(in_slab * sums + i)
                 origin[i], pivot[i] = coefficients[of_lane], coefficients[integer(of_lane + channels)]
-                a[i], b[i] = coefficients[integer(of_lane + 2 * channels)], coefficients[integer(of_lane + 3 * channels)]
+                a[i], b[i] = (
+                    coefficients[integer(of_lane + 2 * channels)],
+                    coefficients[integer(of_lane + 3 * channels)],
+                )
             at, place, slot, r = integer(column * f.column_elems + from_column), first_place, held_at, row
             while r < last:
                 load_shared(values, 0, slot)
