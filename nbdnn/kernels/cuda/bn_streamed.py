@@ -26,7 +26,7 @@ from nbdnn.problem_bn import BnProblem
 
 _THREADS, _FINISH_THREADS = 256, 128
 _AT_ONCE = 4  # vectors of a thread that are on their way
-_MIN_BLOCKS = 3  # of a multiprocessor's 65536 registers, 85 a thread
+_MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor's 65536 registers, 85 a thread; 128 for 2 x 8 lanes
 _CHUNK_BYTES = (16 << 10, 32 << 10, 64 << 10)  # of x, a block
 _LAUNCH_US, _NEXT_US = 3.0, 1.5
 _SHARE_OF_COPY = 0.9
@@ -95,6 +95,34 @@ def _block_kernel(*specialised_on):
         if reads_dy:
             load(gradients, where, dy, at)
 
+    # Four vectors one by one: a loop over them would leave them in memory on some architectures.
+
+    @ptx.inline
+    def load_four(values, gradients, x, dy, at, place, f):
+        """Where they are, and where the next one is."""
+        load_one(values, gradients, 0, x, dy, at)
+        second, place = moved(at, place, f)
+        load_one(values, gradients, lanes, x, dy, second)
+        third, place = moved(second, place, f)
+        load_one(values, gradients, 2 * lanes, x, dy, third)
+        fourth, place = moved(third, place, f)
+        load_one(values, gradients, 3 * lanes, x, dy, fourth)
+        end, place = moved(fourth, place, f)
+        return second, third, fourth, end, place
+
+    @ptx.inline
+    def scale_one(coefficients, values, gradients, where, out, at):
+        c0, c1, c2, c3 = coefficients
+        scaled(c0, c1, c2, c3, values, gradients, where)
+        store(out, at, values, where)
+
+    @ptx.inline
+    def scale_four(coefficients, values, gradients, out, first, second, third, fourth):
+        scale_one(coefficients, values, gradients, 0, out, first)
+        scale_one(coefficients, values, gradients, lanes, out, second)
+        scale_one(coefficients, values, gradients, 2 * lanes, out, third)
+        scale_one(coefficients, values, gradients, 3 * lanes, out, fourth)
+
     @ptx.inline
     def coefficients_of(params, column, epsilon, factor):
         """Of inference, from its parameters: local arrays of v.sums."""
@@ -155,26 +183,23 @@ def _block_kernel(*specialised_on):
                     origin[i] = origin[0]
         params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
         if op == "bn_infer_bwd":
-            c0, c1, c2, c3 = coefficients_of(params, column, epsilon, factor)
+            coefficients = coefficients_of(params, column, epsilon, factor)
         count = real(0.0)
-        where = ptx.cuda.local.array(at_once, integer)
         while integer(row + (at_once - 1) * rows_at_once) < last:
-            for u in range(at_once):
-                where[u] = at
-                load_one(values, gradients, u * lanes, x, dy, at)
-                at, place = moved(at, place, f)
-            for u in range(at_once):
-                add(a, b, origin, values, gradients, u * lanes)
-                if op == "bn_infer_bwd":
-                    scaled(c0, c1, c2, c3, values, gradients, u * lanes)
-                    store(out, where[u], values, u * lanes)
+            two, three, four, end, place = load_four(values, gradients, x, dy, at, place, f)
+            add(a, b, origin, values, gradients, 0)
+            add(a, b, origin, values, gradients, lanes)
+            add(a, b, origin, values, gradients, 2 * lanes)
+            add(a, b, origin, values, gradients, 3 * lanes)
+            if op == "bn_infer_bwd":
+                scale_four(coefficients, values, gradients, out, at, two, three, four)
+            at = end
             row, count = integer(row + at_once * rows_at_once), count + real(at_once)
         while row < last:
             load_one(values, gradients, 0, x, dy, at)
             add(a, b, origin, values, gradients, 0)
             if op == "bn_infer_bwd":
-                scaled(c0, c1, c2, c3, values, gradients, 0)
-                store(out, at, values, 0)
+                scale_one(coefficients, values, gradients, 0, out, at)
             at, place = moved(at, place, f)
             row, count = integer(row + rows_at_once), count + real(1.0)
         as_pairs(count, a, b, origin, pivot)
@@ -194,27 +219,18 @@ def _block_kernel(*specialised_on):
         column, row, last, at, place = begin_of(part, slab, f)
         if op == "bn_infer":
             params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
-            c0, c1, c2, c3 = coefficients_of(params, column, epsilon, factor)
+            coefficients = coefficients_of(params, column, epsilon, factor)
         else:
-            c0, c1, c2, c3 = coefficients_found(workspace, column, f)
-        values, gradients, where = (
-            ptx.cuda.local.array(held, real),
-            ptx.cuda.local.array(held, real),
-            ptx.cuda.local.array(at_once, integer),
-        )
+            coefficients = coefficients_found(workspace, column, f)
+        values, gradients = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
         while integer(row + (at_once - 1) * rows_at_once) < last:
-            for u in range(at_once):
-                where[u] = at
-                load_one(values, gradients, u * lanes, x, dy, at)
-                at, place = moved(at, place, f)
-            for u in range(at_once):
-                scaled(c0, c1, c2, c3, values, gradients, u * lanes)
-                store(out, where[u], values, u * lanes)
+            two, three, four, end, place = load_four(values, gradients, x, dy, at, place, f)
+            scale_four(coefficients, values, gradients, out, at, two, three, four)
+            at = end
             row = integer(row + at_once * rows_at_once)
         while row < last:
             load_one(values, gradients, 0, x, dy, at)
-            scaled(c0, c1, c2, c3, values, gradients, 0)
-            store(out, at, values, 0)
+            scale_one(coefficients, values, gradients, 0, out, at)
             at, place = moved(at, place, f)
             row = integer(row + rows_at_once)
 
@@ -299,8 +315,10 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)
         blocks, arguments = integers.parts * integers.slabs, (*plan.pointers(problem), WORKSPACE)
 
+        min_blocks = _MIN_BLOCKS_WIDE if v.lanes == 8 and not v.is_forward else _MIN_BLOCKS
+
         def over_rows(is_last: bool) -> Launch:
-            source = Source(_block_kernel, (*v, is_last), _THREADS, _MIN_BLOCKS)
+            source = Source(_block_kernel, (*v, is_last), _THREADS, min_blocks)
             return Launch(source, (blocks, 1, 1), arguments, v.compute, integers, v.bits)
 
         of_vector = v.lanes if v.planar else 1
