@@ -83,7 +83,6 @@ class Walk(NamedTuple):
     slots: int
     parts: int
     slabs: int
-    clusters: int
     step_rows: int
     step_elems: int
     wrap_elems: int
@@ -122,7 +121,6 @@ def walk(problem: BnProblem, v: Variant, chunk: int) -> Walk:
         slots=ceil(chunk / at_once),
         parts=ceil(rows / chunk),
         slabs=ceil(columns / v.columns),
-        clusters=0,
         step_rows=step_rows,
         step_elems=images * image_elems + step_rows * row_elems,
         wrap_elems=image_elems - of_image * row_elems,
