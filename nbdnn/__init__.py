@@ -7,6 +7,12 @@ from importlib import import_module
 from typing import Any
 
 from nbdnn import config
+from nbdnn.batchnorm import (
+    dnn_batch_normalization_grad,
+    dnn_batch_normalization_test,
+    dnn_batch_normalization_test_grad,
+    dnn_batch_normalization_train,
+)
 from nbdnn.conv import (
     dnn_conv,
     dnn_conv3d,
@@ -54,6 +60,10 @@ __all__ = [
     "UnsupportedProblem",
     "config",
     "dnn_available",
+    "dnn_batch_normalization_grad",
+    "dnn_batch_normalization_test",
+    "dnn_batch_normalization_test_grad",
+    "dnn_batch_normalization_train",
     "dnn_conv",
     "dnn_conv3d",
     "dnn_gradinput",

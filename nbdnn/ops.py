@@ -15,8 +15,23 @@ from nbdnn import conv
 from nbdnn.array import dense_copy, library_of, view
 from nbdnn.conv import Axes, BorderMode, get_conv_out_shape
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.ops_softmax import GpuDnnSoftmax as GpuDnnSoftmax
-from nbdnn.ops_softmax import GpuDnnSoftmaxGrad as GpuDnnSoftmaxGrad
+from nbdnn.ops_bn import GpuDnnBatchNorm, GpuDnnBatchNormGrad, GpuDnnBatchNormInference
+from nbdnn.ops_softmax import GpuDnnSoftmax, GpuDnnSoftmaxGrad
+
+__all__ = [
+    "GpuDnnBatchNorm",
+    "GpuDnnBatchNormGrad",
+    "GpuDnnBatchNormInference",
+    "GpuDnnConv",
+    "GpuDnnConv3d",
+    "GpuDnnConv3dGradI",
+    "GpuDnnConv3dGradW",
+    "GpuDnnConvDesc",
+    "GpuDnnConvGradI",
+    "GpuDnnConvGradW",
+    "GpuDnnSoftmax",
+    "GpuDnnSoftmaxGrad",
+]
 
 _layers = count()
 

@@ -45,7 +45,10 @@ ACTIVATIONS = ("relu", "swish", "sigmoid", "tanh")
 EPILOGUE_TOKENS = ("bias", *ACTIVATIONS, "res", "beta")
 CONV_OPS = ("conv_fwd", "conv_bwd_data", "conv_bwd_filter")
 # Families of ops whose problems have a module of their own, problem_<family>.py.
-FAMILIES = {"softmax": ("softmax_fwd", "softmax_bwd")}
+FAMILIES = {
+    "softmax": ("softmax_fwd", "softmax_bwd"),
+    "bn": ("bn_train", "bn_infer", "bn_bwd", "bn_infer_bwd"),
+}
 OPS = (*CONV_OPS, *(op for ops in FAMILIES.values() for op in ops))
 DEFAULT_ALIGN = 16
 LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}
@@ -59,7 +62,7 @@ class Operand:
     """One array of a problem: its logical shape (channels second), strides in elements, and whether it is written.
 
     dtype: 'f32' and the like, or 'u8' or 'i64' of what is no tensor of numbers (masks, states of generators).
-    keeps: of an output, whether what was in it before is read.
+    keeps: of an output, whether what was in it before is read. positive: values are, as those of a variance.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Operand:
     dtype: str
     role: Literal["in", "out"] = "in"
     keeps: bool = False
+    positive: bool = False
 
     @property
     def size_elems(self) -> int:

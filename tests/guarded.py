@@ -107,7 +107,7 @@ class Operands:
 
 
 def values(problem: Problem, kind: str) -> dict[str, np.ndarray]:
-    """Contents for each operand that is read: 'integers' (-3..3 without 0) or 'normal' (zero mean)."""
+    """Contents for each operand that is read: 'integers' (-3..3 without 0) or 'normal' (zero mean, if any)."""
     rng = np.random.default_rng(crc32(f"{kind} {problem}".encode()))
     filled = {}
     for operand in (o for o in problem.operands if o.is_read):
@@ -115,5 +115,7 @@ def values(problem: Problem, kind: str) -> dict[str, np.ndarray]:
             value = rng.integers(1, 4, operand.shape) * rng.choice([-1, 1], operand.shape)
         else:
             value = rng.standard_normal(operand.shape)
+        if operand.positive:
+            value = abs(value) + 0.5
         filled[operand.name] = value.astype(NUMPY_DTYPE[operand.dtype])
     return filled

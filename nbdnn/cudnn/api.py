@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, c_int, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, c_double, c_int, c_int64, c_size_t, c_void_p
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -47,6 +47,12 @@ class PointwiseMode(IntEnum):
     RELU_FWD = 100
     TANH_FWD = 101
     SIGMOID_FWD = 102
+
+
+class BatchNormMode(IntEnum):
+    PER_ACTIVATION = 0
+    SPATIAL = 1
+    SPATIAL_PERSISTENT = 2
 
 
 class FwdAlgo(IntEnum):
@@ -233,6 +239,7 @@ PREFIXES: dict[type[IntEnum], tuple[str, str, str]] = {
     ConvolutionMode: ("cudnnConvolutionMode_t", "CUDNN_", ""),
     PointwiseMode: ("cudnnPointwiseMode_t", "CUDNN_POINTWISE_", ""),
     FwdAlgo: ("cudnnConvolutionFwdAlgo_t", "CUDNN_CONVOLUTION_FWD_ALGO_", ""),
+    BatchNormMode: ("cudnnBatchNormMode_t", "CUDNN_BATCHNORM_", ""),
     BwdDataAlgo: ("cudnnConvolutionBwdDataAlgo_t", "CUDNN_CONVOLUTION_BWD_DATA_", ""),
     BwdFilterAlgo: ("cudnnConvolutionBwdFilterAlgo_t", "CUDNN_CONVOLUTION_BWD_FILTER_", ""),
     SoftmaxAlgorithm: ("cudnnSoftmaxAlgorithm_t", "CUDNN_SOFTMAX_", ""),
@@ -250,6 +257,7 @@ PREFIXES: dict[type[IntEnum], tuple[str, str, str]] = {
 _D, _INTS, _OUT = c_void_p, POINTER(c_int), c_void_p
 _CONVOLVE = (_D, _D, _D, c_void_p, _D, c_void_p, _D, c_int, c_void_p, c_size_t, _D, _D, c_void_p)
 _WORKSPACE = (_D, _D, _D, _D, _D, c_int, POINTER(c_size_t))
+_NORMALIZE = (_D, c_int, *(_D,) * 9)
 _RANK = (_D, _D, _D, _D, _D, c_int, _INTS, c_void_p)
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cudnnCreate": (_OUT,),
@@ -277,6 +285,10 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cudnnConvolutionBackwardFilter": _CONVOLVE,
     "cudnnSoftmaxForward": (_D, c_int, c_int, c_void_p, _D, c_void_p, c_void_p, _D, c_void_p),
     "cudnnSoftmaxBackward": (_D, c_int, c_int, c_void_p, _D, c_void_p, _D, c_void_p, c_void_p, _D, c_void_p),
+    "cudnnDeriveBNTensorDescriptor": (_D, _D, c_int),
+    "cudnnBatchNormalizationForwardTraining": (*_NORMALIZE, c_double, *(_D,) * 2, c_double, *(_D,) * 2),
+    "cudnnBatchNormalizationForwardInference": (*_NORMALIZE, *(_D,) * 2, c_double),
+    "cudnnBatchNormalizationBackward": (_D, c_int, *(_D,) * 14, c_double, *(_D,) * 2),
     "cudnnBackendCreateDescriptor": (c_int, _OUT),
     "cudnnBackendDestroyDescriptor": (_D,),
     "cudnnBackendSetAttribute": (_D, c_int, c_int, c_int64, c_void_p),

@@ -19,6 +19,8 @@ _KINDS = {"cudnn": "cuda", "numba": "cuda"}
 
 def _cpu_lists() -> _Lists:
     from nbdnn.kernels.cpu import (
+        bn_planes,
+        bn_rows,
         conv_channel_gemm,
         conv_depthwise,
         conv_depthwise_filter,
@@ -70,13 +72,19 @@ def _cpu_lists() -> _Lists:
         ),
         "softmax_fwd": (softmax_rows.FWD, softmax_columns.FWD_SHORT_ROWS, softmax_columns.FWD),
         "softmax_bwd": (softmax_rows.BWD, softmax_columns.BWD_SHORT_ROWS, softmax_columns.BWD),
+        "bn_train": (bn_rows.TRAIN, bn_planes.TRAIN),
+        "bn_infer": (bn_rows.INFER, bn_planes.INFER),
+        "bn_bwd": (bn_rows.BWD, bn_planes.BWD),
+        "bn_infer_bwd": (bn_rows.INFER_BWD, bn_planes.INFER_BWD),
     }
 
 
 def _cuda_lists() -> _Lists:
-    from nbdnn.cudnn import conv_graph, conv_legacy
+    from nbdnn.cudnn import bn_legacy, conv_graph, conv_legacy
     from nbdnn.cudnn import softmax as cudnn_softmax
     from nbdnn.kernels.cuda import (
+        bn_held,
+        bn_streamed,
         conv_depthwise,
         conv_depthwise_filter,
         conv_depthwise_lanes,
@@ -151,6 +159,10 @@ def _cuda_lists() -> _Lists:
         ),
         "softmax_fwd": (softmax_rows.FWD, softmax_columns.FWD, cudnn_softmax.FWD, softmax_direct.FWD),
         "softmax_bwd": (softmax_rows.BWD, softmax_columns.BWD, cudnn_softmax.BWD, softmax_direct.BWD),
+        "bn_train": (bn_held.TRAIN, *bn_legacy.TRAIN, bn_streamed.TRAIN),
+        "bn_infer": (*bn_legacy.INFER, bn_streamed.INFER),
+        "bn_bwd": (bn_held.BWD, *bn_legacy.BWD, bn_streamed.BWD),
+        "bn_infer_bwd": (bn_streamed.INFER_BWD,),
     }
 
 

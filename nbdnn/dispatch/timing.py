@@ -105,8 +105,9 @@ def copies(problem: Problem, cache_bytes: int, allowed_bytes: int) -> int:
 
 
 def random_values(operand: Operand, rng: np.random.Generator) -> np.ndarray:
-    """Zero-mean values of the operand's shape and dtype, in [-1, 1)."""
-    drawn = rng.random(min(operand.size_elems, _PERIOD), np.float32) * 2 - 1
+    """Zero-mean values of the operand's shape and dtype, in [-1, 1); positive ones in [0.5, 1.5)."""
+    drawn = rng.random(min(operand.size_elems, _PERIOD), np.float32)
+    drawn = drawn + 0.5 if operand.positive else drawn * 2 - 1
     return narrowed(np.resize(drawn, operand.shape), operand.dtype)
 
 

@@ -33,7 +33,9 @@ def text_of(header: Path) -> str:
 def enumerators() -> Iterator[tuple[str, str, int]]:
     """(type, name, value) of every enumerator in the headers of the installed cuDNN."""
     for header in headers():
-        for body, name in re.findall(r"typedef enum\s*\w*\s*\{([^}]*)\}\s*(\w+)\s*;", text_of(header)):
+        for body, name in re.findall(
+            r"typedef enum\s*\w*\s*\{([^}]*)\}\s*(\w+)(?:\s+CUDNN_DEPRECATED)?\s*;", text_of(header)
+        ):
             known: dict[str, int] = {}
             last = -1
             for word, value in re.findall(r"(CUDNN_\w+)(?:\s+CUDNN_DEPRECATED_ENUM)?\s*(?:=\s*(\w+))?\s*(?:,|$)", body):
@@ -76,12 +78,18 @@ def c_kind(parameter: str) -> str:
     """What a parameter is for the calling convention."""
     if re.search(r"\*|\[\]|cudnn\w*Descriptor_t|cudnnHandle_t|cudaStream_t", parameter):
         return "pointer"
-    return {"size_t": "size_t", "int64_t": "int64"}.get(parameter.split()[-2], "int")
+    return {"size_t": "size_t", "int64_t": "int64", "double": "double"}.get(parameter.split()[-2], "int")
 
 
 @pytest.mark.parametrize("name", api._PROTOTYPES)
 def test_prototypes_are_the_headers(name: str) -> None:
-    kinds = {api.c_void_p: "pointer", api.c_size_t: "size_t", api.c_int64: "int64", api.c_int: "int"}
+    kinds = {
+        api.c_void_p: "pointer",
+        api.c_size_t: "size_t",
+        api.c_int64: "int64",
+        api.c_double: "double",
+        api.c_int: "int",
+    }
     assert [kinds.get(given, "pointer") for given in api.function(name).argtypes] == [
         c_kind(parameter) for parameter in declared(name).split(",")
     ]

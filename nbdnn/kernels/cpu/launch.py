@@ -24,19 +24,19 @@ from numba.core.ccallback import CFunc
 from nbdnn.kernels.cpu.compile import DiskCache
 from nbdnn.kernels.cpu.vector import atomic_add, call_task, num_threads, pointer, stack, struct
 
-MAX_POINTERS = 5
+MAX_POINTERS = 10
 # What every task finds at `args`: the runner's arguments. The first pointers are also an int64 array of MAX_POINTERS.
 ARGS = np.dtype(
     [(f"p{i}", np.int64) for i in range(MAX_POINTERS)]
     + [("alpha", np.float64), ("beta", np.float64), ("workspace", np.int64)],
     align=True,
 )
-assert ARGS.itemsize == 64
+assert ARGS.itemsize <= 128
 _NO_SCALARS = 1.0, 0.0
 
 _int64 = pointer("i64")
 _args = struct(ARGS)
-_line = stack(64)
+_args_memory, _line = stack(128), stack(64)
 
 
 # Fewer elements one thread packs sooner than a parallel region begins and ends: 4 us, and 10 before another one.
@@ -55,10 +55,11 @@ class Phase(NamedTuple):
     alone: bool = False
 
 
-def _drive(program, n_phases, p0, p1, p2, p3, p4, alpha, beta, workspace):
-    args = _line()
+def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, beta, workspace):
+    args = _args_memory()
     given = _args(args)
     given.p0, given.p1, given.p2, given.p3, given.p4 = p0, p1, p2, p3, p4
+    given.p5, given.p6, given.p7, given.p8, given.p9 = p5, p6, p7, p8, p9
     given.alpha, given.beta, given.workspace = alpha, beta, workspace
     workers = num_threads()
     next_index = _line()
@@ -77,7 +78,7 @@ def _drive(program, n_phases, p0, p1, p2, p3, p4, alpha, beta, workspace):
                     index = atomic_add(next_index, 1)
 
 
-_DRIVE_SIGNATURE = types.void(*[types.int64] * 7, types.float64, types.float64, types.int64)
+_DRIVE_SIGNATURE = types.void(*[types.int64] * (2 + MAX_POINTERS), types.float64, types.float64, types.int64)
 
 
 class Program:

@@ -12,6 +12,8 @@ from nbdnn.problem import Problem
 # cores. Of an unknown capability the one below counts.
 _FMA_RATE = {(7, 0): (128, 64), (8, 0): (128, 64), (8, 6): (256, 4), (9, 0): (256, 128), (12, 0): (256, 4)}
 _TENSOR_RATE = {(7, 0): 1024, (8, 0): 2048, (8, 6): 512, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+# Shared memory that one block may have.
+_SHARED_BYTES = {(7, 0): 96 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (9, 0): 227 << 10, (12, 0): 99 << 10}
 # A copy reached this part of what the memory's clock and width promise (an H200: 4.26 of 4.8 TB/s).
 _COPY_SHARE = 0.888
 
@@ -19,6 +21,11 @@ _COPY_SHARE = 0.888
 def copy_bytes_per_s(device: Gpu) -> float:
     """Bytes a second of a copy, read plus written."""
     return _COPY_SHARE * device.bytes_per_s
+
+
+def shared_bytes(device: Gpu) -> int:
+    """Bytes of shared memory that a block may have."""
+    return _of(_SHARED_BYTES, device)
 
 
 def fma_flops_per_s(device: Gpu, compute: str) -> float:

@@ -1,0 +1,178 @@
+"""What is particular to calls of batch normalisation: their checks, layouts and problem. `call.py` has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from nbdnn import call, call_setup, driver
+from nbdnn.array import View, at, common_dtype
+from nbdnn.call import Call
+from nbdnn.device import Device
+from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.problem import ITEMSIZE, LAYOUTS
+from nbdnn.problem_bn import MODES, BnProblem
+
+_DATA = ("inputs", "dy", "out", "dinputs")
+# Of each op, in the order of the arrays of a call: what the caller gives, and what comes back.
+_INPUTS = {
+    "bn_train": ("inputs", "gamma", "beta", "running_mean", "running_var"),
+    "bn_infer": ("inputs", "gamma", "beta", "mean", "var"),
+    "bn_bwd": ("inputs", "dy", "gamma", "mean", "invstd"),
+    "bn_infer_bwd": ("inputs", "dy", "gamma", "mean", "var"),
+}
+_OUTPUTS = {
+    "bn_train": ("out", "mean", "invstd", "new_running_mean", "new_running_var"),
+    "bn_infer": ("out",),
+    "bn_bwd": ("dinputs", "dgamma", "dbeta"),
+    "bn_infer_bwd": ("dinputs", "dgamma", "dbeta", "dmean", "dvar"),
+}
+# What the problem calls otherwise.
+_OPERAND = {"inputs": "x", "out": "y", "dinputs": "dx"}
+_REQUIRED = {"bn_train": 3, "bn_infer": 5, "bn_bwd": 5, "bn_infer_bwd": 5}
+_MODE = {"peractivation": "per-activation"} | {mode: mode for mode in MODES}
+_LEAST_EPSILON = 1e-5
+_RANKS = 2, 6
+_MOST_SPATIAL = 3
+
+
+def compute(arguments: tuple, arrays: Sequence[Any], out: Any, scalars: tuple[float, float], stream: Any = None) -> Any:
+    """The results of a call. arguments: op, mode and `call_setup.Options`. arrays: its inputs, None where absent. out:
+    what the caller gave; a tuple where there are several results. scalars: epsilon, factor of the running averages."""
+    op = arguments[0]
+    epsilon, factor = scalars
+    if not epsilon >= _LEAST_EPSILON:
+        raise InvalidProblem(f"epsilon is {epsilon}, it must be at least {_LEAST_EPSILON}")
+    names = _OUTPUTS[op]
+    if op == "bn_train" and all(array is None for array in arrays[_REQUIRED[op] :]):
+        names = names[:3]
+    return call.compute(_FAMILY, arguments, (*arrays, *_given(out, names)), (epsilon, factor), stream)
+
+
+def _given(out: Any, names: tuple[str, ...]) -> tuple:
+    """The caller's outputs, None where there are none."""
+    if out is None:
+        return (None,) * len(names)
+    if len(names) == 1:
+        return (out,)
+    if not isinstance(out, tuple):
+        raise InvalidType(f"out is a {type(out).__name__}, expected a tuple of {', '.join(names)}")
+    if len(out) != len(names):
+        raise InvalidProblem(f"out has {len(out)} arrays, expected {len(names)}: {', '.join(names)}")
+    return out
+
+
+def _names(arguments: tuple) -> tuple[str, ...]:
+    op = arguments[0]
+    return (*_INPUTS[op], *("out" if name == "out" else f"out ({name})" for name in _OUTPUTS[op]))
+
+
+def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]) -> Call:
+    op, mode, *options = arguments
+    if mode not in _MODE:
+        raise InvalidProblem(f"mode {mode!r} is not one of {', '.join(_MODE)}")
+    mode = _MODE[mode]
+    names, plain = _names(arguments)[: len(arrays)], (*_INPUTS[op], *_OUTPUTS[op])[: len(arrays)]
+    inputs, outputs = range(len(_INPUTS[op])), range(len(_INPUTS[op]), len(arrays))
+    views = call_setup.views_of(names, arrays, required=_REQUIRED[op])
+    running = _is_running(op, arrays)
+    is_data = [name in _DATA for name in plain]
+    shape = views[0].shape  # type: ignore[union-attr]
+    _check_shapes(names, views, is_data, shape, mode)
+    dtype, param_dtype = _dtypes([(views[i].dtype, is_data[i]) for i in inputs if views[i] is not None])  # type: ignore[union-attr]
+    layouts = [view.layout for i in inputs if is_data[i] and (view := views[i]) is not None]
+    last = next((layout for layout in layouts if layout is not None), False)
+    copies = call_setup.copies_of(names, views, {i: (last, dtype if is_data[i] else param_dtype) for i in inputs})
+    staged = [i for i in outputs if (out := views[i]) is not None and not out.is_dense(last)]
+    n, c, *spatial = _merged(shape)
+    problem = BnProblem(
+        op=op,
+        dtype=dtype,
+        n=n,
+        c=c,
+        spatial=tuple(spatial),
+        mode=mode,
+        layout=LAYOUTS[len(spatial)][last],
+        param_dtype=param_dtype,
+        running=running,
+        align=call_setup.common_alignment(views, copies, staged),
+    )
+    places = {_OPERAND.get(name, name): place for place, name in enumerate(plain)}
+    return call_setup.assemble(
+        problem,
+        call_setup.request(problem, call_setup.Options(*options)),
+        arrays,
+        names,
+        views,
+        order=tuple(places[operand.name] for operand in problem.operands),
+        lasts=dict.fromkeys(outputs, last),
+        copies=copies,
+        shapes={i: shape if is_data[i] else _param_shape(shape, mode) for i in outputs},
+        without_plan=_Zeros if 0 in shape else None,
+    )
+
+
+_FAMILY = call.Family(_names, _prepare)
+
+
+def _is_running(op: str, arrays: Sequence[Any]) -> bool:
+    if op != "bn_train":
+        return False
+    mean, var = arrays[_REQUIRED[op] : len(_INPUTS[op])]
+    if (mean is None) != (var is None):
+        there, absent = ("running_var", "running_mean") if mean is None else ("running_mean", "running_var")
+        raise InvalidProblem(f"{there} is given without {absent}: give both or neither")
+    return mean is not None
+
+
+def _param_shape(shape: tuple[int, ...], mode: str) -> tuple[int, ...]:
+    """Of parameters and statistics: 1 on the axes that are reduced."""
+    return (1, *shape[1:]) if mode == "per-activation" else (1, shape[1], *(1 for _ in shape[2:]))
+
+
+def _check_shapes(
+    names: Sequence[str], views: Sequence[View | None], is_data: Sequence[bool], shape: tuple[int, ...], mode: str
+) -> None:  # fmt: skip
+    rank = len(shape)
+    if not _RANKS[0] <= rank <= _RANKS[1]:
+        raise InvalidType(f"inputs has {rank} axes, expected {_RANKS[0]} to {_RANKS[1]}")
+    for name, each, of_data in zip(names, views, is_data, strict=True):
+        call_setup.check_shape(name, each, shape if of_data else _param_shape(shape, mode))
+
+
+def _dtypes(given: Sequence[tuple[str, bool]]) -> tuple[str, str]:
+    """Dtypes of data and of parameters, of (dtype, whether it is data) of each input.
+
+    Parameters of 16-bit data are of the same dtype or float32; else everything is of the common one.
+    """
+    data = common_dtype([dtype for dtype, is_data in given if is_data])
+    params = [dtype for dtype, is_data in given if not is_data]
+    if ITEMSIZE[data] == 2 and set(params) <= {data, "f32"}:
+        return data, common_dtype(params)
+    dtype = common_dtype([data, *params])
+    return dtype, dtype
+
+
+def _merged(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with 4 or 5 axes: axes of 1 appended, or the first spatial ones as one."""
+    n, c, *spatial = shape + (1,) * (4 - len(shape))
+    extra = max(0, len(spatial) - _MOST_SPATIAL)
+    return (n, c, prod(spatial[: extra + 1]), *spatial[extra + 1 :])
+
+
+class _Zeros:
+    """The plan of a gradient without a batch, whose sums are empty; or of what has no elements at all."""
+
+    def __init__(self, problem: BnProblem, device: Device) -> None:
+        self._outputs = [(place, o) for place, o in enumerate(problem.operands) if o.role == "out" and o.size_elems]
+        self._device = device
+
+    def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
+        for place, out in self._outputs:
+            if self._device.kind == "cpu":
+                at(pointers[place], out.shape, out.strides, out.dtype)[...] = 0
+            else:
+                driver.upload(pointers[place], np.zeros(out.size_bytes, np.uint8), stream)

@@ -1,0 +1,304 @@
+"""Batch normalisation on the CPU where neighbours are of different channels: NHWC, and every per-activation mode.
+
+    a line:  a row of channels; of few channels several rows, which lie one after the other, up to 64 elements
+    sums     a task a part of the lines x a block of columns, a sum a lane
+    finish   a task some channels: merges the parts, and the lanes that are of one channel
+    scale    as the first
+
+Traffic: x (and dy) twice, what comes out once; of a batch that fits the last-level cache once. 16-bit data are widened
+into a worker's scratch. Within a part sums are of the compute type, of differences from the part's first line; parts
+are merged in float64. Source: own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ceil
+
+import numpy as np
+from numba import float64, njit
+
+from nbdnn.candidate import YES, Candidate, NoConfig, Support
+from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.bn_channel import REAL, Variant, finish, merge, variant
+from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_bn import BnProblem
+
+_LEAST_WIDTH, _BLOCK = 64, 2048  # columns of a line, and of a task
+_LINES_AT_ONCE = 4
+_MOST_LINES = 2048  # of a part: sums in float32 lose no more digits than that
+_FINISHED_CHANNELS = 256  # of a task
+_TASKS_PER_THREAD = 4
+_NS_PER_ELEM = {"bn_train": 0.3, "bn_infer": 0.15, "bn_bwd": 0.4, "bn_infer_bwd": 0.35}
+
+# A line has `width` columns, the last perhaps `tail` only; `parts` share the lines. sums: of each part two rows of
+# float64. coefficients: four rows of the compute type.
+_FIELDS = record(
+    "channels", "width", "lines", "tail", "blocks", "parts", "m", "sums", "coefficients", "scratch", "scratch_bytes"
+)
+
+
+@cache
+def _line_loops(v: Variant):
+    """Compiled-in functions over n columns: (sums of one line, of four lines `step` bytes apart, scaled).
+
+    sums: of pivots, totals and second sums, a row of _BLOCK each. Pivots are what is subtracted from x.
+    """
+    data, size = pointer(v.compute), ITEMSIZE[v.compute]
+    is_train, is_forward, op = v.op == "bn_train", v.is_forward, v.op
+    is_exact, row_bytes = v.op == "bn_train", _BLOCK * size
+
+    @njit(**DEVICE, fastmath=FASTMATH)
+    def add_line(sums, x_at, dy_at, n):
+        pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
+        x, dy = data(x_at), data(dy_at)
+        for j in range(n):
+            d = x[j] - pivot[j]
+            factor = d if is_train else dy[j]
+            total[j] += factor
+            second[j] += factor * d
+
+    @njit(**DEVICE, fastmath=FASTMATH)
+    def add_lines(sums, x_at, dy_at, step, n):
+        pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
+        x0, x1, x2, x3 = data(x_at), data(x_at + step), data(x_at + 2 * step), data(x_at + 3 * step)
+        y0, y1, y2, y3 = data(dy_at), data(dy_at + step), data(dy_at + 2 * step), data(dy_at + 3 * step)
+        for j in range(n):
+            d0, d1, d2, d3 = x0[j] - pivot[j], x1[j] - pivot[j], x2[j] - pivot[j], x3[j] - pivot[j]
+            if is_train:
+                total[j] += (d0 + d1) + (d2 + d3)
+                second[j] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)
+            else:
+                total[j] += (y0[j] + y1[j]) + (y2[j] + y3[j])
+                second[j] += (y0[j] * d0 + y1[j] * d1) + (y2[j] * d2 + y3[j] * d3)
+
+    @njit(**DEVICE, fastmath=FASTMATH)
+    def scale_line(to, x_at, dy_at, n, coefficients, pitch):
+        center, second = data(coefficients), data(coefficients + pitch)
+        scale, offset = data(coefficients + 2 * pitch), data(coefficients + 3 * pitch)
+        x, dy, out = data(x_at), data(dy_at), data(to)
+        for j in range(n):
+            if is_exact:
+                out[j] = ((x[j] - center[j]) - second[j]) * scale[j] + offset[j]
+            elif is_forward:
+                out[j] = (x[j] - center[j]) * scale[j] + offset[j]
+            elif op == "bn_bwd":
+                out[j] = dy[j] * scale[j] + ((x[j] - center[j]) * second[j] + offset[j])
+            else:
+                out[j] = dy[j] * scale[j]
+
+    return add_line, add_lines, scale_line
+
+
+@cache
+def _part(parameters: np.dtype):
+    """Compiled-in function (ctx, index): (part, first line, last line, first column, columns) of a task."""
+    at = struct(parameters)
+
+    @njit(**DEVICE)
+    def part_of(ctx, index):
+        f = at(ctx)
+        part, block = index // f.blocks, index % f.blocks
+        column = block * _BLOCK
+        first, last = part * f.lines // f.parts, (part + 1) * f.lines // f.parts
+        return part, first, last, column, min(_BLOCK, f.width - column)
+
+    return part_of
+
+
+@cache
+def _sums_task(v: Variant):
+    i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
+    data, real, size = pointer(v.compute), REAL[v.compute], ITEMSIZE[v.compute]
+    add_line, add_lines, _ = _line_loops(v)
+    finished, part_of, widen_row = finish(v), _part(_FIELDS), convert_row(v.dtype, v.compute, v.vl)
+    itemsize, is_wide, is_train = ITEMSIZE[v.dtype], v.dtype == v.compute, v.op == "bn_train"
+    row_bytes, dy_place = _BLOCK * size, 0 if is_train else 1
+
+    @njit(**DEVICE)
+    def start_sums(sums, pointers, given, f, line, column, n):
+        """Pivots of a training are the part's first line, of a gradient the means; the sums are 0."""
+        pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
+        if is_train:
+            there = n if line < f.lines - 1 else min(n, f.tail - column)
+            widen_row(sums, pointers[0] + (line * f.width + column) * itemsize, max(there, 0))
+            for j in range(max(there, 0), n):
+                pivot[j] = real(0.0)
+        else:
+            for j in range(n):
+                channel = (column + j) % f.channels
+                pivot[j] = finished(pointers, channel, float64(f.m), 0.0, 0.0, given.alpha, given.beta, 0)[0]
+        for j in range(n):
+            total[j], second[j] = real(0.0), real(0.0)
+
+    @njit(**DEVICE)
+    def opened(pointers, start, n, scratch):
+        if is_wide:
+            return pointers[0] + start, pointers[dy_place] + start
+        widen_row(scratch, pointers[0] + start, n)
+        if is_train:
+            return scratch, scratch
+        widen_row(scratch + row_bytes, pointers[dy_place] + start, n)
+        return scratch, scratch + row_bytes
+
+    def sums_of_part(args, ctx, index, worker):
+        pointers, given, f = i64(args), args_at(args), at(ctx)
+        part, first, last, column, n = part_of(ctx, index)
+        sums = f.scratch + worker * f.scratch_bytes
+        scratch = sums + 3 * row_bytes
+        start_sums(sums, pointers, given, f, first, column, n)
+        step, line = f.width * itemsize, first
+        full = min(last, f.lines - 1)
+        if is_wide:
+            while line + _LINES_AT_ONCE <= full:
+                start = (line * f.width + column) * itemsize
+                add_lines(sums, pointers[0] + start, pointers[dy_place] + start, step, n)
+                line += _LINES_AT_ONCE
+        while line < last:
+            there = n if line < f.lines - 1 else min(n, f.tail - column)
+            if there > 0:
+                x, dy = opened(pointers, (line * f.width + column) * itemsize, there, scratch)
+                add_line(sums, x, dy, there)
+            line += 1
+        pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
+        a, b = f64(f.sums + 16 * part * f.width), f64(f.sums + 16 * part * f.width + 8 * f.width)
+        for j in range(n):
+            if is_train:
+                count = float64(last - first - (last == f.lines and column + j >= f.tail))
+                mean = float64(total[j]) / max(count, 1.0)
+                a[column + j] = float64(pivot[j]) + mean
+                b[column + j] = float64(second[j]) - mean * float64(total[j])
+            else:
+                a[column + j], b[column + j] = float64(total[j]), float64(second[j])
+
+    return compile_task(sums_of_part, v)
+
+
+@cache
+def _finish_task(v: Variant):
+    i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
+    data, size = pointer(v.compute), ITEMSIZE[v.compute]
+    finished, merged, has_sums = finish(v), merge(v.op), v.op != "bn_infer"
+
+    @njit(**DEVICE)
+    def sums_of(f, channel):
+        count, a, b = 0.0, 0.0, 0.0
+        for part in range(f.parts):
+            first, last = part * f.lines // f.parts, (part + 1) * f.lines // f.parts
+            a_more, b_more = f64(f.sums + 16 * part * f.width), f64(f.sums + 16 * part * f.width + 8 * f.width)
+            for j in range(channel, f.width, f.channels):
+                n = float64(last - first - (last == f.lines and j >= f.tail))
+                a, b = merged(count, a, b, n, a_more[j], b_more[j])
+                count += n
+        return a, b
+
+    def finish_channels(args, ctx, index, worker):
+        pointers, given, f = i64(args), args_at(args), at(ctx)
+        pitch = f.width * size
+        rows = f.coefficients
+        for channel in range(index * _FINISHED_CHANNELS, min(f.channels, (index + 1) * _FINISHED_CHANNELS)):
+            a, b = sums_of(f, channel) if has_sums else (0.0, 0.0)
+            found = finished(pointers, channel, float64(f.m), a, b, given.alpha, given.beta, 1)
+            for j in range(channel, f.width, f.channels):
+                data(rows)[j], data(rows + pitch)[j] = found[0], found[1]
+                data(rows + 2 * pitch)[j], data(rows + 3 * pitch)[j] = found[2], found[3]
+
+    return compile_task(finish_channels, v)
+
+
+@cache
+def _scale_task(v: Variant):
+    i64, at, size = pointer("i64"), struct(_FIELDS), ITEMSIZE[v.compute]
+    _, _, scale_line = _line_loops(v)
+    widen_row, narrow_row = convert_row(v.dtype, v.compute, v.vl), convert_row(v.compute, v.dtype, v.vl)
+    part_of, itemsize, is_wide = _part(_FIELDS), ITEMSIZE[v.dtype], v.dtype == v.compute
+    row_bytes, dy_place, out_place = (
+        _BLOCK * size,
+        0 if v.is_forward else 1,
+        dict(v.places)["y" if v.is_forward else "dx"],
+    )
+    reads_x, reads_dy = v.op != "bn_infer_bwd", not v.is_forward
+
+    def scale_part(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        _, first, last, column, n = part_of(ctx, index)
+        pitch, scratch = f.width * size, f.scratch + worker * f.scratch_bytes
+        coefficients, to = f.coefficients + column * size, scratch + 2 * row_bytes
+        for line in range(first, last):
+            there = n if line < f.lines - 1 else min(n, f.tail - column)
+            if there > 0:
+                start = (line * f.width + column) * itemsize
+                x, dy, out = pointers[0] + start, pointers[dy_place] + start, pointers[out_place] + start
+                if is_wide:
+                    scale_line(out, x, dy, there, coefficients, pitch)
+                else:
+                    if reads_x:
+                        widen_row(scratch, x, there)
+                    if reads_dy:
+                        widen_row(scratch + row_bytes, dy, there)
+                    # Not in place: loops become vectors only where what is written is not what is read.
+                    scale_line(to, scratch, scratch + row_bytes, there, coefficients, pitch)
+                    narrow_row(out, to, there)
+
+    return compile_task(scale_part, v)
+
+
+class Rows(Candidate[NoConfig, Cpu]):
+    """Neighbours are of different channels."""
+
+    provider, algorithm = "cpu", "rows"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: BnProblem, device: Cpu) -> Support:
+        inner = problem.planes[2]
+        return YES if inner == 1 else Support(False, f"planes of {inner} elements: neighbours are of one channel")
+
+    def estimate(self, problem: BnProblem, config: NoConfig, device: Cpu) -> float:
+        elements, phases = problem.operands[0].size_elems, 1 if self.op == "bn_infer" else 3
+        return kernel_us(device, 0.0, elements * _NS_PER_ELEM[self.op], 8 * device.threads, phases)
+
+    def prepare(self, problem: BnProblem, config: NoConfig, device: Cpu) -> Program:
+        v = variant(problem, device.lanes(problem.compute))
+        rows, channels, _ = problem.planes
+        size = ITEMSIZE[problem.compute]
+        width = channels * ceil(_LEAST_WIDTH / channels)
+        lines, blocks = ceil(rows * channels / width), ceil(width / _BLOCK)
+        wanted = max(ceil(device.threads * _TASKS_PER_THREAD / blocks), ceil(lines / _MOST_LINES))
+        parts = min(lines, wanted)
+        sums, coefficients = np.empty((parts, 2, width)), np.empty(4 * width * size + 64, np.uint8)
+        scratch_bytes = 5 * _BLOCK * size
+        scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
+        ctx = filled(
+            _FIELDS,
+            channels=channels,
+            width=width,
+            lines=lines,
+            tail=rows * channels - (lines - 1) * width,
+            blocks=blocks,
+            parts=parts,
+            m=problem.m,
+            sums=sums.ctypes.data,
+            coefficients=_on_line(coefficients),
+            scratch=_on_line(scratch),
+            scratch_bytes=scratch_bytes,
+        )
+        finishing = Phase(_finish_task(v), ceil(channels / _FINISHED_CHANNELS), ctx)
+        phases = [finishing, Phase(_scale_task(v), parts * blocks, ctx)]
+        if problem.op != "bn_infer":
+            phases = [Phase(_sums_task(v), parts * blocks, ctx), *phases]
+        return Program(phases, [sums, coefficients, scratch])
+
+
+def _on_line(memory: np.ndarray) -> int:
+    """The first address in it that begins a cache line."""
+    return memory.ctypes.data + -memory.ctypes.data % 64
+
+
+TRAIN, INFER, BWD, INFER_BWD = (Rows(op) for op in ("bn_train", "bn_infer", "bn_bwd", "bn_infer_bwd"))

@@ -1,0 +1,110 @@
+"""What becomes of the sums of one channel: statistics or gradients of parameters, and the coefficients of its elements.
+
+forward   y = ((x - center) - second) * scale + offset       second: what the mean has beyond the compute type
+backward  dx = dy * scale + (x - center) * second + offset
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+from nbdnn.kernels.cuda.bn_plan import PARAMS, Variant
+
+_GAMMA, _BETA, _MEAN, _SPREAD, _OLD_MEAN, _OLD_VAR = range(len(PARAMS))
+_FIRST_RESULT = len(PARAMS)
+
+
+@cache
+def finish(v: Variant):
+    """Device function (params, channel, pivot, m, a, b, epsilon, factor, write) -> (center, second, scale, offset).
+
+    params: the pointers to PARAMS and RESULTS, of which the latter are written unless `write` is 0. pivot: what the
+    mean `a` of a training is relative to.
+    """
+    from nbdnn.kernels.cuda import ptx
+
+    real, widen, narrow = ptx.REAL[v.compute], ptx.WIDEN[v.param_dtype], ptx.NARROW[v.param_dtype]
+    one, running = real(1.0), v.running
+
+    @ptx.inline
+    def of_train(params, channel, pivot, m, mean, squares, epsilon, factor, write):
+        center = pivot + mean
+        # What the sum lost, exactly (Knuth).
+        added = center - pivot
+        second = (pivot - (center - added)) + (mean - added)
+        var = squares / m
+        var = real(0.0) if var < real(0.0) else var
+        invstd = one / math.sqrt(var + epsilon)
+        if write:
+            params[_FIRST_RESULT][channel] = narrow(center)
+            params[_FIRST_RESULT + 1][channel] = narrow(invstd)
+            if running:
+                old_mean, old_var = widen(params[_OLD_MEAN][channel]), widen(params[_OLD_VAR][channel])
+                unbiased = var * (m / (m - one))
+                params[_FIRST_RESULT + 2][channel] = narrow(old_mean * (one - factor) + center * factor)
+                params[_FIRST_RESULT + 3][channel] = narrow(old_var * (one - factor) + unbiased * factor)
+        return center, second, widen(params[_GAMMA][channel]) * invstd, widen(params[_BETA][channel])
+
+    @ptx.inline
+    def of_infer(params, channel, pivot, m, a, b, epsilon, factor, write):
+        scale = widen(params[_GAMMA][channel]) / math.sqrt(widen(params[_SPREAD][channel]) + epsilon)
+        return widen(params[_MEAN][channel]), real(0.0), scale, widen(params[_BETA][channel])
+
+    @ptx.inline
+    def of_bwd(params, channel, pivot, m, total, moment, epsilon, factor, write):
+        invstd = widen(params[_SPREAD][channel])
+        if write:
+            params[_FIRST_RESULT][channel] = narrow(moment * invstd)
+            params[_FIRST_RESULT + 1][channel] = narrow(total)
+        scale = widen(params[_GAMMA][channel]) * invstd
+        slope = scale * invstd * invstd * (moment / m)
+        return widen(params[_MEAN][channel]), -slope, scale, -scale * (total / m)
+
+    @ptx.inline
+    def of_infer_bwd(params, channel, pivot, m, total, moment, epsilon, factor, write):
+        std = math.sqrt(widen(params[_SPREAD][channel]) + epsilon)
+        scale = widen(params[_GAMMA][channel]) / std
+        if write:
+            params[_FIRST_RESULT][channel] = narrow(moment / std)
+            params[_FIRST_RESULT + 1][channel] = narrow(total)
+            params[_FIRST_RESULT + 2][channel] = narrow(-total * scale)
+            params[_FIRST_RESULT + 3][channel] = narrow(-moment * scale / (real(2.0) * std * std))
+        return widen(params[_MEAN][channel]), real(0.0), scale, real(0.0)
+
+    return {"bn_train": of_train, "bn_infer": of_infer, "bn_bwd": of_bwd, "bn_infer_bwd": of_infer_bwd}[v.op]
+
+
+@cache
+def scale(v: Variant):
+    """Device function (center, second, scale, offset, x, dy, place): x[place + i] becomes what is written; local arrays
+    of v.lanes or, of coefficients, v.sums."""
+    from nbdnn.kernels.cuda import ptx
+
+    lanes, step = v.lanes, 0 if v.planar else 1
+
+    @ptx.inline
+    def of_train(center, second, factor, offset, x, dy, place):
+        for i in range(lanes):
+            j = i * step
+            x[place + i] = ptx.fma((x[place + i] - center[j]) - second[j], factor[j], offset[j])
+
+    @ptx.inline
+    def of_infer(center, second, factor, offset, x, dy, place):
+        for i in range(lanes):
+            j = i * step
+            x[place + i] = ptx.fma(x[place + i] - center[j], factor[j], offset[j])
+
+    @ptx.inline
+    def of_bwd(center, second, factor, offset, x, dy, place):
+        for i in range(lanes):
+            j = i * step
+            of_x = ptx.fma(x[place + i] - center[j], second[j], offset[j])
+            x[place + i] = ptx.fma(dy[place + i], factor[j], of_x)
+
+    @ptx.inline
+    def of_infer_bwd(center, second, factor, offset, x, dy, place):
+        for i in range(lanes):
+            x[place + i] = dy[place + i] * factor[i * step]
+
+    return {"bn_train": of_train, "bn_infer": of_infer, "bn_bwd": of_bwd, "bn_infer_bwd": of_infer_bwd}[v.op]

@@ -1,0 +1,253 @@
+"""Batch normalisation of channels that shared memory holds: training and its gradient in one kernel, one read.
+
+    cluster   1 to 8 blocks, one column (a channel of NCHW, up to 128 bytes of NHWC); a block some of its rows
+    thread    1. copies its vectors of x (and dy) to shared memory, all of them at once     2. sums what it copied
+    block     3. sums of its warps        cluster  4. sums of its blocks, read from each other's shared memory
+    thread    5. scales what it copied and stores it
+
+Nobody reads what another thread copied, so nothing waits but for the sums. A channel of 32 images of 56x56 in float32
+is 401 KB: more than a block's 227 KB, and less than a cluster's. Traffic: x (and dy) once, y once. Sums in float32
+(float64), as `bn_sums` says. Source: own.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import bn_plan as plan
+from nbdnn.kernels.cuda.bn_plan import Variant, Walk
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, shared_bytes
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_bn import BnProblem
+
+_CLUSTERS, _THREADS = (1, 2, 4, 8), 256
+_MIN_BLOCKS = 4  # of a multiprocessor's 65536 registers, 64 a thread
+_SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
+# Seen on an H200: a launch with its sums; what a cluster of k blocks costs to start is k squared times the second.
+_LAUNCH_US, _CLUSTER_US = 4.0, 0.75e-3
+_SHARE_OF_COPY = 0.85
+# Of the copy rate, by the bytes of a row that lie side by side.
+_SHARE_OF_WIDTH = {64: 0.9, 32: 0.7, 16: 0.5, 8: 0.3, 4: 0.2, 2: 0.1}
+# Bytes of a multiprocessor that must be on their way, for the memory to be busy.
+_IN_FLIGHT_BYTES = 48 << 10
+_MOST_CONFIGS = 5
+
+
+class Held(NamedTuple):
+    """Columns of a block, blocks of a cluster."""
+
+    columns: int
+    cluster: int
+
+    def __str__(self) -> str:
+        return f"{self.columns}x{self.cluster}"
+
+
+def _held_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_local, ptx_tile
+
+    v = Variant(*specialised_on)
+    integer, small, u32, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
+    lanes, sums, columns, blocks, threads = v.lanes, v.sums, v.columns, v.cluster, v.threads
+    channels, rows_at_once, forward = columns * sums, threads // columns, v.is_forward
+    add, as_pairs, joined = bn_sums.steps(v)
+    of_block, of_cluster = bn_sums.of_block(v), bn_sums.of_cluster(v)
+    finish, scale = bn_channel.finish(v), bn_channel.scale(v)
+    copy, load_shared = ptx_local.copy_to_shared(v.dtype, lanes), ptx_local.load_shared(v.dtype, lanes)
+    load, store, widen = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
+    wait, widen_data = ptx_tile.copy_async_wait(0), ptx.WIDEN[v.dtype]
+    vector_bytes = lanes * ITEMSIZE[v.dtype]
+    slot_bytes = threads * vector_bytes
+    coefficients_size = 4 * channels
+
+    @ptx.inline
+    def moved(at, place, f):
+        """The next row of a thread: its index and its place in its image."""
+        place = integer(place + f.step_rows)
+        at = integer(at + f.step_elems)
+        if place >= f.of_image:
+            place, at = integer(place - f.of_image), integer(at + f.wrap_elems)
+        return at, place
+
+    @ptx.inline
+    def start_gradient(origin, mean, column, f):
+        for i in range(sums):
+            origin[i] = widen(mean[integer(column * sums + i)])
+        for i in range(sums, lanes):
+            origin[i] = origin[0]
+
+    def held(
+        x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, epsilon, factor, f
+    ):  # fmt: skip
+        # 1. Where a thread is, and its copies: vector k of a thread in slot k, those of dy behind those of x.
+        thread = small(ptx.thread_x())
+        slab, rank = ptx.divided(small(ptx.block_x()), small(blocks))
+        in_slab = small(thread & (columns - 1))
+        column = integer(slab * columns + in_slab)
+        row, last = integer(rank * f.chunk + thread // columns), integer(min(f.rows, integer((rank + 1) * f.chunk)))
+        if column >= f.columns:
+            column, last = integer(0), integer(0)
+        base = integer(column * f.column_elems)
+        image, place = ptx.divided(row, f.of_image)
+        begin, begin_place = integer(base + image * f.image_elems + place * f.row_elems), place
+        mine = u32(ptx_tile.dynamic_shared() + u32(thread * vector_bytes))
+        of_dy = u32(f.slots * slot_bytes)
+        at, slot, r = begin, mine, row
+        while r < last:
+            copy(slot, x, at)
+            if not forward:
+                copy(u32(slot + of_dy), dy, at)
+            at, place = moved(at, place, f)
+            slot, r = u32(slot + u32(slot_bytes)), integer(r + rows_at_once)
+        ptx_tile.copy_async_commit()
+
+        # 2. Its sums.
+        a, b, origin, pivot = (
+            ptx.cuda.local.array(lanes, real),
+            ptx.cuda.local.array(lanes, real),
+            ptx.cuda.local.array(lanes, real),
+            ptx.cuda.local.array(lanes, real),
+        )
+        values, gradients = ptx.cuda.local.array(lanes, real), ptx.cuda.local.array(lanes, real)
+        for i in range(lanes):
+            a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)
+        load(pivot, 0, x, base)
+        wait()
+        slot, r, count = mine, row, real(0.0)
+        if forward:
+            if r < last:
+                load_shared(origin, 0, slot)
+        else:
+            start_gradient(origin, mean, column, f)
+        while r < last:
+            load_shared(values, 0, slot)
+            if not forward:
+                load_shared(gradients, 0, u32(slot + of_dy))
+            add(a, b, origin, values, gradients, 0)
+            slot, r, count = u32(slot + u32(slot_bytes)), integer(r + rows_at_once), count + real(1.0)
+        if lanes > sums:
+            for i in range(lanes):
+                pivot[i] = pivot[0]
+        as_pairs(count, a, b, origin, pivot)
+        count = joined(count, a, b)
+
+        # 3., 4. The channels' sums, and what becomes of them.
+        total, of_first, of_second = of_block(thread, count, a, b)
+        of_first, of_second = of_cluster(thread, total, of_first, of_second)
+        coefficients = ptx.cuda.shared.array(coefficients_size, real)
+        channel = integer(slab * channels + thread)
+        if thread < channels and channel < f.channels:
+            params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
+            origin_of_channel = real(0.0)
+            if forward:
+                origin_of_channel = widen_data(x[integer(channel * f.channel_elems)])
+            found = finish(
+                params, channel, origin_of_channel, real(f.m), of_first, of_second, epsilon, factor, rank == 0
+            )
+            for i in range(4):
+                coefficients[integer(i * channels + thread)] = found[i]
+        ptx.cuda.syncthreads()
+
+        # 5. Scaled and stored.
+        for i in range(sums):
+            at_lane = integer(in_slab * sums + i)
+            origin[i], pivot[i] = coefficients[at_lane], coefficients[integer(at_lane + channels)]
+            a[i], b[i] = coefficients[integer(at_lane + 2 * channels)], coefficients[integer(at_lane + 3 * channels)]
+        at, place, slot, r = begin, begin_place, mine, row
+        while r < last:
+            load_shared(values, 0, slot)
+            if not forward:
+                load_shared(gradients, 0, u32(slot + of_dy))
+            scale(origin, pivot, a, b, values, gradients, 0)
+            store(out, at, values, 0)
+            at, place = moved(at, place, f)
+            slot, r = u32(slot + u32(slot_bytes)), integer(r + rows_at_once)
+        if blocks > 1:
+            ptx_local.cluster_wait()  # nobody's shared memory goes before all have read it
+
+    data, param = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype)
+    fields = ptx.record(Walk, v.bits)
+    return held, (data, data, data, *[param] * 10, real, real, fields)
+
+
+class HeldInShared(LaunchedCandidate[Held]):
+    """Training and its gradient, where a cluster's shared memory holds a column."""
+
+    algorithm = "held"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: BnProblem, device: Gpu) -> Support:
+        needed = min(_block_bytes(problem, config) for config in _every(problem, device))
+        there = shared_bytes(device) + _SYSTEM_BYTES
+        return YES if needed <= there else Support(False, f"{needed} bytes of shared memory a block, {there} are there")
+
+    def configs(self, problem: BnProblem, device: Gpu) -> tuple[Held, ...]:
+        there = shared_bytes(device) + _SYSTEM_BYTES
+        fitting = [config for config in _every(problem, device) if _block_bytes(problem, config) <= there]
+        return tuple(sorted(fitting, key=lambda config: self.estimate(problem, config, device))[:_MOST_CONFIGS])
+
+    def estimate(self, problem: BnProblem, config: Held, device: Gpu) -> float:
+        v, block_bytes = _variant(problem, config), _block_bytes(problem, config)
+        blocks = _walk(problem, v).slabs * config.cluster
+        of_sm = max(1, min((shared_bytes(device) + _SYSTEM_BYTES) // block_bytes, _MIN_BLOCKS))
+        resident = min(blocks, device.sms * of_sm)
+        rate = copy_bytes_per_s(device) * min(_SHARE_OF_COPY, resident * block_bytes / (device.sms * _IN_FLIGHT_BYTES))
+        if not v.planar:
+            rate *= _SHARE_OF_WIDTH.get(config.columns * problem.vector_bytes, 1.0)
+        start_us = _CLUSTER_US * blocks * config.cluster if config.cluster > 1 else 0.0
+        # Where a multiprocessor has one block, nothing is read while that one sums.
+        alone = 1.1 if of_sm == 1 else 1.0
+        return _LAUNCH_US + start_us + alone * problem.min_bytes / rate * 1e6
+
+    def launches(self, problem: BnProblem, config: Held, device: Gpu) -> list[Launch]:
+        v = _variant(problem, config)
+        integers = _walk(problem, v)
+        return [
+            Launch(
+                source=Source(_held_kernel, v, _THREADS, _MIN_BLOCKS),
+                grid=(integers.slabs * config.cluster, 1, 1),
+                pointers=plan.pointers(problem),
+                scalars=v.compute,
+                integers=integers,
+                integer_bits=v.bits,
+                dynamic_shared_bytes=_held_bytes(problem, v),
+                cluster=config.cluster,
+            )
+        ]
+
+
+def _every(problem: BnProblem, device: Gpu) -> list[Held]:
+    clusters = _CLUSTERS if device.capability >= (9, 0) else (1,)
+    return [Held(*each) for each in product(plan.widths(problem), clusters)]
+
+
+def _variant(problem: BnProblem, config: Held) -> Variant:
+    return plan.variant(problem, config.columns, _THREADS, config.cluster)
+
+
+def _walk(problem: BnProblem, v: Variant) -> Walk:
+    return plan.walk(problem, v, ceil(plan.rows_of(problem, v) / v.cluster))
+
+
+def _held_bytes(problem: BnProblem, v: Variant) -> int:
+    """Of a block: what its threads copy."""
+    tensors = 1 if v.is_forward else 2
+    return tensors * _walk(problem, v).slots * _THREADS * v.lanes * ITEMSIZE[v.dtype]
+
+
+def _block_bytes(problem: BnProblem, config: Held) -> int:
+    """Of a block: what is held, sums of its warps, of the block and coefficients, and what the system takes."""
+    v = _variant(problem, config)
+    sums = (3 * (_THREADS // 32) + 7) * v.columns * v.sums * ITEMSIZE[v.compute]
+    return _held_bytes(problem, v) + sums + _SYSTEM_BYTES
+
+
+TRAIN, BWD = HeldInShared("bn_train"), HeldInShared("bn_bwd")

@@ -1,0 +1,355 @@
+"""Batch normalisation of any size: sums of parts of channels, what becomes of them, and everything scaled.
+
+    sums     a block a part of a column: its sums to the workspace       (the gradient of inference scales dy meanwhile)
+    finish   a warp a channel: adds the parts, writes statistics and four coefficients
+    scale    a block a part, the last ones first: what was read last is still in the second-level cache
+
+Inference is the last of these alone, with coefficients from its parameters. Traffic: x (and dy) twice, less what the
+second-level cache keeps, y once. Sums in float32 (float64), as `bn_sums` says, always in the same order. This is the
+candidate that supports everything. Source: own.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import bn_plan as plan
+from nbdnn.kernels.cuda.bn_plan import Variant, Walk
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_bn import BnProblem
+
+_THREADS, _FINISH_THREADS = 256, 128
+_AT_ONCE = 4  # vectors of a thread that are on their way
+_MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor's 65536 registers, 85 a thread; 128 for 2 x 8 lanes
+_CHUNK_BYTES = (32 << 10, 16 << 10, 64 << 10)  # of x, a block
+_LAUNCH_US, _NEXT_US = 3.0, 1.5
+_SHARE_OF_COPY = 0.9
+
+
+class Streamed(NamedTuple):
+    """Columns of a block, and how much of x it takes."""
+
+    columns: int
+    chunk_kib: int
+
+    def __str__(self) -> str:
+        return f"{self.columns}x{self.chunk_kib}"
+
+
+class _Parts(NamedTuple):
+    """What the second kernel adds: of part p `full` elements of a channel, of the last `rest`."""
+
+    channels: int
+    parts: int
+    m: int
+    full: int
+    rest: int
+    channel_elems: int
+
+
+def _block_kernel(*specialised_on):
+    """Sums or, where is_last, scaling: what a block does with its rows, four of a thread at a time."""
+    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_local
+
+    *of_variant, is_last = specialised_on
+    v = Variant(*of_variant)
+    integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
+    lanes, sums, columns, op = v.lanes, v.sums, v.columns, v.op
+    channels, at_once, rows_at_once = columns * sums, _AT_ONCE, v.threads // columns
+    add, as_pairs, joined = bn_sums.steps(v)
+    of_block, finish, scaled = bn_sums.of_block(v), bn_channel.finish(v), bn_channel.scale(v)
+    load, store, widen = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
+    reads_x, reads_dy = not (is_last and op == "bn_infer_bwd"), not v.is_forward
+    held = at_once * lanes
+
+    @ptx.inline
+    def moved(at, place, f):
+        """The next row of a thread: its index and its place in its image."""
+        place = integer(place + f.step_rows)
+        at = integer(at + f.step_elems)
+        if place >= f.of_image:
+            place, at = integer(place - f.of_image), integer(at + f.wrap_elems)
+        return at, place
+
+    @ptx.inline
+    def begin_of(part, slab, f):
+        """(column, first row, last row of the block, index and place in its image of the first row) of a thread."""
+        thread = small(ptx.thread_x())
+        column = integer(slab * columns + (thread & (columns - 1)))
+        row, last = integer(part * f.chunk + thread // columns), integer(min(f.rows, integer((part + 1) * f.chunk)))
+        if column >= f.columns:
+            column, last = integer(0), integer(0)
+        image, place = ptx.divided(row, f.of_image)
+        return column, row, last, integer(column * f.column_elems + image * f.image_elems + place * f.row_elems), place
+
+    @ptx.inline
+    def load_one(values, gradients, where, x, dy, at):
+        if reads_x:
+            load(values, where, x, at)
+        if reads_dy:
+            load(gradients, where, dy, at)
+
+    # Four vectors one by one: a loop over them would leave them in memory on some architectures.
+
+    @ptx.inline
+    def load_four(values, gradients, x, dy, at, place, f):
+        """Where they are, and where the next one is."""
+        load_one(values, gradients, 0, x, dy, at)
+        second, place = moved(at, place, f)
+        load_one(values, gradients, lanes, x, dy, second)
+        third, place = moved(second, place, f)
+        load_one(values, gradients, 2 * lanes, x, dy, third)
+        fourth, place = moved(third, place, f)
+        load_one(values, gradients, 3 * lanes, x, dy, fourth)
+        end, place = moved(fourth, place, f)
+        return second, third, fourth, end, place
+
+    @ptx.inline
+    def scale_one(coefficients, values, gradients, where, out, at):
+        c0, c1, c2, c3 = coefficients
+        scaled(c0, c1, c2, c3, values, gradients, where)
+        store(out, at, values, where)
+
+    @ptx.inline
+    def scale_four(coefficients, values, gradients, out, first, second, third, fourth):
+        scale_one(coefficients, values, gradients, 0, out, first)
+        scale_one(coefficients, values, gradients, lanes, out, second)
+        scale_one(coefficients, values, gradients, 2 * lanes, out, third)
+        scale_one(coefficients, values, gradients, 3 * lanes, out, fourth)
+
+    @ptx.inline
+    def coefficients_of(params, column, epsilon, factor):
+        """Of inference, from its parameters: local arrays of v.sums."""
+        center, second, scale, offset = (
+            ptx.cuda.local.array(sums, real),
+            ptx.cuda.local.array(sums, real),
+            ptx.cuda.local.array(sums, real),
+            ptx.cuda.local.array(sums, real),
+        )
+        for i in range(sums):
+            channel = integer(column * sums + i)
+            center[i], second[i], scale[i], offset[i] = finish(
+                params, channel, real(0.0), real(1.0), real(0.0), real(0.0), epsilon, factor, False
+            )
+        return center, second, scale, offset
+
+    @ptx.inline
+    def coefficients_found(workspace, column, f):
+        center, second, scale, offset = (
+            ptx.cuda.local.array(sums, real),
+            ptx.cuda.local.array(sums, real),
+            ptx.cuda.local.array(sums, real),
+            ptx.cuda.local.array(sums, real),
+        )
+        for i in range(sums):
+            at = integer(integer(2 * f.parts * f.channels) + column * sums + i)
+            center[i], second[i] = workspace[at], workspace[integer(at + f.channels)]
+            scale[i], offset[i] = workspace[integer(at + 2 * f.channels)], workspace[integer(at + 3 * f.channels)]
+        return center, second, scale, offset
+
+    def sum_parts(
+        x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, workspace,
+        epsilon, factor, f
+    ):  # fmt: skip
+        thread = small(ptx.thread_x())
+        part, slab = ptx.divided(integer(ptx.block_x()), f.slabs)
+        column, row, last, at, place = begin_of(part, slab, f)
+        a, b, origin, pivot = (
+            ptx.cuda.local.array(lanes, real),
+            ptx.cuda.local.array(lanes, real),
+            ptx.cuda.local.array(lanes, real),
+            ptx.cuda.local.array(lanes, real),
+        )
+        values, gradients = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
+        for i in range(lanes):
+            a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)
+        load(pivot, 0, x, integer(column * f.column_elems))
+        if op == "bn_train":
+            if row < last:
+                load(origin, 0, x, at)
+        else:
+            for i in range(sums):
+                origin[i] = widen(mean[integer(column * sums + i)])
+        if lanes > sums:
+            for i in range(lanes):
+                pivot[i] = pivot[0]
+                if op != "bn_train":
+                    origin[i] = origin[0]
+        params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
+        if op == "bn_infer_bwd":
+            coefficients = coefficients_of(params, column, epsilon, factor)
+        count = real(0.0)
+        while integer(row + (at_once - 1) * rows_at_once) < last:
+            two, three, four, end, place = load_four(values, gradients, x, dy, at, place, f)
+            add(a, b, origin, values, gradients, 0)
+            add(a, b, origin, values, gradients, lanes)
+            add(a, b, origin, values, gradients, 2 * lanes)
+            add(a, b, origin, values, gradients, 3 * lanes)
+            if op == "bn_infer_bwd":
+                scale_four(coefficients, values, gradients, out, at, two, three, four)
+            at = end
+            row, count = integer(row + at_once * rows_at_once), count + real(at_once)
+        while row < last:
+            load_one(values, gradients, 0, x, dy, at)
+            add(a, b, origin, values, gradients, 0)
+            if op == "bn_infer_bwd":
+                scale_one(coefficients, values, gradients, 0, out, at)
+            at, place = moved(at, place, f)
+            row, count = integer(row + rows_at_once), count + real(1.0)
+        as_pairs(count, a, b, origin, pivot)
+        count = joined(count, a, b)
+        _, of_first, of_second = of_block(thread, count, a, b)
+        channel = integer(slab * channels + thread)
+        if thread < channels and channel < f.channels:
+            pair = integer(2 * (part * f.channels + channel))
+            workspace[pair], workspace[integer(pair + 1)] = of_first, of_second
+
+    def scale_parts(
+        x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, workspace,
+        epsilon, factor, f
+    ):  # fmt: skip
+        block = integer(integer(f.parts * f.slabs) - integer(1) - integer(ptx.block_x()))
+        part, slab = ptx.divided(block, f.slabs)
+        column, row, last, at, place = begin_of(part, slab, f)
+        if op == "bn_infer":
+            params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
+            coefficients = coefficients_of(params, column, epsilon, factor)
+        else:
+            coefficients = coefficients_found(workspace, column, f)
+        values, gradients = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
+        while integer(row + (at_once - 1) * rows_at_once) < last:
+            two, three, four, end, place = load_four(values, gradients, x, dy, at, place, f)
+            scale_four(coefficients, values, gradients, out, at, two, three, four)
+            at = end
+            row = integer(row + at_once * rows_at_once)
+        while row < last:
+            load_one(values, gradients, 0, x, dy, at)
+            scale_one(coefficients, values, gradients, 0, out, at)
+            at, place = moved(at, place, f)
+            row = integer(row + rows_at_once)
+
+    data, param, reals = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype), ptx.pointer(v.compute)
+    types = (data, data, data, *[param] * 10, reals, real, real, ptx.record(Walk, v.bits))
+    return scale_parts if is_last else sum_parts, types
+
+
+def _finish_kernel(*specialised_on):
+    """A warp a channel."""
+    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx
+
+    v = Variant(*specialised_on)
+    integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
+    merge, finish, op = bn_sums.merged(v.op, v.compute), bn_channel.finish(v), v.op
+    warps, widen_data = _FINISH_THREADS // 32, ptx.WIDEN[v.dtype]
+
+    def finish_channels(
+        x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, workspace,
+        epsilon, factor, f
+    ):  # fmt: skip
+        thread = small(ptx.thread_x())
+        channel, lane = integer(integer(ptx.block_x()) * warps + (thread >> 5)), small(thread & 31)
+        count, a, b = real(0.0), real(0.0), real(0.0)
+        if channel < f.channels:
+            part = integer(lane)
+            while part < f.parts:
+                pair = integer(2 * (part * f.channels + channel))
+                n = real(f.full) if part < f.parts - 1 else real(f.rest)
+                count, a, b = merge(count, a, b, n, workspace[pair], workspace[integer(pair + 1)])
+                part = integer(part + 32)
+        for exchange in range(5):
+            n, a_other = ptx.shuffle_xor(count, 16 >> exchange), ptx.shuffle_xor(a, 16 >> exchange)
+            b_other = ptx.shuffle_xor(b, 16 >> exchange)
+            count, a, b = merge(count, a, b, n, a_other, b_other)
+        if lane == 0 and channel < f.channels:
+            params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
+            pivot = real(0.0)
+            if op == "bn_train":
+                pivot = widen_data(x[integer(channel * f.channel_elems)])
+            found = finish(params, channel, pivot, real(f.m), a, b, epsilon, factor, True)
+            if op != "bn_infer_bwd":
+                at = integer(2 * f.parts * f.channels + channel)
+                for i in range(4):
+                    workspace[integer(at + i * f.channels)] = found[i]
+
+    data, param, reals = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype), ptx.pointer(v.compute)
+    return finish_channels, (data, data, data, *[param] * 10, reals, real, real, ptx.record(_Parts, v.bits))
+
+
+class StreamedTwice(LaunchedCandidate[Streamed]):
+    """Any batch normalisation."""
+
+    algorithm = "streamed"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: BnProblem, device: Gpu) -> Support:
+        return YES
+
+    def configs(self, problem: BnProblem, device: Gpu) -> tuple[Streamed, ...]:
+        columns = plan.widths(problem)[0]
+        every = [Streamed(columns, chunk_bytes >> 10) for chunk_bytes in _CHUNK_BYTES]
+        return tuple(sorted(every, key=lambda config: self.estimate(problem, config, device)))
+
+    def workspace_bytes(self, problem: BnProblem, config: Streamed, device: Gpu) -> int:
+        if self.op == "bn_infer":
+            return 0
+        integers = _walk(problem, config)
+        return (2 * integers.parts + 4) * integers.channels * ITEMSIZE[problem.compute]
+
+    def estimate(self, problem: BnProblem, config: Streamed, device: Gpu) -> float:
+        integers, inputs = _walk(problem, config), sum(o.size_bytes for o in problem.operands if o.role == "in")
+        again = max(0, inputs - device.l2_bytes // 2) if self.op in ("bn_train", "bn_bwd") else 0
+        kernels = {"bn_infer": 1, "bn_infer_bwd": 2}.get(self.op, 3)
+        few = max(1.0, 4 * device.sms / (integers.parts * integers.slabs))
+        rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
+        return _LAUNCH_US + kernels * _NEXT_US + (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
+
+    def launches(self, problem: BnProblem, config: Streamed, device: Gpu) -> list[Launch]:
+        v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)
+        blocks, arguments = integers.parts * integers.slabs, (*plan.pointers(problem), WORKSPACE)
+
+        min_blocks = _MIN_BLOCKS_WIDE if v.lanes == 8 and not v.is_forward else _MIN_BLOCKS
+
+        def over_rows(is_last: bool) -> Launch:
+            source = Source(_block_kernel, (*v, is_last), _THREADS, min_blocks)
+            return Launch(source, (blocks, 1, 1), arguments, v.compute, integers, v.bits)
+
+        of_vector = v.lanes if v.planar else 1
+        rest = integers.rows - (integers.parts - 1) * integers.chunk
+        parts = _Parts(
+            integers.channels,
+            integers.parts,
+            problem.m,
+            integers.chunk * of_vector,
+            rest * of_vector,
+            integers.channel_elems,
+        )
+        finish_blocks = ceil(integers.channels / (_FINISH_THREADS // 32))
+        finish = Launch(
+            Source(_finish_kernel, v._replace(lanes=1, columns=1), _FINISH_THREADS),
+            (finish_blocks, 1, 1),
+            arguments,
+            v.compute,
+            parts,
+            v.bits,
+        )
+        if self.op == "bn_infer":
+            return [over_rows(True)]
+        return [over_rows(False), finish] if self.op == "bn_infer_bwd" else [over_rows(False), finish, over_rows(True)]
+
+
+def _walk(problem: BnProblem, config: Streamed) -> Walk:
+    v = plan.variant(problem, config.columns, _THREADS)
+    row_bytes = v.columns * v.lanes * ITEMSIZE[v.dtype]
+    return plan.walk(problem, v, max(1, min(config.chunk_kib * 1024 // row_bytes, plan.rows_of(problem, v))))
+
+
+TRAIN, INFER = StreamedTwice("bn_train"), StreamedTwice("bn_infer")
+BWD, INFER_BWD = StreamedTwice("bn_bwd"), StreamedTwice("bn_infer_bwd")

@@ -1,0 +1,166 @@
+"""Vectors of neighbouring elements in local arrays, and what blocks of a cluster know of each other.
+
+A vector of 2 to 16 bytes is moved by one instruction; its elements are of the compute type in a local array, which
+becomes registers where the loops over it have known ends. Shared addresses are 32 bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+from numba.cuda.typing import signature
+
+from nbdnn.kernels.cuda import ptx
+from nbdnn.kernels.cuda.ptx import EFFECT, F16, F32, I32, I64, asm
+from nbdnn.problem import ITEMSIZE
+
+_I16, _F64 = ir.IntType(16), ir.DoubleType()
+_IN_MEMORY = {"f16": _I16, "bf16": _I16, "f32": F32, "f64": _F64}
+_SHARED = 3  # the address space
+
+
+def _widened(builder, value, dtype):
+    if dtype == "f16":
+        return builder.fpext(builder.bitcast(value, F16), F32)
+    if dtype == "bf16":
+        return builder.bitcast(builder.shl(builder.zext(value, I32), I32(16)), F32)
+    return value
+
+
+def _narrowed(builder, values, dtype):
+    if dtype in ("f32", "f64"):
+        return values
+    return [asm(builder, _I16, f"cvt.rn.{dtype}.f32 $0, $1;", "=h,f", [value]) for value in values]
+
+
+def _elements(context, builder, kind, array, place, lanes):
+    """Pointers to `lanes` elements of a local array from `place` on."""
+    data = context.make_array(kind)(context, builder, array).data
+    return [builder.gep(data, [builder.add(place, place.type(i))]) for i in range(lanes)]
+
+
+def _load(context, builder, dtype, lanes, where, targets, constant):
+    vector = ir.VectorType(_IN_MEMORY[dtype], lanes)
+    at = builder.bitcast(where, vector.as_pointer(where.type.addrspace))
+    loaded = builder.load(at, align=lanes * ITEMSIZE[dtype])
+    if constant:
+        loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
+    for i, target in enumerate(targets):
+        builder.store(_widened(builder, builder.extract_element(loaded, I32(i)), dtype), target)
+
+
+@cache
+def load(dtype: str, lanes: int):
+    """Intrinsic (array, place, base, index): array[place + i] = base[index + i], of memory that no thread writes."""
+
+    @intrinsic
+    def load_lanes(typingctx, array, place, base, index):
+        def codegen(context, builder, sig, args):
+            targets = _elements(context, builder, sig.args[0], args[0], args[1], lanes)
+            _load(context, builder, dtype, lanes, builder.gep(args[2], [args[3]]), targets, True)
+            return context.get_dummy_value()
+
+        return signature(types.none, array, place, base, index), codegen
+
+    return load_lanes
+
+
+@cache
+def load_shared(dtype: str, lanes: int):
+    """Intrinsic (array, place, shared address): array[place + i] = what is there."""
+
+    @intrinsic
+    def load_lanes(typingctx, array, place, address):
+        def codegen(context, builder, sig, args):
+            targets = _elements(context, builder, sig.args[0], args[0], args[1], lanes)
+            where = builder.inttoptr(args[2], _IN_MEMORY[dtype].as_pointer(_SHARED))
+            _load(context, builder, dtype, lanes, where, targets, False)
+            return context.get_dummy_value()
+
+        return signature(types.none, array, place, types.uint32), codegen
+
+    return load_lanes
+
+
+@cache
+def store(dtype: str, lanes: int):
+    """Intrinsic (base, index, array, place): base[index + i] = array[place + i], rounded to nearest even; not to be
+    kept in caches for longer than it takes to write it."""
+
+    @intrinsic
+    def store_lanes(typingctx, base, index, array, place):
+        def codegen(context, builder, sig, args):
+            sources = _elements(context, builder, sig.args[2], args[2], args[3], lanes)
+            values = _narrowed(builder, [builder.load(source) for source in sources], dtype)
+            vector = ir.VectorType(_IN_MEMORY[dtype], lanes)
+            filled = ir.Constant(vector, ir.Undefined)
+            for i, value in enumerate(values):
+                filled = builder.insert_element(filled, value, I32(i))
+            where = builder.bitcast(builder.gep(args[0], [args[1]]), vector.as_pointer())
+            stored = builder.store(filled, where, align=lanes * ITEMSIZE[dtype])
+            stored.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+            return context.get_dummy_value()
+
+        return signature(types.none, base, index, array, place), codegen
+
+    return store_lanes
+
+
+@cache
+def copy_to_shared(dtype: str, lanes: int):
+    """Intrinsic (shared address, base, index): a vector, asynchronously unless it is of 2 bytes."""
+    size_bytes = lanes * ITEMSIZE[dtype]
+    operation = f"cp.async.{'cg' if size_bytes == 16 else 'ca'}.shared.global [$0], [$1], {size_bytes};"
+    if size_bytes == 2:
+        operation = "{ .reg .b16 moved; ld.global.nc.b16 moved, [$1]; st.shared.b16 [$0], moved; }"
+
+    @intrinsic
+    def copy(typingctx, shared, base, index):
+        def codegen(context, builder, sig, args):
+            source = builder.ptrtoint(builder.gep(args[1], [args[2]]), I64)
+            asm(builder, ir.VoidType(), operation, "r,l,~{memory}", [args[0], source], EFFECT)
+            return context.get_dummy_value()
+
+        return signature(types.none, types.uint32, base, index), codegen
+
+    return copy
+
+
+def _of_cluster(step):
+    @intrinsic
+    def effect(typingctx):
+        def codegen(context, builder, sig, args):
+            asm(builder, ir.VoidType(), f"barrier.cluster.{step}.aligned;", "~{memory}", [], EFFECT)
+            return context.get_dummy_value()
+
+        return signature(types.none), codegen
+
+    return effect
+
+
+# All threads of a cluster arrive, then all may wait: what was written to shared memory before is seen after.
+cluster_arrive, cluster_wait = _of_cluster("arrive"), _of_cluster("wait")
+
+
+def _load_of_block(compute):
+    real = ptx.REAL[compute]
+    letter = "f" if compute == "f32" else "d"
+    text = f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, $1, $2; ld.shared::cluster.{compute} $0, [there]; }}"
+
+    @intrinsic
+    def load_element(typingctx, address, rank):
+        """What the block of that rank in the cluster has at a shared address of this one."""
+
+        def codegen(context, builder, sig, args):
+            result = F32 if compute == "f32" else _F64
+            return asm(builder, result, text, f"={letter},r,r,~{{memory}}", list(args), EFFECT)
+
+        return signature(real, types.uint32, types.int32), codegen
+
+    return load_element
+
+
+LOAD_OF_BLOCK = {compute: _load_of_block(compute) for compute in ("f32", "f64")}

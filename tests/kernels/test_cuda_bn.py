@@ -1,0 +1,76 @@
+"""The kernels of batch normalisation on every architecture: what they need, and what the plan gives them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from gpus import H200
+from libraries import library
+
+from nbdnn.dispatch import registry
+from nbdnn.kernels.cuda import bn_held, bn_plan
+from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
+from nbdnn.kernels.cuda.peaks import shared_bytes
+from nbdnn.problem import parse
+
+library("numba_cuda")
+
+# Vectors of 16 bytes and of one element, lanes that are one channel and that are several, with all that is written.
+KERNELS = (
+    ("bn_train:f32:n32c256h56w56:spatial:nchw", "held"),
+    ("bn_bwd:bf16:n4096c4096h1w1:per-activation:nchw:pf32", "held"),
+    ("bn_train:f16:n3c5h5w7:spatial:nchw:run", "held"),
+    ("bn_train:bf16:n32c256h56w56:spatial:nhwc", "streamed"),
+    ("bn_infer_bwd:f64:n4c16h8w8:spatial:nhwc", "streamed"),
+    ("bn_infer:bf16:n32c256h56w56:spatial:nhwc", "streamed"),
+)
+CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120": (12, 0)}
+
+
+@pytest.mark.parametrize("arch", CAPABILITIES)
+@pytest.mark.parametrize(("text", "algorithm"), KERNELS)
+def test_kernels_stay_within_their_means(text: str, algorithm: str, arch: str) -> None:
+    """No spills, no stack, no arithmetic wider than it must be, and no more shared memory than there is."""
+    problem, device = parse(text), replace(H200, capability=CAPABILITIES[arch])
+    candidate = registry.candidate(f"{problem.op}/numba/{algorithm}")
+    if not candidate.supports(problem, device).ok:
+        assert arch in ("sm_80", "sm_120") and algorithm == "held"
+        return
+    for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
+        kernel, source = compile_kernel(launch.source, arch), launch.source
+        assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), source
+        assert kernel.registers * source.threads * source.min_blocks <= 65536, source
+        assert kernel.shared_bytes + launch.dynamic_shared_bytes <= shared_bytes(device), source
+        assert launch.cluster == 1 or device.capability >= (9, 0)
+        ptx = ptx_text(source, arch)
+        assert (".f64" in ptx) == (problem.dtype == "f64"), source
+        assert not re.search(r"(?:div|rem)\.[su]64", ptx), source
+
+
+def test_every_row_has_a_block_and_every_slab_a_cluster() -> None:
+    for text in ("bn_train:f32:n32c256h56w56:spatial:nchw", "bn_bwd:bf16:n1000c1000h3w5:per-activation:nchw"):
+        problem = parse(text)
+        for config in bn_held.TRAIN.configs(problem, H200):
+            (launch,) = bn_held.TRAIN.launches(problem, config, H200)
+            walk = launch.integers
+            assert isinstance(walk, bn_plan.Walk)
+            assert walk.chunk * config.cluster >= walk.rows
+            assert launch.grid[0] == walk.slabs * config.cluster
+            assert walk.slabs * config.columns >= walk.columns
+
+
+@pytest.mark.parametrize(
+    ("text", "lanes"),
+    [
+        ("bn_train:f32:n2c3h8w8:spatial:nchw", 4),
+        ("bn_train:bf16:n2c3h7w8:spatial:nchw", 8),
+        ("bn_train:bf16:n2c3h7w7:spatial:nchw", 1),
+        ("bn_train:f32:n2c6h7w7:spatial:nhwc", 2),
+        ("bn_train:f32:n2c8h7w7:spatial:nhwc:a4", 1),
+        ("bn_train:f64:n2c8h7w7:per-activation:nchw", 2),
+    ],
+)
+def test_vectors_are_as_wide_as_extents_and_addresses_allow(text: str, lanes: int) -> None:
+    assert bn_plan.variant(parse(text), 1, 256).lanes == lanes

@@ -1,0 +1,56 @@
+"""What each candidate of batch normalisation must support, written out; the matrix is made of what they say."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from gpus import DEVICE
+
+from nbdnn.device import Cpu
+from nbdnn.dispatch import registry
+from nbdnn.edges_bn import edges
+from nbdnn.problem import parse
+from nbdnn.problem_bn import BN_OPS
+
+_DTYPES = ("f32", "f64", "f16", "bf16", "f16 pf32", "bf16 pf32")
+_CUDNN_DTYPES = ("f32", "f64", "f16 pf32", "bf16 pf32")
+_SPATIAL = ("n2c16h9w11:spatial:nchw", "n2c16h9w11:spatial:nhwc", "n2c16d5h6w7:spatial:ncdhw", "n2c5h1w1:spatial:nchw")
+_ACTIVATION = (
+    "n8c16h3w5:per-activation:nchw",
+    "n8c16h3w5:per-activation:nhwc",
+    "n8c5d2h3w5:per-activation:ndhwc",
+    "n64c10h1w1:per-activation:nchw",
+)
+_NEIGHBOURS_DIFFER = (_SPATIAL[1], _SPATIAL[3], *_ACTIVATION)
+
+# (dtypes, with that of parameters; shapes, modes and layouts) by algorithm, for the ops that it has.
+COVERAGE = {
+    "cpu/rows": (BN_OPS, _DTYPES, _NEIGHBOURS_DIFFER),
+    "cpu/planes": (BN_OPS, _DTYPES, (*_SPATIAL, *_ACTIVATION)),
+    "numba/held": (("bn_train", "bn_bwd"), _DTYPES, (*_SPATIAL, *_ACTIVATION, "n32c256h56w56:spatial:nchw")),
+    "numba/streamed": (BN_OPS, _DTYPES, (*_SPATIAL, *_ACTIVATION)),
+    "cudnn/spatial": (BN_OPS[:3], _CUDNN_DTYPES, _SPATIAL),
+    "cudnn/spatial_persistent": (("bn_train", "bn_bwd"), _CUDNN_DTYPES, _SPATIAL),
+    "cudnn/per_activation": (BN_OPS[:3], _CUDNN_DTYPES, _ACTIVATION),
+}
+
+
+@pytest.mark.parametrize("name", COVERAGE)
+def test_supports_what_it_must(name: str, device: Cpu) -> None:
+    ops, dtypes, shapes = COVERAGE[name]
+    for op, dtype, shape in product(ops, dtypes, shapes):
+        candidate = registry.candidate(f"{op}/{name}")
+        of_data, _, of_params = dtype.partition(" ")
+        on = device if registry.kind_of(candidate) == "cpu" else DEVICE
+        for end in ("", "run") if op == "bn_train" else ("",):
+            problem = parse(":".join(filter(None, (op, of_data, shape, of_params, end))))
+            support = candidate.supports(problem, on)
+            assert support.ok, f"{candidate.id}, {problem}: {support.reason}"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("op", BN_OPS)
+def test_the_last_candidate_supports_every_edge_case(op: str, kind: str, device: Cpu) -> None:
+    last = registry.candidates(op, kind=kind)[-1]
+    assert not [problem for problem in edges(op) if not last.supports(problem, device if kind == "cpu" else DEVICE).ok]
