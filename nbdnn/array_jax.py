@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from nbdnn.array import BY_NAME, NumPy, View, empty_on_line, numpy_dtype
+from nbdnn.array import NumPy, View, dtype_named, empty_on_line, numpy_dtype
 from nbdnn.array_cuda import copy_through_host
 from nbdnn.device_array import DeviceArray
 from nbdnn.errors import InvalidType
-from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, dense_strides
+from nbdnn.problem import ANY_ITEMSIZE, DEFAULT_ALIGN, dense_strides
 
 
 class Jax(NumPy):
@@ -47,11 +47,9 @@ class Jax(NumPy):
             gpu = self.gpu(array)
             if gpu < 0:
                 return super().view(np.asarray(array))
-            dtype = BY_NAME.get(array.dtype.name, "")
-            if not dtype:
-                raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(BY_NAME)}")
+            dtype = dtype_named(array.dtype.name)
             steps, pointer = dense_strides(array.shape, False), _awaited(array)
-        return View(pointer, array.shape, tuple(step * ITEMSIZE[dtype] for step in steps), dtype, False, gpu)
+        return View(pointer, array.shape, tuple(step * ANY_ITEMSIZE[dtype] for step in steps), dtype, False, gpu)
 
     def pointer(self, array: Any) -> int:
         return array.pointer if isinstance(array, DeviceArray) else super().pointer(array)
