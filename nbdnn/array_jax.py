@@ -55,6 +55,8 @@ class Jax(NumPy):
         return array.pointer if isinstance(array, DeviceArray) else super().pointer(array)
 
     def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1) -> Callable[[], Any]:
+        if dtype == "i64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise InvalidType("JAX has no int64 unless its flag jax_enable_x64 is set")
         if gpu >= 0:
             return partial(DeviceArray, shape, dense_strides(shape, channels_last), dtype, gpu)
         # JAX shares a buffer of NumPy only where it lies on a line, as its own do.

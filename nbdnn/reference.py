@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from nbdnn import reference_conv, reference_softmax
+from nbdnn import reference_conv, reference_dropout, reference_softmax
 from nbdnn.expected import Sample
 from nbdnn.problem import ConvProblem, Problem
+from nbdnn.problem_dropout import DropoutProblem
 from nbdnn.problem_softmax import SoftmaxProblem
 
 _FAMILIES: dict[type[Problem], Callable[..., Mapping[str, Sample]]] = {
     ConvProblem: reference_conv.samples,
     SoftmaxProblem: reference_softmax.samples,
+    DropoutProblem: reference_dropout.samples,
 }
 
 

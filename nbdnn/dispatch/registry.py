@@ -29,6 +29,7 @@ def _cpu_lists() -> _Lists:
         conv_pixel_gemm,
         conv_winograd,
         conv_winograd_filter,
+        dropout,
         softmax,
     )
 
@@ -66,6 +67,8 @@ def _cpu_lists() -> _Lists:
         ),
         "softmax_fwd": (softmax.FWD_ROWS, softmax.FWD_COLUMNS),
         "softmax_bwd": (softmax.BWD_ROWS, softmax.BWD_COLUMNS),
+        "dropout_fwd": (dropout.FWD,),
+        "dropout_bwd": (dropout.BWD,),
     }
 
 
