@@ -86,6 +86,7 @@ def _cuda_lists() -> _Lists:
         conv_stem,
         conv_winograd,
         conv_winograd_filter,
+        dropout,
         unfused,
     )
 
@@ -129,6 +130,8 @@ def _cuda_lists() -> _Lists:
             conv_fma_gemm_filter.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
+        "dropout_fwd": (dropout.FWD,),
+        "dropout_bwd": (dropout.BWD,),
     }
 
 
