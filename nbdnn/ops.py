@@ -15,6 +15,7 @@ from nbdnn import conv
 from nbdnn.array import dense_copy, library_of, view
 from nbdnn.conv import Axes, BorderMode, get_conv_out_shape
 from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.ops_dropout import GpuDnnDropoutOp as GpuDnnDropoutOp
 
 _layers = count()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from libraries import library
 
-from nbdnn import InvalidProblem, InvalidType, dnn_dropout, dnn_dropout_grad
+from nbdnn import InvalidProblem, InvalidType, dnn_dropout, dnn_dropout_grad, ops
 from nbdnn.dispatch import registry
 from nbdnn.problem import parse
 from nbdnn.reference_dropout import philox
@@ -171,3 +171,12 @@ def test_every_problem_has_a_candidate_on_the_cpu(device: Any) -> None:
     for op in ("dropout_fwd", "dropout_bwd"):
         for dtype in ("f16", "bf16", "f32", "f64"):
             assert registry.candidates(op)[-1].supports(parse(f"{op}:{dtype}:m1003"), device).ok
+
+
+def test_the_op_of_theano() -> None:
+    state = np.array([3, 0])
+    y, mask, advanced = ops.GpuDnnDropoutOp()(X, 0.5, state)
+    assert list(state) == [3, 0] and list(advanced) == [3, X.size // 4]
+    assert ops.GpuDnnDropoutOp(inplace=True)(X, 0.5, state)[2] is state and list(state) == list(advanced)
+    dx, *none = ops.GpuDnnDropoutOp().grad((X, 0.5, mask), (X,))
+    assert np.array_equal(dx, y) and none == [None, None]
