@@ -23,6 +23,7 @@ from nbdnn.conv import (
     get_conv_out_shape,
 )
 from nbdnn.dispatch.events import Event, events
+from nbdnn.dropout import dnn_dropout, dnn_dropout_grad
 from nbdnn.errors import (
     ConfigError,
     CudaError,
@@ -66,6 +67,8 @@ __all__ = [
     "dnn_batch_normalization_train",
     "dnn_conv",
     "dnn_conv3d",
+    "dnn_dropout",
+    "dnn_dropout_grad",
     "dnn_gradinput",
     "dnn_gradinput3d",
     "dnn_gradweight",

@@ -21,8 +21,10 @@ import numpy as np
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem import ANY_ITEMSIZE, DEFAULT_ALIGN, ITEMSIZE, dense_strides
 
-DTYPE_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
-BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+DTYPE_NAMES = {
+    "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "u8": "uint8", "i64": "int64"
+}  # fmt: skip
+_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # What NumPy computes on: bfloat16 travels as its bits.
 _RAW = {
     "f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "u8": np.uint8, "i64": np.int64
@@ -55,7 +57,7 @@ class View(NamedTuple):
         if 0 in self.shape:
             return 0, 0
         spans = [(extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True)]
-        return sum(min(span, 0) for span in spans), sum(max(span, 0) for span in spans) + ITEMSIZE[self.dtype]
+        return sum(min(span, 0) for span in spans), sum(max(span, 0) for span in spans) + ANY_ITEMSIZE[self.dtype]
 
     @property
     def overlaps_itself(self) -> bool:
@@ -67,7 +69,7 @@ class View(NamedTuple):
         """Whether the array is dense in that layout. One with extents of 1 may be so in both."""
         if 0 in self.shape:
             return True
-        itemsize = ITEMSIZE[self.dtype]
+        itemsize = ANY_ITEMSIZE[self.dtype]
         wanted = dense_strides(self.shape, channels_last)
         return self.pointer % itemsize == 0 and all(
             extent == 1 or stride == steps * itemsize
@@ -140,9 +142,7 @@ class NumPy(Library):
         return pointer, (array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), array.flags.writeable)
 
     def view(self, array: np.ndarray) -> View:
-        dtype = BY_NAME.get(array.dtype.name)
-        if dtype is None or not array.dtype.isnative:
-            raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(BY_NAME)}")
+        dtype = dtype_named(array.dtype.name if array.dtype.isnative else "", array.dtype)
         return View(array.ctypes.data, array.shape, array.strides, dtype, array.flags.writeable)
 
     def pointer(self, array: np.ndarray) -> int:
@@ -152,7 +152,7 @@ class NumPy(Library):
         self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1
     ) -> Callable[[], np.ndarray]:
         numpy_type = numpy_dtype(dtype)
-        empty = np.empty if prod(shape) * ITEMSIZE[dtype] < _MAPPED_BYTES else empty_on_line
+        empty = np.empty if prod(shape) * ANY_ITEMSIZE[dtype] < _MAPPED_BYTES else empty_on_line
         if not channels_last:
             return partial(empty, shape, numpy_type)
         in_memory = (shape[0], *shape[2:], shape[1])
@@ -167,6 +167,17 @@ _NUMPY = NumPy()
 _LIBRARIES: dict[type, Library] = {np.ndarray: _NUMPY}
 
 
+def dtype_named(name: str, given: object = None) -> str:
+    """The dtype, such as 'f32', that libraries call `name`; InvalidType for one that nbdnn has no use for."""
+    if name not in _BY_NAME:
+        raise InvalidType(_unexpected(given or name, tuple(ITEMSIZE)))
+    return _BY_NAME[name]
+
+
+def _unexpected(given: object, dtypes: tuple[str, ...]) -> str:
+    return f"dtype {given} is not one of {', '.join(DTYPE_NAMES[dtype] for dtype in dtypes)}"
+
+
 def library_of(array: Any) -> Library:
     """The library that `array` belongs to."""
     return _LIBRARIES.get(type(array)) or _identify(array)
@@ -177,12 +188,15 @@ def read(array: Any) -> tuple[int, Hashable]:
     return (_LIBRARIES.get(type(array)) or _identify(array)).read(array)
 
 
-def view(array: Any, name: str) -> View:
-    """What `array` is; InvalidType names it where its dtype is not computed on."""
+def view(array: Any, name: str, dtypes: tuple[str, ...] = tuple(ITEMSIZE)) -> View:
+    """What `array` is; InvalidType names it where its dtype is none of `dtypes`."""
     try:
-        return library_of(array).view(array)
+        seen = library_of(array).view(array)
     except InvalidType as error:
         raise InvalidType(f"{name}: {error}") from None
+    if seen.dtype not in dtypes:
+        raise InvalidType(f"{name}: {_unexpected(DTYPE_NAMES[seen.dtype], dtypes)}")
+    return seen
 
 
 def _identify(array: Any) -> Library:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from nbdnn import driver
-from nbdnn.array import BY_NAME, Library, View, narrowed, numpy_dtype, widened
+from nbdnn.array import Library, View, dtype_named, narrowed, numpy_dtype, widened
 from nbdnn.device_array import CUDA_KIND, DeviceArray, exported
 from nbdnn.errors import InvalidType
-from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, dense_strides
+from nbdnn.problem import ANY_ITEMSIZE, DEFAULT_ALIGN, dense_strides
 
 
 class CudaArray(Library):
@@ -29,12 +29,10 @@ class CudaArray(Library):
 
     def view(self, array: Any) -> View:
         facts = array.__cuda_array_interface__
-        name = np.dtype(facts["typestr"]).name
-        if name not in BY_NAME:
-            raise InvalidType(f"dtype {facts['typestr']} is not one of {', '.join(BY_NAME)}")
+        dtype = dtype_named(np.dtype(facts["typestr"]).name, facts["typestr"])
         shape, (pointer, read_only) = tuple(facts["shape"]), facts["data"]
-        strides = facts.get("strides") or _bytes(dense_strides(shape, False), BY_NAME[name])
-        return View(pointer, shape, tuple(strides), BY_NAME[name], not read_only, self.gpu(array))
+        strides = facts.get("strides") or _bytes(dense_strides(shape, False), dtype)
+        return View(pointer, shape, tuple(strides), dtype, not read_only, self.gpu(array))
 
     def pointer(self, array: Any) -> int:
         return array.__cuda_array_interface__["data"][0]
@@ -82,9 +80,7 @@ class NumbaArray(CudaArray):
         return array.gpu_data.context.device.id
 
     def view(self, array: Any) -> View:
-        dtype = BY_NAME.get(array.dtype.name)
-        if dtype is None:
-            raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(BY_NAME)}")
+        dtype = dtype_named(array.dtype.name)
         pointer = array.device_ctypes_pointer.value or 0
         return View(pointer, array.shape, array.strides, dtype, True, self.gpu(array))
 
@@ -108,7 +104,7 @@ def copy_through_host(to: View, from_: View) -> None:
 
 
 def _bytes(strides: tuple[int, ...], dtype: str) -> tuple[int, ...]:
-    return tuple(step * ITEMSIZE[dtype] for step in strides)
+    return tuple(step * ANY_ITEMSIZE[dtype] for step in strides)
 
 
 def _on_host(view: View) -> tuple[np.ndarray, np.ndarray]:

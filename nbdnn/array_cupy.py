@@ -9,8 +9,7 @@ from typing import Any
 
 import cupy
 
-from nbdnn.array import BY_NAME, Library, View, numpy_dtype
-from nbdnn.errors import InvalidType
+from nbdnn.array import Library, View, dtype_named, numpy_dtype
 from nbdnn.problem import DEFAULT_ALIGN
 
 
@@ -30,9 +29,7 @@ class CuPy(Library):
         return cupy.cuda.ExternalStream(stream, gpu)
 
     def view(self, array: Any) -> View:
-        dtype = BY_NAME.get(array.dtype.name)
-        if dtype is None:
-            raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(BY_NAME)}")
+        dtype = dtype_named(array.dtype.name)
         return View(array.data.ptr, array.shape, array.strides, dtype, True, array.data.device_id)
 
     def pointer(self, array: Any) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from nbdnn.array import BY_NAME, NumPy, View, empty_on_line, numpy_dtype
+from nbdnn.array import NumPy, View, dtype_named, empty_on_line, numpy_dtype
 from nbdnn.array_cuda import copy_through_host
 from nbdnn.device_array import DeviceArray
 from nbdnn.errors import InvalidType
-from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, dense_strides
+from nbdnn.problem import ANY_ITEMSIZE, DEFAULT_ALIGN, dense_strides
 
 
 class Jax(NumPy):
@@ -47,16 +47,16 @@ class Jax(NumPy):
             gpu = self.gpu(array)
             if gpu < 0:
                 return super().view(np.asarray(array))
-            dtype = BY_NAME.get(array.dtype.name, "")
-            if not dtype:
-                raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(BY_NAME)}")
+            dtype = dtype_named(array.dtype.name)
             steps, pointer = dense_strides(array.shape, False), _awaited(array)
-        return View(pointer, array.shape, tuple(step * ITEMSIZE[dtype] for step in steps), dtype, False, gpu)
+        return View(pointer, array.shape, tuple(step * ANY_ITEMSIZE[dtype] for step in steps), dtype, False, gpu)
 
     def pointer(self, array: Any) -> int:
         return array.pointer if isinstance(array, DeviceArray) else super().pointer(array)
 
     def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1) -> Callable[[], Any]:
+        if dtype == "i64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            raise InvalidType("JAX has no int64 unless its flag jax_enable_x64 is set")
         if gpu >= 0:
             return partial(DeviceArray, shape, dense_strides(shape, channels_last), dtype, gpu)
         # JAX shares a buffer of NumPy only where it lies on a line, as its own do.

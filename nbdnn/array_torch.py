@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from nbdnn.array import BY_NAME, DTYPE_NAMES, Library, View
+from nbdnn.array import DTYPE_NAMES, Library, View, dtype_named
 from nbdnn.errors import InvalidType
-from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, dense_strides
+from nbdnn.problem import ANY_ITEMSIZE, DEFAULT_ALIGN, dense_strides
 
 # From this size on an output is asked for in huge pages, as NumPy asks for its arrays. The C library maps blocks of
 # more than 32 MiB anew each time, and may give smaller ones at the end of its heap back to the system: the first write
@@ -50,17 +50,15 @@ class Torch(Library):
         return torch.cuda.stream(torch.cuda.ExternalStream(stream, gpu))
 
     def view(self, array: Any) -> View:
-        dtype = _NAMES.get(array.dtype)
-        if dtype is None:
-            raise InvalidType(f"dtype {array.dtype} is not one of {', '.join(BY_NAME)}")
-        strides = tuple(step * ITEMSIZE[dtype] for step in array.stride())
+        dtype = _NAMES.get(array.dtype) or dtype_named("", array.dtype)
+        strides = tuple(step * ANY_ITEMSIZE[dtype] for step in array.stride())
         return View(array.data_ptr(), tuple(array.shape), strides, dtype, True, self.gpu(array))
 
     def pointer(self, array: Any) -> int:
         return array.data_ptr()
 
     def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1) -> Callable[[], Any]:
-        strides, size_bytes = dense_strides(shape, channels_last), prod(shape) * ITEMSIZE[dtype]
+        strides, size_bytes = dense_strides(shape, channels_last), prod(shape) * ANY_ITEMSIZE[dtype]
         device = torch.device("cuda", gpu) if gpu >= 0 else torch.device("cpu")
         empty = partial(torch.empty_strided, shape, strides, dtype=_DTYPES[dtype], device=device)
         advise = _huge_pages()

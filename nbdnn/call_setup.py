@@ -13,7 +13,7 @@ from nbdnn.dispatch import registry
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import Filters
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import Problem
+from nbdnn.problem import ITEMSIZE, Problem
 
 
 class Options(NamedTuple):
@@ -48,11 +48,16 @@ def _or_flag(given: Any, flag: Any) -> Any:
     return flag if given is None else given
 
 
-def views_of(names: Sequence[str], arrays: Sequence[Any], required: int) -> list[View | None]:
+def views_of(
+    names: Sequence[str],
+    arrays: Sequence[Any],
+    required: int,
+    dtypes: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
+) -> list[View | None]:
     """A view of each array that there is, as the first `required` must be; InvalidProblem where they are not all on the
-    first one's device."""
+    first one's device. dtypes: by place, those of arrays that hold no numbers."""
     views = [
-        view(array, name) if i < required or array is not None else None
+        view(array, name, dtypes.get(i, tuple(ITEMSIZE))) if i < required or array is not None else None
         for i, (array, name) in enumerate(zip(arrays, names, strict=True))
     ]
     first = views[0]

@@ -9,12 +9,15 @@ from typing import Any
 from nbdnn import driver
 from nbdnn.array import View
 from nbdnn.errors import InvalidType
-from nbdnn.problem import ITEMSIZE, dense_strides
+from nbdnn.problem import ANY_ITEMSIZE, dense_strides
 
 # DLPack's numbers: of CUDA devices, and of types.
-CUDA_KIND, _FLOAT, _BFLOAT = 2, 2, 4
-_CODES = {"f16": (_FLOAT, 16), "bf16": (_BFLOAT, 16), "f32": (_FLOAT, 32), "f64": (_FLOAT, 64)}
-_TYPESTR = {"f16": "<f2", "f32": "<f4", "f64": "<f8"}
+CUDA_KIND, _INT, _UINT, _FLOAT, _BFLOAT = 2, 0, 1, 2, 4
+_CODES = {
+    "f16": (_FLOAT, 16), "bf16": (_BFLOAT, 16), "f32": (_FLOAT, 32), "f64": (_FLOAT, 64), "u8": (_UINT, 8),
+    "i64": (_INT, 64),
+}  # fmt: skip
+_TYPESTR = {"f16": "<f2", "f32": "<f4", "f64": "<f8", "u8": "|u1", "i64": "<i8"}
 
 
 class DeviceArray:
@@ -25,14 +28,14 @@ class DeviceArray:
 
     def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, gpu: int) -> None:
         self.shape, self.strides, self.dtype, self.gpu = shape, strides, dtype, gpu
-        self.memory = driver.Memory(gpu, prod(shape) * ITEMSIZE[dtype])
+        self.memory = driver.Memory(gpu, prod(shape) * ANY_ITEMSIZE[dtype])
         self.pointer = self.memory.address
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         if self.dtype not in _TYPESTR:
             raise AttributeError("bfloat16 is not expressible in __cuda_array_interface__: use DLPack")
-        itemsize = ITEMSIZE[self.dtype]
+        itemsize = ANY_ITEMSIZE[self.dtype]
         return {
             "shape": self.shape,
             "strides": tuple(step * itemsize for step in self.strides),
@@ -103,7 +106,7 @@ def exported(capsule: Any, gpu: int) -> View:
         raise InvalidType(f"DLPack type {tensor.code} of {tensor.bits} bits is not one of {', '.join(_CODES)}")
     shape = tuple(tensor.shape[: tensor.ndim])
     steps = tuple(tensor.strides[: tensor.ndim]) if tensor.strides else dense_strides(shape, False)
-    strides = tuple(step * ITEMSIZE[dtype] for step in steps)
+    strides = tuple(step * ANY_ITEMSIZE[dtype] for step in steps)
     return View((tensor.data or 0) + tensor.byte_offset, shape, strides, dtype, True, gpu)
 
 

@@ -16,6 +16,7 @@ from nbdnn.array import dense_copy, library_of, view
 from nbdnn.conv import Axes, BorderMode, get_conv_out_shape
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.ops_bn import GpuDnnBatchNorm, GpuDnnBatchNormGrad, GpuDnnBatchNormInference
+from nbdnn.ops_dropout import GpuDnnDropoutOp
 from nbdnn.ops_softmax import GpuDnnSoftmax, GpuDnnSoftmaxGrad
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "GpuDnnConvDesc",
     "GpuDnnConvGradI",
     "GpuDnnConvGradW",
+    "GpuDnnDropoutOp",
     "GpuDnnSoftmax",
     "GpuDnnSoftmaxGrad",
 ]

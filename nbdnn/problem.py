@@ -48,6 +48,7 @@ CONV_OPS = ("conv_fwd", "conv_bwd_data", "conv_bwd_filter")
 FAMILIES = {
     "softmax": ("softmax_fwd", "softmax_bwd"),
     "bn": ("bn_train", "bn_infer", "bn_bwd", "bn_infer_bwd"),
+    "dropout": ("dropout_fwd", "dropout_bwd"),
 }
 OPS = (*CONV_OPS, *(op for ops in FAMILIES.values() for op in ops))
 DEFAULT_ALIGN = 16
@@ -135,7 +136,8 @@ class Problem(ABC):
 
 def dense_strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
     """Strides in elements of a dense array of logical `shape` (axis 1 is the channel axis)."""
-    memory_order = [0, *range(2, len(shape)), 1] if channels_last else list(range(len(shape)))
+    axes = list(range(len(shape)))
+    memory_order = [0, *axes[2:], 1] if channels_last and len(shape) > 2 else axes
     strides = [0] * len(shape)
     step = 1
     for axis in reversed(memory_order):

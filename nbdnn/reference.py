@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from nbdnn import reference_bn, reference_conv, reference_softmax
+from nbdnn import reference_bn, reference_conv, reference_dropout, reference_softmax
 from nbdnn.expected import Sample
 from nbdnn.problem import ConvProblem, Problem
 from nbdnn.problem_bn import BnProblem
+from nbdnn.problem_dropout import DropoutProblem
 from nbdnn.problem_softmax import SoftmaxProblem
 
 _FAMILIES: dict[type[Problem], Callable[..., Mapping[str, Sample]]] = {
     ConvProblem: reference_conv.samples,
     SoftmaxProblem: reference_softmax.samples,
     BnProblem: reference_bn.samples,
+    DropoutProblem: reference_dropout.samples,
 }
 
 

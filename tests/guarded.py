@@ -8,9 +8,16 @@ import ml_dtypes
 import numpy as np
 
 from nbdnn import driver
-from nbdnn.problem import Problem
+from nbdnn.problem import ITEMSIZE, Problem
 
-NUMPY_DTYPE = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32, "f64": np.float64}
+NUMPY_DTYPE = {
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "u8": np.uint8,
+    "i64": np.int64,
+}
 _GUARD_BYTES = 4096
 _NAN_BYTE = 0xFF  # repeated, it is a NaN of every floating-point type
 
@@ -111,7 +118,9 @@ def values(problem: Problem, kind: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(crc32(f"{kind} {problem}".encode()))
     filled = {}
     for operand in (o for o in problem.operands if o.is_read):
-        if kind == "integers":
+        if operand.dtype not in ITEMSIZE:
+            value = rng.integers(0, 256, operand.shape)
+        elif kind == "integers":
             value = rng.integers(1, 4, operand.shape) * rng.choice([-1, 1], operand.shape)
         else:
             value = rng.standard_normal(operand.shape)

@@ -32,6 +32,7 @@ def _cpu_lists() -> _Lists:
         conv_pointwise,
         conv_winograd,
         conv_winograd_filter,
+        dropout,
         softmax_columns,
         softmax_rows,
     )
@@ -76,6 +77,8 @@ def _cpu_lists() -> _Lists:
         "bn_infer": (bn_rows.INFER, bn_planes.INFER),
         "bn_bwd": (bn_rows.BWD, bn_planes.BWD),
         "bn_infer_bwd": (bn_rows.INFER_BWD, bn_planes.INFER_BWD),
+        "dropout_fwd": (dropout.FWD,),
+        "dropout_bwd": (dropout.BWD,),
     }
 
 
@@ -101,6 +104,7 @@ def _cuda_lists() -> _Lists:
         conv_stem,
         conv_winograd,
         conv_winograd_filter,
+        dropout,
         softmax_columns,
         softmax_direct,
         softmax_rows,
@@ -163,6 +167,8 @@ def _cuda_lists() -> _Lists:
         "bn_infer": (*bn_legacy.INFER, bn_streamed.INFER),
         "bn_bwd": (bn_held.BWD, *bn_legacy.BWD, bn_streamed.BWD),
         "bn_infer_bwd": (bn_streamed.INFER_BWD,),
+        "dropout_fwd": (dropout.FWD,),
+        "dropout_bwd": (dropout.BWD,),
     }
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from nbdnn.array import at, narrowed
 from nbdnn.candidate import Runner
 from nbdnn.dispatch import workspace
-from nbdnn.problem import DEFAULT_ALIGN, Operand, Problem
+from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, Operand, Problem
 
 BATCH_S, WARM_UP_S = 5e-3, 1e-3
 # The workers of OpenMP and OpenBLAS spin after a region, on a core that the next one needs, for 10 to 400 ms: nbdnn's
@@ -105,7 +105,12 @@ def copies(problem: Problem, cache_bytes: int, allowed_bytes: int) -> int:
 
 
 def random_values(operand: Operand, rng: np.random.Generator) -> np.ndarray:
-    """Zero-mean values of the operand's shape and dtype, in [-1, 1); positive ones in [0.5, 1.5)."""
+    """Zero-mean values of the operand's shape and dtype, in [-1, 1); positive ones in [0.5, 1.5).
+
+    Of masks and states any bits.
+    """
+    if operand.dtype not in ITEMSIZE:
+        return rng.integers(0, 256, operand.shape, np.uint8 if operand.dtype == "u8" else np.int64)
     drawn = rng.random(min(operand.size_elems, _PERIOD), np.float32)
     drawn = drawn + 0.5 if operand.positive else drawn * 2 - 1
     return narrowed(np.resize(drawn, operand.shape), operand.dtype)

@@ -26,6 +26,7 @@ _POINTEE = {
     "f64": types.float64,
     "f16": types.uint16,
     "bf16": types.uint16,
+    "u8": types.uint8,
     "i32": types.int32,
     "i64": types.int64,
 }

@@ -20,10 +20,13 @@ from numba.cuda.typing import signature
 
 I32, I64, F16, F32 = ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
 
-ELEMENT = {"f16": types.uint16, "bf16": types.uint16, "f32": types.float32, "f64": types.float64}
+ELEMENT = {
+    "f16": types.uint16, "bf16": types.uint16, "f32": types.float32, "f64": types.float64, "u8": types.uint8,
+    "i64": types.int64,
+}  # fmt: skip
 REAL = {"f32": types.float32, "f64": types.float64}
 INTEGER = {32: types.int32, 64: types.int64}
-WORD = types.uint32
+WORD, WIDE = types.uint32, types.uint64
 
 # Decorates device functions: inlined into what calls them, before types are inferred. Numba's own words for what it
 # does well are reached as `ptx.cuda.syncthreads()`, `ptx.cuda.local.array`, `ptx.cuda.shared.array`.
