@@ -320,7 +320,7 @@ EDGES_FIRST = (
     Edge("n3c1h9w40:k16r5s5:p2x2:u2x2:d1x1:g1", "one channel, an odd number of groups of eight outputs"),
     Edge("n1c4h17w18:k72r3s3:p1x1:u1x1:d1x1:g1", "four channels, stride 1, more filters than a block has"),
     Edge("n1c3h9w42:k64r3s3:p1x1:u1x1:d1x1:g1", "three channels, stride 1: every second window begins within a word"),
-    Edge("n2c3h27w36:k24r11s11:p2x2:u4x4:d1x1:g1", "11x11: more words of a window than a block sums"),
+    Edge("n2c4h27w36:k24r11s11:p2x2:u4x4:d1x1:g1", "11x11, four channels: more words of a window than a block sums"),
     Edge("n1c2h13w22:k8r3s2:ba0.2x1.0:u3x2:d2x1:g1", "asymmetric in every parameter, rows of taps that are dilated"),
 )
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
