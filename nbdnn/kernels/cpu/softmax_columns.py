@@ -34,7 +34,7 @@ from nbdnn.problem_softmax import SoftmaxProblem
 
 _LINE_BYTES, _ELEMENTS_AHEAD = 64, 8
 _SECOND_LEVEL_SHARE, _LEAST_WIDTH, _MOST_WIDTH = 0.6, 16, 1024  # columns of a task: what stays in that cache
-_SCRATCH_BYTES, _LONGEST_SHORT_ROW = 32 << 10, 128  # of a task's short rows, turned
+_SCRATCH_BYTES, _LONGEST_SHORT_ROW = 64 << 10, 128  # of a task's short rows, turned
 _NS_PER_ELEM = {"columns": 0.5, "short_rows": 0.8}  # one thread: priors for the guess
 
 _FIELDS = record("length", "inner", "width", "blocks", "rows", "scratch", "scratch_bytes")
@@ -44,13 +44,14 @@ _FIELDS = record("length", "inner", "width", "blocks", "rows", "scratch", "scrat
 def _forward_passes(dtype: str, algorithm: str):
     """Compiled-in function (y, x, step, powers, powers_step, shift, total, length, width), all of them addresses.
 
-    Element i of the first column lies at x + i * step bytes, and its power, unless that is the logarithm, for a time at
-    powers + i * powers_step; x, y and powers may be the same. shift and total have room for a number a column.
+    Element i of the first column lies at x + i * step bytes. For a time its power is in y, or at powers + i *
+    powers_step where y is of 16 bits. shift and total have room for a number a column. Nothing overlaps: loops over
+    what does are no vectors.
     """
     compute = DEFAULT_COMPUTE[dtype]
     data, elements, exp = pointer(compute), pointer(dtype), EXP[compute]
     real, widen, narrow = float32 if compute == "f32" else float64, WIDEN[dtype], NARROW[dtype]
-    ask_for, shifts, is_log = _ask_for(dtype), algorithm != "fast", algorithm == "log"
+    ask_for, shifts, is_log, is_wide = _ask_for(dtype), algorithm != "fast", algorithm == "log", dtype == compute
 
     @njit(**DEVICE)
     def larger(found, line, width):
@@ -72,7 +73,12 @@ def _forward_passes(dtype: str, algorithm: str):
     def finish(out, line, powers, shift, sums, width):
         x, y, power, less, total = elements(line), elements(out), data(powers), data(shift), data(sums)
         for j in range(width):
-            y[j] = narrow((widen(x[j]) - less[j]) - total[j] if is_log else power[j] * total[j])
+            if is_log:
+                y[j] = narrow((widen(x[j]) - less[j]) - total[j])
+            elif is_wide:
+                y[j] *= total[j]
+            else:
+                y[j] = narrow(power[j] * total[j])
 
     @njit(**DEVICE)
     def passes(y, x, step, powers, powers_step, shift, total, length, width):
@@ -85,7 +91,7 @@ def _forward_passes(dtype: str, algorithm: str):
                 larger(shift, x + i * step, width)
         for i in range(length):
             ask_for(y + (i + _ELEMENTS_AHEAD) * step, width)
-            add_powers(total, powers + i * powers_step, x + i * step, shift, width)
+            add_powers(total, y + i * step if is_wide else powers + i * powers_step, x + i * step, shift, width)
         for j in range(width):
             sums[j] = real(math.log(sums[j])) if is_log else real(1.0) / sums[j]
         for i in range(length):
@@ -96,7 +102,7 @@ def _forward_passes(dtype: str, algorithm: str):
 
 @cache
 def _backward_passes(dtype: str, algorithm: str):
-    """Compiled-in function (dx, dy, y, step, total, length, width), all of them addresses; dx may be dy or y."""
+    """Compiled-in function (dx, dy, y, step, total, length, width), all of them addresses. Nothing overlaps."""
     compute = DEFAULT_COMPUTE[dtype]
     data, elements, exp = pointer(compute), pointer(dtype), EXP[compute]
     real, widen, narrow = float32 if compute == "f32" else float64, WIDEN[dtype], NARROW[dtype]
@@ -148,13 +154,7 @@ def _ask_for(dtype: str):
 def _columns_task(dtype: str, algorithm: str, forward: bool):
     """`width` neighbouring columns of an image: shift and total of each in front of the powers of 16-bit data."""
     compute = DEFAULT_COMPUTE[dtype]
-    i64, at, itemsize, real_bytes, is_wide = (
-        pointer("i64"),
-        struct(_FIELDS),
-        ITEMSIZE[dtype],
-        ITEMSIZE[compute],
-        dtype == compute,
-    )
+    i64, at, itemsize, real_bytes = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype], ITEMSIZE[compute]
     passes = (_forward_passes if forward else _backward_passes)(dtype, algorithm)
 
     def softmax_columns(args, ctx, index, worker):
@@ -164,10 +164,8 @@ def _columns_task(dtype: str, algorithm: str, forward: bool):
         start = (outer * f.length * f.inner + block * f.width) * itemsize
         step, pitch = f.inner * itemsize, f.width * real_bytes
         shift = f.scratch + worker * f.scratch_bytes
-        x, y, powers, powers_step = pointers[0] + start, pointers[1] + start, shift + 2 * pitch, pitch
-        if is_wide:
-            powers, powers_step = y, step
-        passes(y, x, step, powers, powers_step, shift, shift + pitch, f.length, width)
+        x, y, powers = pointers[0] + start, pointers[1] + start, shift + 2 * pitch
+        passes(y, x, step, powers, pitch, shift, shift + pitch, f.length, width)
 
     def gradient_columns(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
@@ -194,21 +192,22 @@ def _short_rows_task(dtype: str, algorithm: str, forward: bool, vl: int):
         width, row_bytes, pitch = min(f.width, f.rows - index * f.width), f.length * itemsize, f.width * real_bytes
         start = index * f.width * row_bytes
         shift = f.scratch + worker * f.scratch_bytes
-        turned = shift + 2 * pitch
-        turn(turned, pitch, pointers[0] + start, row_bytes, width, f.length)
-        passes(turned, turned, pitch, turned, pitch, shift, shift + pitch, f.length, width)
-        turn_back(pointers[1] + start, row_bytes, turned, pitch, f.length, width)
+        x, y = shift + 2 * pitch, shift + (2 + f.length) * pitch
+        turn(x, pitch, pointers[0] + start, row_bytes, width, f.length)
+        passes(y, x, pitch, y, pitch, shift, shift + pitch, f.length, width)
+        turn_back(pointers[1] + start, row_bytes, y, pitch, f.length, width)
 
     def gradient_short_rows(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
         width, row_bytes, pitch = min(f.width, f.rows - index * f.width), f.length * itemsize, f.width * real_bytes
         start = index * f.width * row_bytes
         total = f.scratch + worker * f.scratch_bytes
-        dy, y = total + 2 * pitch, total + (2 + f.length) * pitch
+        dy, turned_bytes = total + 2 * pitch, f.length * pitch
+        y, dx = dy + turned_bytes, dy + 2 * turned_bytes
         turn(dy, pitch, pointers[0] + start, row_bytes, width, f.length)
         turn(y, pitch, pointers[1] + start, row_bytes, width, f.length)
-        passes(dy, dy, y, pitch, total, f.length, width)
-        turn_back(pointers[2] + start, row_bytes, dy, pitch, f.length, width)
+        passes(dx, dy, y, pitch, total, f.length, width)
+        turn_back(pointers[2] + start, row_bytes, dx, pitch, f.length, width)
 
     return compile_task(softmax_short_rows if forward else gradient_short_rows, (dtype, algorithm, forward, vl))
 
@@ -242,7 +241,7 @@ class ShortRows(_LaneByLane):
     def prepare(self, problem: SoftmaxProblem, config: NoConfig, device: Cpu) -> Program:
         rows, length, _ = problem.rows
         forward, compute = self.op == "softmax_fwd", problem.compute
-        vl, column_bytes = device.lanes(compute), length * (len(problem.operands) - 1) * ITEMSIZE[compute]
+        vl, column_bytes = device.lanes(compute), length * len(problem.operands) * ITEMSIZE[compute]
         width = max(_SCRATCH_BYTES // max(column_bytes, 1) // vl, 1) * vl
         scratch = _Scratch(device.threads, column_bytes * width + 2 * width * ITEMSIZE[compute])
         ctx = scratch.record(length=length, inner=1, width=width, blocks=1, rows=rows)

@@ -31,7 +31,8 @@ from nbdnn.problem_softmax import SoftmaxProblem
 _LANES = 64  # independent maxima of a row: several whole vectors on every machine
 _TASKS_PER_THREAD = 8
 _REASSOCIATED = FASTMATH | {"reassoc"}
-_NS_PER_ELEM = 0.5  # one thread: a prior for the guess
+# One thread: priors for the guess. A forward row's maximum is one of many lanes, however short it is.
+_NS_PER_ELEM, _NS_PER_ROW = {"softmax_fwd": 0.5, "softmax_bwd": 0.25}, {"softmax_fwd": 40.0, "softmax_bwd": 4.0}
 
 _FIELDS = record("rows", "rows_a_task", "length", "scratch", "scratch_bytes")
 
@@ -165,7 +166,8 @@ class Rows(Candidate[NoConfig, Cpu]):
 
     def estimate(self, problem: SoftmaxProblem, config: NoConfig, device: Cpu) -> float:
         rows, length, _ = problem.rows
-        return kernel_us(device, 0.0, rows * (length + _LANES) * _NS_PER_ELEM, device.threads)
+        busy_ns = rows * (length * _NS_PER_ELEM[self.op] + _NS_PER_ROW[self.op])
+        return kernel_us(device, 0.0, busy_ns, device.threads)
 
     def supports(self, problem: SoftmaxProblem, device: Cpu) -> Support:
         inner = problem.rows[2]
