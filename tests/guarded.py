@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from nbdnn import driver
-from nbdnn.problem import ITEMSIZE, Problem
+from nbdnn.problem import ANY_ITEMSIZE, ITEMSIZE, Operand, Problem
 
 NUMPY_DTYPE = {
     "f16": np.float16,
@@ -80,7 +80,7 @@ class Operands:
 
     def __init__(self, problem: Problem, values: dict[str, np.ndarray], kind: str = "cpu") -> None:
         self._values = values
-        self.buffers = {o.name: BUFFERS[kind](o.size_bytes, problem.align) for o in problem.operands}
+        self.buffers = {o.name: BUFFERS[kind](o.size_bytes, operand_align(problem, o)) for o in problem.operands}
         self.arrays = {o.name: self.buffers[o.name].array(o.shape, o.strides, o.dtype) for o in problem.operands}
         self.pointers = tuple(self.buffers[o.name].address for o in problem.operands)
         self._outs = [o.name for o in problem.operands if o.role == "out"]
@@ -111,6 +111,11 @@ class Operands:
             assert buffer.is_guarded(), f"wrote outside of {name}"
             if name not in self._outs:
                 assert np.array_equal(self.arrays[name], self._values[name], equal_nan=True), f"wrote into {name}"
+
+
+def operand_align(problem: Problem, operand: Operand) -> int:
+    """Bytes that the operand's address is a multiple of: what the problem promises of tensors, else its own type's."""
+    return problem.align if operand.dtype in ITEMSIZE else ANY_ITEMSIZE[operand.dtype]
 
 
 def values(problem: Problem, kind: str) -> dict[str, np.ndarray]:

@@ -20,7 +20,13 @@ import numpy as np
 from nbdnn import driver
 from nbdnn.candidate import YES, Candidate, Runner, Support
 from nbdnn.cudnn.api import NumericalNote, failure, function, naming
-from nbdnn.cudnn.conv_operations import Scalars, operations, outside_of_the_pattern, zero_bias_bytes
+from nbdnn.cudnn.conv_operations import (
+    Scalars,
+    operations,
+    outside_of_the_pattern,
+    roundings_with_beta,
+    zero_bias_bytes,
+)
 from nbdnn.cudnn.cost import method_us
 from nbdnn.cudnn.graph import EngineConfig, Packs, Plan, Proposal, operation_graph, plan, proposals
 from nbdnn.cudnn.handle import Handle, handle, planner, property_descriptor
@@ -71,18 +77,24 @@ def _unusual(problem: ConvProblem) -> Scalars:
 
 def _is_wrong(engine: int, problem: ConvProblem) -> bool:
     """Engines of the gradients that gave wrong sums on an H200 with cuDNN 9.19, whatever their notes say."""
-    narrow = problem.dtype in ("f16", "bf16")
+    narrow, grouped = problem.dtype in ("f16", "bf16"), problem.groups > 1
     if problem.op == "conv_bwd_data":
-        return engine == 2 and narrow and max(problem.stride) > 1  # parts of a sum are rounded to 16 bits
+        return engine == 2 and narrow and (grouped or max(problem.stride) > 1)  # parts of a sum are rounded to 16 bits
     if problem.op == "conv_bwd_filter":
         uneven = any(before != after for before, after in problem.pad)
         return (
             (engine in (1, 20) and uneven)  # as if the padding were even
-            or (engine == 17 and problem.dtype == "f32")  # a Winograd that does not say so: 5x5 sums were off by 0.1
-            or (engine == 17 and problem.groups > 1)  # parts of a sum are rounded to 16 bits
-            or (engine in (47, 61) and narrow)  # likewise
+            or engine == 17  # a Winograd that does not say so: 5x5 sums were off by 0.1 in f32, 16-bit integers inexact
+            or (engine == 16 and _reaches_past_the_image(problem))  # NaN
+            or (engine in (47, 61) and narrow)  # parts of a sum are rounded to 16 bits
         )
     return False
+
+
+def _reaches_past_the_image(problem: ConvProblem) -> bool:
+    """Whether some outputs see nothing but padding."""
+    spans = ((taps - 1) * dilation + 1 for taps, dilation in zip(problem.filter, problem.dilation, strict=True))
+    return any(max(pad) >= span for pad, span in zip(problem.pad, spans, strict=True))
 
 
 class _Ready(NamedTuple):
@@ -205,6 +217,9 @@ class Graph(Candidate[EngineConfig, Gpu]):
             and (NumericalNote.NONDETERMINISTIC in proposal.notes) != self.deterministic
             and _is_tf32(proposal, problem) == (self.math == "tf32")
         )
+
+    def roundings(self, problem: ConvProblem, device: Gpu) -> int:
+        return roundings_with_beta(problem)
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[EngineConfig, ...]:
         return tuple(_chosen(self, problem, device))

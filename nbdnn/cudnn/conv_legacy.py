@@ -19,6 +19,7 @@ from functools import lru_cache
 from nbdnn import driver
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
 from nbdnn.cudnn.api import BwdDataAlgo, BwdFilterAlgo, FwdAlgo, Status, StatusError, call, failure, function, naming
+from nbdnn.cudnn.conv_operations import roundings_with_beta
 from nbdnn.cudnn.cost import method_us
 from nbdnn.cudnn.descriptors import conv_descriptors
 from nbdnn.cudnn.handle import handle
@@ -63,6 +64,8 @@ def _outside_of_the_api(problem: ConvProblem, name: str) -> str:
     strided = problem.op == "conv_bwd_data" and max(problem.stride) > 1
     if problem.dtype in ("f16", "bf16") and (name == "ALGO_0" or (name == "ALGO_1" and strided)):
         return f"it adds the parts of a sum in {problem.dtype}"
+    if problem.dtype in ("f16", "bf16") and problem.groups > 1 and (problem.op, name) == ("conv_bwd_filter", "ALGO_1"):
+        return f"with groups it adds the parts of a sum in {problem.dtype}"
     if "WINOGRAD" in name and max(problem.filter) > _WINOGRAD_TAPS:
         return f"a filter extent of {max(problem.filter)}: sums were off by 0.4 of a small integer with 5"
     if "WINOGRAD" in name and problem.c == problem.groups:
@@ -172,6 +175,9 @@ class Legacy(Candidate[NoConfig, Gpu]):
         except (CudnnError, CudaError) as error:
             return Support(False, str(error).partition("\n")[0])
         return YES if isinstance(needed, int) else Support(False, needed)
+
+    def roundings(self, problem: ConvProblem, device: Gpu) -> int:
+        return roundings_with_beta(problem)
 
     def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Gpu) -> int:
         needed = _workspace(problem, device, self._value)

@@ -110,6 +110,11 @@ def outside_of_the_pattern(problem: ConvProblem) -> str:
     return ""
 
 
+def roundings_with_beta(problem: ConvProblem) -> int:
+    """How often a 16-bit result is rounded: engines store the convolution before they add beta * out."""
+    return 2 if "beta" in problem.epilogue and problem.dtype in ("f16", "bf16") else 1
+
+
 def operations(problem: ConvProblem, scalars: Scalars) -> Operations:
     """The operations of a problem with these factors."""
     if problem.epilogue in ((), ("beta",)):

@@ -56,7 +56,7 @@ class Operands:
     """
 
     def __init__(self, problem: Problem, copies: int, given: Given | None = None, seed: int = 0) -> None:
-        addresses = given.addresses if given else [problem.align % DEFAULT_ALIGN] * len(problem.operands)
+        addresses = given.addresses if given else [displacement(problem, operand) for operand in problem.operands]
         starts, end = [], 0
         for operand, address in zip(problem.operands, addresses, strict=True):
             offset = address % 64
@@ -93,6 +93,11 @@ class Operands:
             at(pointer, operand.shape, operand.strides, operand.dtype)
             for pointer, operand in zip(self.pointers[copy], self._problem.operands, strict=True)
         ]
+
+
+def displacement(problem: Problem, operand: Operand) -> int:
+    """Bytes from a line to a tensor that is no better aligned than the problem says; masks and states begin on one."""
+    return problem.align % DEFAULT_ALIGN if operand.dtype in ITEMSIZE else 0
 
 
 def copies(problem: Problem, cache_bytes: int, allowed_bytes: int) -> int:

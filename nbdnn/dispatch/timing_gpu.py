@@ -18,8 +18,8 @@ from nbdnn import driver
 from nbdnn.array import at
 from nbdnn.candidate import Runner
 from nbdnn.device import Gpu
-from nbdnn.dispatch.timing import Given, Samples, random_values
-from nbdnn.problem import DEFAULT_ALIGN, Problem
+from nbdnn.dispatch.timing import Given, Samples, displacement, random_values
+from nbdnn.problem import Problem
 
 # A replay takes about this long: events resolve 0.5 us, and the first kernel's launch is in it.
 _REPLAY_US, _MAX_CALLS = 1500.0, 4096
@@ -34,7 +34,7 @@ class GpuOperands:
     """
 
     def __init__(self, problem: Problem, device: Gpu, copies: int, given: Given | None = None, seed: int = 0) -> None:
-        addresses = given.addresses if given else [problem.align % DEFAULT_ALIGN] * len(problem.operands)
+        addresses = given.addresses if given else [displacement(problem, operand) for operand in problem.operands]
         starts, end = [], 0
         for operand, address in zip(problem.operands, addresses, strict=True):
             offset = address % _LINE_BYTES
