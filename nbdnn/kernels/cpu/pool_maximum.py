@@ -20,8 +20,9 @@ from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.pool_rows import FIELDS, fill, real_of
-from nbdnn.kernels.cpu.rows import convert_row, every_step
+from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import (
+    I32,
     I64,
     WIDEN,
     convert,
@@ -35,33 +36,55 @@ from nbdnn.kernels.cpu.vector import (
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 
 
+def _slot(builder, start, i, type_, size_bytes: int):
+    return vector_at(builder, builder.add(start, builder.mul(i, I64(size_bytes))), type_)
+
+
+def _by_vectors(builder, n, vl: int, step) -> None:
+    """step(i, mask) for every vl elements, the last of them under a mask; no other is: what a masked store wrote is not
+    forwarded to the load of the next tap."""
+    whole = builder.and_(n, I64(-vl))
+    with cgutils.for_range_slice(builder, I64(0), whole, I64(vl), I64) as (i, _):
+        step(i, None)
+    with builder.if_then(builder.icmp_signed("<", whole, n)):
+        step(whole, lanes_between(builder, vl, 0, None, builder.sub(n, whole)))
+
+
+def _load(builder, slot, type_, size_bytes: int, mask):
+    if mask is None:
+        return builder.load(slot, align=size_bytes)
+    return masked(builder, type_)(slot, size_bytes, mask)
+
+
+def _store(builder, value, slot, size_bytes: int, mask) -> None:
+    if mask is None:
+        builder.store(value, slot, align=size_bytes)
+    else:
+        masked(builder, value.type)(value, slot, size_bytes, mask)
+
+
 @cache
 def give_row(source: str, compute: str, vl: int):
     """Intrinsic (to, x, maxima, left, n): n elements of x, of `source` dtype; the others are of the compute type.
 
-    Where x equals its maximum, what is left goes there and nothing stays; whole vectors, then a masked one.
+    Where x equals its maximum, what is left goes there and nothing stays.
     """
     read, wide, read_bytes, wide_bytes = row_types(source, compute, vl)
 
     def codegen(context, builder, sig, args):
-        *starts, n = args
-        with cgutils.for_range_slice(builder, ir.Constant(I64, 0), n, I64(vl), I64) as (i, _):
-            mask = lanes_between(builder, vl, 0, None, builder.sub(n, i))
+        to, x, maxima, left, n = args
+        zero = ir.Constant(wide, None)
 
-            def slot(number):
-                size_bytes, type_ = (read_bytes, read) if number == 1 else (wide_bytes, wide)
-                return vector_at(builder, builder.add(starts[number], builder.mul(i, I64(size_bytes))), type_)
+        def step(i, mask):
+            value = _load(builder, _slot(builder, x, i, read, read_bytes), read, read_bytes, mask)
+            slots = [_slot(builder, start, i, wide, wide_bytes) for start in (to, maxima, left)]
+            before, most, share = (_load(builder, slot, wide, wide_bytes, mask) for slot in slots)
+            hit = builder.fcmp_ordered("==", convert(builder, value, source, compute, vl), most)
+            total = builder.fadd(before, builder.select(hit, share, zero))
+            _store(builder, total, slots[0], wide_bytes, mask)
+            _store(builder, builder.select(hit, zero, share), slots[2], wide_bytes, mask)
 
-            def loaded(number):
-                size_bytes, type_ = (read_bytes, read) if number == 1 else (wide_bytes, wide)
-                return masked(builder, type_)(slot(number), size_bytes, mask)
-
-            value, zero = convert(builder, loaded(1), source, compute, vl), ir.Constant(wide, None)
-            before, most, left = (loaded(number) for number in (0, 2, 3))
-            hit = builder.fcmp_ordered("==", value, most)
-            total = builder.fadd(before, builder.select(hit, left, zero))
-            masked(builder, wide)(total, slot(0), wide_bytes, mask)
-            masked(builder, wide)(builder.select(hit, zero, left), slot(3), wide_bytes, mask)
+        _by_vectors(builder, n, vl, step)
         return context.get_dummy_value()
 
     @intrinsic
@@ -72,39 +95,127 @@ def give_row(source: str, compute: str, vl: int):
 
 
 @cache
-def _loops(dtype: str):
-    """Compiled-in functions over a line of the compute type: (whether there is a NaN, phases put together)."""
-    wide = pointer(DEFAULT_COMPUTE[dtype])
+def interleave_row(compute: str, target: str, vl: int):
+    """Intrinsic (to, a, b, n): n elements of `target` dtype, by turns of the lines a and b of the compute type."""
+    read, write, read_bytes, write_bytes = row_types(compute, target, vl)
+    orders = ([lane // 2 + lane % 2 * vl + half for lane in range(vl)] for half in (0, vl // 2))
+    halves = [ir.Constant(ir.VectorType(I32, vl), order) for order in orders]
+
+    def codegen(context, builder, sig, args):
+        to, *lines, n = args
+        with cgutils.for_range_slice(builder, I64(0), n, I64(2 * vl), I64) as (i, _):
+            left = builder.sub(n, i)
+            pairs = lanes_between(builder, vl, 0, None, builder.ashr(builder.add(left, I64(1)), I64(1)))
+            at = builder.ashr(i, I64(1))
+            a, b = (
+                _load(builder, _slot(builder, line, at, read, read_bytes), read, read_bytes, pairs) for line in lines
+            )
+            for half, order in enumerate(halves):
+                value = convert(builder, builder.shuffle_vector(a, b, order), compute, target, vl)
+                slot = _slot(builder, to, builder.add(i, I64(half * vl)), write, write_bytes)
+                _store(builder, value, slot, write_bytes, lanes_between(builder, vl, half * vl, None, left))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def interleave(typingctx, to, a, b, n):
+        return signature(types.none, *[types.int64] * 4), codegen
+
+    return interleave
+
+
+@cache
+def deinterleave_row(source: str, compute: str, vl: int):
+    """Intrinsic (a, b, start, n): n elements of `source` dtype, by turns to the lines a and b of the compute type."""
+    read, write, read_bytes, write_bytes = row_types(source, compute, vl)
+    parities = [ir.Constant(ir.VectorType(I32, vl), list(range(parity, 2 * vl, 2))) for parity in (0, 1)]
+
+    def codegen(context, builder, sig, args):
+        *lines, start, n = args
+
+        def step(i, mask):
+            parts = []
+            for half in (0, 1):
+                at = builder.add(i, I64(half * vl))
+                inside = None if mask is None else lanes_between(builder, vl, 0, None, builder.sub(n, at))
+                part = _load(builder, _slot(builder, start, at, read, read_bytes), read, read_bytes, inside)
+                parts.append(convert(builder, part, source, compute, vl))
+            left, at = builder.sub(n, i), builder.ashr(i, I64(1))
+            for parity, (line, order) in enumerate(zip(lines, parities, strict=True)):
+                there = builder.ashr(builder.add(left, I64(1 - parity)), I64(1))
+                inside = None if mask is None else lanes_between(builder, vl, 0, None, there)
+                value = builder.shuffle_vector(*parts, order)
+                _store(builder, value, _slot(builder, line, at, write, write_bytes), write_bytes, inside)
+
+        _by_vectors(builder, n, 2 * vl, step)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def deinterleave(typingctx, a, b, start, n):
+        return signature(types.none, *[types.int64] * 4), codegen
+
+    return deinterleave
+
+
+@cache
+def _phases(dtype: str, vl: int):
+    """Compiled-in function (phases, start, pitch, step, first, n): a row of x to its phases, of whose elements, in
+    turn, it begins at number `first`."""
+    compute = DEFAULT_COMPUTE[dtype]
+    data, wide, widen, real_bytes = pointer(dtype), pointer(compute), WIDEN[dtype], ITEMSIZE[compute]
+    deinterleave, widen_row = deinterleave_row(dtype, compute, vl), convert_row(dtype, compute, vl)
 
     @njit(**DEVICE)
-    def has_nan(line, n):
-        values, found = wide(line), 0
-        for i in range(n):
-            found += values[i] != values[i]
-        return found > 0
-
-    @njit(**DEVICE)
-    def interleave(to, phases, pitch, step, first, n):
-        """Element i is number first + i of the phases' elements, taken in turn."""
-        if step == 2:
-            even, odd = wide(phases), wide(phases + pitch)
-            start = first // 2
-            line = wide(to)
-            if first % 2 == 0:
-                for i in range(n // 2):
-                    line[2 * i], line[2 * i + 1] = even[start + i], odd[start + i]
-                if n % 2:
-                    line[n - 1] = even[start + n // 2]
-            else:
-                for i in range(n // 2):
-                    line[2 * i], line[2 * i + 1] = odd[start + i], even[start + i + 1]
-                if n % 2:
-                    line[n - 1] = odd[start + n // 2]
+    def take_apart(phases, start, pitch, step, first, n):
+        if step == 1:
+            widen_row(phases + first * real_bytes, start, n)
+        elif step == 2:
+            a = phases + first % 2 * pitch + first // 2 * real_bytes
+            b = phases + (first + 1) % 2 * pitch + (first + 1) // 2 * real_bytes
+            deinterleave(a, b, start, n)
         else:
             for i in range(n):
-                wide(to)[i] = wide(phases + (first + i) % step * pitch)[(first + i) // step]
+                wide(phases + (first + i) % step * pitch)[(first + i) // step] = widen(data(start)[i])
 
-    return has_nan, interleave
+    return take_apart
+
+
+@cache
+def _whole_row(dtype: str, vl: int):
+    """Compiled-in function (to, phases, pitch, step, first, n, line): a row of dx of its phases, which begin at number
+    `first` of their elements taken in turn."""
+    compute = DEFAULT_COMPUTE[dtype]
+    wide, real_bytes = pointer(compute), ITEMSIZE[compute]
+    interleave, narrow_row = interleave_row(compute, dtype, vl), convert_row(compute, dtype, vl)
+
+    @njit(**DEVICE)
+    def put_together(to, phases, pitch, step, first, n, line):
+        if step == 1:
+            narrow_row(to, phases + first * real_bytes, n)
+        elif step == 2:
+            a = phases + first % 2 * pitch + first // 2 * real_bytes
+            b = phases + (first + 1) % 2 * pitch + (first + 1) // 2 * real_bytes
+            interleave(to, a, b, n)
+        else:
+            for i in range(n):
+                wide(line)[i] = wide(phases + (first + i) % step * pitch)[(first + i) // step]
+            narrow_row(to, line, n)
+
+    return put_together
+
+
+@cache
+def _has_nan(compute: str):
+    """Compiled-in function (line, n): whether there is a NaN or an infinity."""
+    wide, zero = pointer(compute), real_of(compute)[0](0.0)
+
+    @njit(**DEVICE, fastmath={"reassoc"})
+    def has_nan(line, n):
+        values, found = wide(line), zero
+        for i in range(n):
+            found += values[i] - values[i]
+        return found != found
+
+    return has_nan
 
 
 @cache
@@ -113,10 +224,10 @@ def max_gradient_task(dtype: str, vl: int):
     compute = DEFAULT_COMPUTE[dtype]
     i64, at, data, wide, (real, _) = pointer("i64"), struct(FIELDS), pointer(dtype), pointer(compute), real_of(dtype)
     itemsize, real_bytes, widen = ITEMSIZE[dtype], ITEMSIZE[compute], WIDEN[dtype]
-    has_nan, interleave = _loops(dtype)
+    has_nan, put_together = _has_nan(compute), _whole_row(dtype, vl)
     give, give_line = give_row(dtype, compute, vl), give_row(compute, compute, vl)
     widen_row, narrow_row = convert_row(dtype, compute, vl), convert_row(compute, dtype, vl)
-    pick, clear = every_step(dtype, compute, vl), fill(dtype)
+    take_apart, clear = _phases(dtype, vl), fill(dtype)
 
     @njit(**DEVICE)
     def column_of(f, w, j):
@@ -150,30 +261,26 @@ def max_gradient_task(dtype: str, vl: int):
     def give_taps(f, source, target, maxima, left, lines):
         """The taps of a line of windows in one row of the image."""
         if f.inner == 1:
-            for phase in range(f.step_w):
-                first = max(0, (f.pad_w - phase + f.step_w - 1) // f.step_w)
-                end = (f.in_w - 1 + f.pad_w - phase) // f.step_w + 1
-                start = source + (phase - f.pad_w) * itemsize
-                pick(lines + phase * f.phase_bytes, start, 0, f.step_w, 1, end, first, end)
-        for s in range(f.taps_w):
-            first = max(0, (f.pad_w - s + f.step_w - 1) // f.step_w)
-            end = min(f.out_w, (f.in_w - 1 + f.pad_w - s) // f.step_w + 1)
-            if f.inner == 1:
-                there = s % f.step_w * f.phase_bytes + (first + s // f.step_w) * real_bytes
-                skip = first * real_bytes
-                give_line(target + there, lines + there, maxima + skip, left + skip, end - first)
-            elif f.step_w == 1:
-                there, skip = (first + s - f.pad_w) * f.inner, first * f.inner * real_bytes
-                give(
-                    target + there * real_bytes, source + there * itemsize, maxima + skip, left + skip,
-                    (end - first) * f.inner,
-                )  # fmt: skip
-            else:
-                for q in range(first, end):
-                    there, skip = (q * f.step_w + s - f.pad_w) * f.inner, q * f.inner * real_bytes
+            take_apart(lines, source, f.phase_bytes, f.step_w, f.pad_w, f.in_w)
+        if f.inner > 1 and f.step_w > 1:
+            for q in range(f.out_w):
+                column, skip = q * f.step_w - f.pad_w, q * f.inner * real_bytes
+                for w in range(max(0, column), min(f.in_w, column + f.taps_w)):
+                    there = w * f.inner
                     give(
                         target + there * real_bytes, source + there * itemsize, maxima + skip, left + skip, f.inner
                     )  # fmt: skip
+            return
+        for s in range(f.taps_w):
+            first = max(0, (f.pad_w - s + f.step_w - 1) // f.step_w)
+            end = min(f.out_w, (f.in_w - 1 + f.pad_w - s) // f.step_w + 1)
+            skip, n = first * f.inner * real_bytes, (end - first) * f.inner
+            if f.inner == 1:
+                there = s % f.step_w * f.phase_bytes + (first + s // f.step_w) * real_bytes
+                give_line(target + there, lines + there, maxima + skip, left + skip, n)
+            else:
+                there = (first + s - f.pad_w) * f.inner
+                give(target + there * real_bytes, source + there * itemsize, maxima + skip, left + skip, n)
 
     def find_maxima(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
@@ -206,12 +313,10 @@ def max_gradient_task(dtype: str, vl: int):
         for depth in range(end_d - block_d):
             for h in range(rows):
                 row = block + (depth * rows + h) * f.row_bytes
-                if f.inner == 1 and f.step_w == 1:
-                    row += f.pad_w * real_bytes
-                elif f.inner == 1:
-                    interleave(lines, row, f.phase_bytes, f.step_w, f.pad_w, f.in_w)
-                    row = lines
                 target = pointers[3] + ((plane * f.in_d + block_d + depth) * f.in_h + block_h + h) * width * itemsize
-                narrow_row(target, row, width)
+                if f.inner == 1:
+                    put_together(target, row, f.phase_bytes, f.step_w, f.pad_w, f.in_w, lines)
+                else:
+                    narrow_row(target, row, width)
 
     return compile_task(find_maxima, (dtype, vl))
