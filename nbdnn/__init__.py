@@ -34,6 +34,7 @@ from nbdnn.errors import (
     NbdnnWarning,
     UnsupportedProblem,
 )
+from nbdnn.pool import dnn_pool, dnn_pool_grad
 from nbdnn.softmax import dnn_softmax, dnn_softmax_grad
 
 __version__ = "0.1.0"
@@ -73,6 +74,8 @@ __all__ = [
     "dnn_gradinput3d",
     "dnn_gradweight",
     "dnn_gradweight3d",
+    "dnn_pool",
+    "dnn_pool_grad",
     "dnn_softmax",
     "dnn_softmax_grad",
     "empty_cache",

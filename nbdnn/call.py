@@ -124,7 +124,7 @@ class Call:
 
     order: the arrays whose addresses the runner takes, as it takes them. results: places of the outputs. inputs:
     (place, name, offsets from the address to the first byte and past the last) of every input that is not empty; given:
-    (place, the same two) of the outputs that the caller gives. without_plan: what runs a problem without elements.
+    the same of the outputs that the caller gives. without_plan: what runs a problem without elements.
     """
 
     problem: Problem
@@ -134,7 +134,7 @@ class Call:
     made: tuple[Made, ...]
     copies: tuple[Copied, ...]
     inputs: tuple[tuple[int, str, int, int], ...]
-    given: tuple[tuple[int, int, int], ...]
+    given: tuple[tuple[int, str, int, int], ...]
     without_plan: Callable[[Any, Any], Runs] | None = None
     plan: Runs | None = None
 
@@ -146,11 +146,11 @@ class Call:
         scalars: tuple[float, ...],
         stream: int,
     ) -> Any:
-        for place, low, high in self.given:
+        for place, result, low, high in self.given:
             low, high = low + pointers[place], high + pointers[place]
             for i, name, first, end in self.inputs:
                 if pointers[i] + first < high and low < pointers[i] + end:
-                    raise InvalidProblem(f"out overlaps {name} in memory")
+                    raise InvalidProblem(f"{result} overlaps {name} in memory")
         outputs = self._allocate(arrays, pointers) if self.made else arrays
         copied = self._copy(arrays, pointers) if self.copies else None
         addresses = tuple([pointers[i] for i in self.order])

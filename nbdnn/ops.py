@@ -17,6 +17,7 @@ from nbdnn.conv import Axes, BorderMode, get_conv_out_shape
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.ops_bn import GpuDnnBatchNorm, GpuDnnBatchNormGrad, GpuDnnBatchNormInference
 from nbdnn.ops_dropout import GpuDnnDropoutOp
+from nbdnn.ops_pool import GpuDnnPool, GpuDnnPoolDesc, GpuDnnPoolGrad
 from nbdnn.ops_softmax import GpuDnnSoftmax, GpuDnnSoftmaxGrad
 
 __all__ = [
@@ -31,6 +32,9 @@ __all__ = [
     "GpuDnnConvGradI",
     "GpuDnnConvGradW",
     "GpuDnnDropoutOp",
+    "GpuDnnPool",
+    "GpuDnnPoolDesc",
+    "GpuDnnPoolGrad",
     "GpuDnnSoftmax",
     "GpuDnnSoftmaxGrad",
 ]

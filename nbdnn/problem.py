@@ -49,6 +49,7 @@ FAMILIES = {
     "softmax": ("softmax_fwd", "softmax_bwd"),
     "bn": ("bn_train", "bn_infer", "bn_bwd", "bn_infer_bwd"),
     "dropout": ("dropout_fwd", "dropout_bwd"),
+    "pool": ("pool_fwd", "pool_bwd"),
 }
 OPS = (*CONV_OPS, *(op for ops in FAMILIES.values() for op in ops))
 DEFAULT_ALIGN = 16

@@ -6,19 +6,22 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from nbdnn import reference_bn, reference_conv, reference_dropout, reference_softmax
+from nbdnn import reference_bn, reference_conv, reference_dropout, reference_pool, reference_softmax
 from nbdnn.expected import Sample
 from nbdnn.problem import ConvProblem, Problem
 from nbdnn.problem_bn import BnProblem
 from nbdnn.problem_dropout import DropoutProblem
+from nbdnn.problem_pool import PoolProblem
 from nbdnn.problem_softmax import SoftmaxProblem
 
 _FAMILIES: dict[type[Problem], Callable[..., Mapping[str, Sample]]] = {
     ConvProblem: reference_conv.samples,
+    PoolProblem: reference_pool.samples,
     SoftmaxProblem: reference_softmax.samples,
     BnProblem: reference_bn.samples,
     DropoutProblem: reference_dropout.samples,
 }
+_DERIVED: dict[type[Problem], Callable[..., dict[str, np.ndarray]]] = {PoolProblem: reference_pool.derived}
 
 
 def samples(
@@ -30,3 +33,9 @@ def samples(
     operands: an array of logical shape (any strides) for each operand that is read. scalars: as a runner takes them.
     """
     return _FAMILIES[type(problem)](problem, operands, scalars, count)
+
+
+def derived(problem: Problem, operands: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Operands, by name, that cannot be anything but follow from the others, where those have any values."""
+    made = _DERIVED.get(type(problem))
+    return made(problem, operands) if made else {}

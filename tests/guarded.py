@@ -7,7 +7,7 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 
-from nbdnn import driver
+from nbdnn import driver, reference
 from nbdnn.problem import ANY_ITEMSIZE, ITEMSIZE, Operand, Problem
 
 NUMPY_DTYPE = {
@@ -132,4 +132,6 @@ def values(problem: Problem, kind: str) -> dict[str, np.ndarray]:
         if operand.positive:
             value = abs(value) + 0.5
         filled[operand.name] = value.astype(NUMPY_DTYPE[operand.dtype])
+    for name, value in reference.derived(problem, filled).items():
+        filled[name] = value.astype(filled[name].dtype)
     return filled

@@ -40,7 +40,7 @@ def test_defaults_are_left_out_of_the_text_and_equal_to_being_given() -> None:
     ("text", "message"),
     [
         ("", "unknown op .* expected one of conv_fwd"),
-        ("pool_fwd:f32:n1c1h1w1", "unknown op 'pool_fwd'"),
+        ("sort_fwd:f32:n1c1h1w1", "unknown op 'sort_fwd'"),
         ("conv_fwd:f32:n1c1h4w4:k1r3s3", "ends too soon"),
         (EXAMPLE.replace("n32", "m32"), "'m32c64h56w56'.*dims such as"),
         (EXAMPLE.replace("r3s3", "r3"), "'k64r3'.*a filter such as"),

@@ -42,6 +42,16 @@ class ConvolutionMode(IntEnum):
     CROSS_CORRELATION = 1
 
 
+class PoolingMode(IntEnum):
+    AVERAGE_COUNT_INCLUDE_PADDING = 1
+    AVERAGE_COUNT_EXCLUDE_PADDING = 2
+    MAX_DETERMINISTIC = 3
+
+
+class NanPropagation(IntEnum):
+    PROPAGATE_NAN = 1
+
+
 class PointwiseMode(IntEnum):
     ADD = 0
     RELU_FWD = 100
@@ -237,6 +247,8 @@ PREFIXES: dict[type[IntEnum], tuple[str, str, str]] = {
     MathType: ("cudnnMathType_t", "CUDNN_", ""),
     TensorFormat: ("cudnnTensorFormat_t", "CUDNN_TENSOR_", ""),
     ConvolutionMode: ("cudnnConvolutionMode_t", "CUDNN_", ""),
+    PoolingMode: ("cudnnPoolingMode_t", "CUDNN_POOLING_", ""),
+    NanPropagation: ("cudnnNanPropagation_t", "CUDNN_", ""),
     PointwiseMode: ("cudnnPointwiseMode_t", "CUDNN_POINTWISE_", ""),
     FwdAlgo: ("cudnnConvolutionFwdAlgo_t", "CUDNN_CONVOLUTION_FWD_ALGO_", ""),
     BatchNormMode: ("cudnnBatchNormMode_t", "CUDNN_BATCHNORM_", ""),
@@ -289,6 +301,12 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cudnnBatchNormalizationForwardTraining": (*_NORMALIZE, c_double, *(_D,) * 2, c_double, *(_D,) * 2),
     "cudnnBatchNormalizationForwardInference": (*_NORMALIZE, *(_D,) * 2, c_double),
     "cudnnBatchNormalizationBackward": (_D, c_int, *(_D,) * 14, c_double, *(_D,) * 2),
+    "cudnnCreatePoolingDescriptor": (_OUT,),
+    "cudnnDestroyPoolingDescriptor": (_D,),
+    "cudnnSetPoolingNdDescriptor": (_D, c_int, c_int, c_int, _INTS, _INTS, _INTS),
+    "cudnnGetPoolingNdForwardOutputDim": (_D, _D, c_int, _INTS),
+    "cudnnPoolingForward": (_D, _D, _D, _D, c_void_p, _D, _D, c_void_p),
+    "cudnnPoolingBackward": (_D, _D, _D, _D, c_void_p, _D, c_void_p, _D, c_void_p, _D, _D, c_void_p),
     "cudnnBackendCreateDescriptor": (c_int, _OUT),
     "cudnnBackendDestroyDescriptor": (_D,),
     "cudnnBackendSetAttribute": (_D, c_int, c_int, c_int64, c_void_p),

@@ -33,6 +33,7 @@ def _cpu_lists() -> _Lists:
         conv_winograd,
         conv_winograd_filter,
         dropout,
+        pool,
         softmax_columns,
         softmax_rows,
     )
@@ -79,11 +80,14 @@ def _cpu_lists() -> _Lists:
         "bn_infer_bwd": (bn_rows.INFER_BWD, bn_planes.INFER_BWD),
         "dropout_fwd": (dropout.FWD,),
         "dropout_bwd": (dropout.BWD,),
+        "pool_fwd": (pool.FWD,),
+        "pool_bwd": (pool.BWD,),
     }
 
 
 def _cuda_lists() -> _Lists:
     from nbdnn.cudnn import bn_legacy, conv_graph, conv_legacy
+    from nbdnn.cudnn import pool as cudnn_pool
     from nbdnn.cudnn import softmax as cudnn_softmax
     from nbdnn.kernels.cuda import (
         bn_held,
@@ -105,6 +109,9 @@ def _cuda_lists() -> _Lists:
         conv_winograd,
         conv_winograd_filter,
         dropout,
+        pool_direct,
+        pool_plane,
+        pool_window,
         softmax_columns,
         softmax_direct,
         softmax_rows,
@@ -169,6 +176,8 @@ def _cuda_lists() -> _Lists:
         "bn_infer_bwd": (bn_streamed.INFER_BWD,),
         "dropout_fwd": (dropout.FWD,),
         "dropout_bwd": (dropout.BWD,),
+        "pool_fwd": (pool_plane.FWD, pool_window.FWD, cudnn_pool.FWD, pool_direct.FWD),
+        "pool_bwd": (pool_plane.BWD, pool_window.BWD, cudnn_pool.BWD, pool_direct.BWD),
     }
 
 

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nbdnn.array import at, narrowed
+from nbdnn import reference
+from nbdnn.array import at, narrowed, widened
 from nbdnn.candidate import Runner
 from nbdnn.dispatch import workspace
 from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, Operand, Problem
@@ -78,6 +79,8 @@ class Operands:
                     ctypes.memmove(self.pointers[0][i], given.addresses[i], operand.size_bytes)
                 else:
                     array[...] = random_values(operand, rng)
+        if not given:
+            derive(problem, self.arrays())
         self._sets[1:] = self._sets[0]
 
     def stopwatch(self, runner: Runner, scalars: tuple[float, ...], workspace_bytes: int) -> Stopwatch:
@@ -119,6 +122,17 @@ def random_values(operand: Operand, rng: np.random.Generator) -> np.ndarray:
     drawn = rng.random(min(operand.size_elems, _PERIOD), np.float32)
     drawn = drawn + 0.5 if operand.positive else drawn * 2 - 1
     return narrowed(np.resize(drawn, operand.shape), operand.dtype)
+
+
+def derive(problem: Problem, arrays: Sequence[np.ndarray]) -> list[int]:
+    """Give random operands that must follow from the others their values; returns their places."""
+    operands = problem.operands
+    inputs = {o.name: widened(a, o.dtype) for o, a in zip(operands, arrays, strict=True) if o.is_read}
+    values = reference.derived(problem, inputs)
+    places = [i for i, operand in enumerate(operands) if operand.name in values]
+    for i in places:
+        arrays[i][...] = narrowed(values[operands[i].name], operands[i].dtype)
+    return places
 
 
 def settle() -> None:

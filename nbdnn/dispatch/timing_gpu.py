@@ -18,7 +18,7 @@ from nbdnn import driver
 from nbdnn.array import at
 from nbdnn.candidate import Runner
 from nbdnn.device import Gpu
-from nbdnn.dispatch.timing import Given, Samples, displacement, random_values
+from nbdnn.dispatch.timing import Given, Samples, derive, displacement, random_values
 from nbdnn.problem import Problem
 
 # A replay takes about this long: events resolve 0.5 us, and the first kernel's launch is in it.
@@ -65,6 +65,8 @@ class GpuOperands:
             else:
                 array[...] = random_values(operand, rng)
                 driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
+        for i in [] if given else derive(self._problem, self.arrays()):
+            driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
 
     @cached_property
     def stream(self) -> Any:

@@ -1,0 +1,60 @@
+"""Edge cases of pooling for the tests, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nbdnn.problem import parse
+from nbdnn.problem_pool import MODES, PoolProblem
+
+# The core runs in every dtype and mode, though not in every pair of them.
+_MODES = {
+    "f32": MODES,
+    "f64": ("max", "average_exc_pad"),
+    "f16": ("max", "average_inc_pad"),
+    "bf16": ("max", "average_exc_pad", "sum"),
+}
+# dims, window, pad, stride. All in both layouts.
+_CORE = (
+    "n2c5h9w11:r3s3:p1x1:u2x2",  # windows that overlap, the last of them beyond the end
+    "n2c8h8w16:r2s2:p0x0:u2x2",  # windows side by side, whole vectors
+    "n1c16h7w12:r3s3:p1x1:u1x1",  # every element in nine windows
+    "n1c3d5h6w8:t2r2s2:p0x0x0:u2x2x2",  # three axes, a depth and a row that no window reaches
+)
+_MORE = (
+    "n1c1h1w1:r1s1:p0x0:u1x1",  # one element
+    "n2c3h7w5:r2s3:p1x0:u3x2",  # nothing alike on two axes; a stride beyond the window leaves rows without gradient
+    "n1c4h5w6:r2s2:p2x2:u2x2",  # windows wholly in the padding
+    "n3c7h7w7:r7s7:p0x0:u1x1",  # the image is one window
+    "n2c33h12w13:r12s13:p0x0:u12x13",  # the same, longer than a warp
+    "n1c2h40w36:r40s36:p0x0:u1x1",  # the same, longer than a block of threads
+    "n1c2h21w19:r13s11:p6x5:u4x3",  # large windows that overlap, with counts of their own at every edge
+    "n2c4h24w32:r3s3:p1x1:u2x2",  # several tiles, whole vectors of every type
+    "n1c40h13w20:r3s3:p0x0:u2x2",  # vectors of channels with a remainder
+    "n2c64h9w9:r5s5:p2x2:u1x1",  # more taps than a small window has
+    "n1c6h11w70:r1s3:p0x1:u1x1",  # rows: one axis only
+    "n1c6h35w3:r3s1:p1x0:u2x1",  # columns
+    "n1c9h12w12:r3s3:p1x1:u3x3",  # stride 3: windows side by side, that begin in the padding
+    "n2c4d6h7w8:t3r3s3:p1x1x1:u2x2x2",  # windows that overlap on three axes
+    "n1c8d4h4w8:t3r3s3:p1x1x1:u1x1x1",  # every element in 27 windows
+    "n1c5d4h6w5:t4r1s2:p0x0x1:u1x2x1",  # nothing alike on three axes
+)
+_LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}
+
+
+def _texts(op: str) -> Iterator[str]:
+    for shape in _CORE:
+        for layout in _LAYOUTS[3 if "t" in shape else 2]:
+            for dtype, modes in _MODES.items():
+                yield from (f"{op}:{dtype}:{shape}:{mode}:{layout}" for mode in modes)
+            yield f"{op}:f32:{shape}:max:{layout}:a4"
+            yield f"{op}:bf16:{shape}:average_inc_pad:{layout}:a2"
+    for shape in _MORE:
+        for layout in _LAYOUTS[3 if "t" in shape else 2]:
+            yield from (f"{op}:{kind}:{layout}" for kind in (f"f32:{shape}:max", f"f32:{shape}:average_exc_pad"))
+            yield from (f"{op}:{kind}:{layout}" for kind in (f"bf16:{shape}:max", f"bf16:{shape}:average_inc_pad"))
+
+
+def edges(op: str) -> list[PoolProblem]:
+    """The edge cases of pool_fwd or pool_bwd."""
+    return [parse(text) for text in dict.fromkeys(_texts(op))]  # type: ignore[misc]

@@ -1,0 +1,239 @@
+"""Pooling and its gradient on the CPU: windows are joined down the rows first, then along them.
+
+    y[p, q] = join over s of line[q*u + s],  line[j] = join over r of x[p*u + r - pad, j - pad];   join: max or sum
+    dx[i, j] = sum over q of line[q],        line[q] = sum over p of dy[p, q] / count[p, q],  windows that cover it
+
+A task is a run of output rows; a row is the pixels of one channel, or channels-last the channels of all its pixels, so
+that either layout is joined by whole vectors. The gradient of a maximum finds each window's first maximum again and
+adds to it in a block of rows that stays in cache; windows that reach into several blocks are searched in each.
+
+Traffic: x and y (dy and dx) once from memory; rows of overlapping windows again from cache. Sums in float32 (float64).
+Source: own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+
+from nbdnn.candidate import YES, Candidate, NoConfig, Support
+from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.compile import compile_task
+from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.geometry import spatial3
+from nbdnn.kernels.cpu.launch import Phase, Program
+from nbdnn.kernels.cpu.pool_maximum import max_gradient_task
+from nbdnn.kernels.cpu.pool_rows import (
+    FIELDS,
+    across,
+    add_scaled_row,
+    fill,
+    join_row,
+    known_step,
+    real_of,
+    spread,
+)
+from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.vector import filled, pointer, struct
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_pool import PoolProblem
+
+_TASKS_PER_THREAD = 8
+_LONG_ROW = 1 << 14  # elements: a line that stays in the second-level cache
+_BLOCK_BYTES = 128 << 10  # of a gradient that is summed in cache
+_NS_PER_ELEM, _NS_PER_TAP = 0.25, 0.15  # one thread: priors for the guess
+
+
+@cache
+def _forward_task(dtype: str, is_max: bool, known: int, vl: int):
+    """A run of rows of y: rows are counted over planes, depths and heights."""
+    compute = DEFAULT_COMPUTE[dtype]
+    i64, at, data, (real, lowest) = pointer("i64"), struct(FIELDS), pointer(compute), real_of(dtype)
+    itemsize, real_bytes, neutral = ITEMSIZE[dtype], ITEMSIZE[compute], lowest if is_max else real(0.0)
+    join, along, clear, narrow_row = (
+        join_row(dtype, is_max), across(dtype, is_max, known), fill(dtype), convert_row(compute, dtype, vl),
+    )  # fmt: skip
+
+    def pool_rows(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        line = f.scratch + worker * f.scratch_bytes
+        found = line + f.line_bytes
+        inside, width, out_width = line + f.pad_w * f.inner * real_bytes, f.in_w * f.inner, f.out_w * f.inner
+        clear(line, (f.in_w + 2 * f.pad_w) * f.inner, neutral)
+        for row in range(index * f.rows_a_task, min(f.rows, (index + 1) * f.rows_a_task)):
+            p, rest = row % f.out_h, row // f.out_h
+            d, plane = rest % f.out_d, rest // f.out_d
+            first_d, first_h = d * f.step_d - f.pad_d, p * f.step_h - f.pad_h
+            low_d, end_d = max(first_d, 0), min(first_d + f.taps_d, f.in_d)
+            low_h, end_h = max(first_h, 0), min(first_h + f.taps_h, f.in_h)
+            if low_d >= end_d or low_h >= end_h:
+                clear(inside, width, neutral)
+            for depth in range(low_d, end_d):
+                for h in range(low_h, end_h):
+                    source = pointers[0] + ((plane * f.in_d + depth) * f.in_h + h) * width * itemsize
+                    join(inside, source, width, depth == low_d and h == low_h)
+            along(found, line, f.out_w, f.taps_w, f.step_w, f.inner)
+            if f.averages:
+                lines = (end_d - low_d) * (end_h - low_h) if f.excludes_pad else f.taps_d * f.taps_h
+                for q in range(f.out_w):
+                    first = q * f.step_w - f.pad_w
+                    inside_w = min(first + f.taps_w, f.in_w) - max(first, 0) if f.excludes_pad else f.taps_w
+                    scale = real(1.0) / real(max(lines * inside_w, 1))
+                    for j in range(q * f.inner, (q + 1) * f.inner):
+                        data(found)[j] *= scale
+            narrow_row(pointers[1] + row * out_width * itemsize, found, out_width)
+
+    return compile_task(pool_rows, (dtype, is_max, known, vl))
+
+
+@cache
+def _sum_gradient_task(dtype: str, known: int, vl: int):
+    """A run of rows of dx."""
+    compute = DEFAULT_COMPUTE[dtype]
+    i64, at, data, (real, _) = pointer("i64"), struct(FIELDS), pointer(compute), real_of(dtype)
+    itemsize, real_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
+    add, along, clear, narrow_row = (
+        add_scaled_row(dtype), spread(dtype, known), fill(dtype), convert_row(compute, dtype, vl),
+    )  # fmt: skip
+
+    def spread_rows(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        line = f.scratch + worker * f.scratch_bytes
+        found = line + f.line_bytes
+        inside, width, out_width = line + f.pad_w * f.inner * real_bytes, f.in_w * f.inner, f.out_w * f.inner
+        for row in range(index * f.rows_a_task, min(f.rows, (index + 1) * f.rows_a_task)):
+            h, rest = row % f.in_h + f.pad_h, row // f.in_h
+            depth, plane = rest % f.in_d + f.pad_d, rest // f.in_d
+            clear(found, out_width, real(0.0))
+            for d in range(max(0, (depth - f.taps_d) // f.step_d + 1), min(f.out_d, depth // f.step_d + 1)):
+                first_d = d * f.step_d - f.pad_d
+                inside_d = min(first_d + f.taps_d, f.in_d) - max(first_d, 0) if f.excludes_pad else f.taps_d
+                for p in range(max(0, (h - f.taps_h) // f.step_h + 1), min(f.out_h, h // f.step_h + 1)):
+                    first_h = p * f.step_h - f.pad_h
+                    inside_h = min(first_h + f.taps_h, f.in_h) - max(first_h, 0) if f.excludes_pad else f.taps_h
+                    lines = inside_d * inside_h * (1 if f.excludes_pad else f.taps_w) if f.averages else 1
+                    source = pointers[0] + ((plane * f.out_d + d) * f.out_h + p) * out_width * itemsize
+                    add(found, source, out_width, real(1.0) / real(lines))
+            if f.excludes_pad:
+                for q in range(f.out_w):
+                    first = q * f.step_w - f.pad_w
+                    scale = real(1.0) / real(max(min(first + f.taps_w, f.in_w) - max(first, 0), 1))
+                    for j in range(q * f.inner, (q + 1) * f.inner):
+                        data(found)[j] *= scale
+            clear(line, (f.in_w + 2 * f.pad_w) * f.inner, real(0.0))
+            along(line, found, f.out_w, f.taps_w, f.step_w, f.inner)
+            narrow_row(pointers[1] + row * width * itemsize, inside, width)
+
+    return compile_task(spread_rows, (dtype, known, vl))
+
+
+class Rows(Candidate[NoConfig, Cpu]):
+    """Windows row by row; supports every pooling."""
+
+    provider, algorithm = "cpu", "rows"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: PoolProblem, device: Cpu) -> Support:
+        return YES
+
+    def estimate(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> float:
+        elements = sum(operand.size_elems for operand in problem.operands)
+        return kernel_us(device, 0.0, elements * _NS_PER_ELEM + problem.flops * _NS_PER_TAP, device.threads)
+
+    def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:
+        vl, axes = device.lanes(problem.compute), _axes(problem)
+        known = known_step(axes.step[-1])
+        if self.op == "pool_fwd":
+            task = _forward_task(problem.dtype, problem.is_max, known, vl)
+        elif problem.is_max:
+            task = max_gradient_task(problem.dtype, vl)
+        else:
+            task = _sum_gradient_task(problem.dtype, known, vl)
+        tasks, ctx, scratch = _placed(problem, axes, device)
+        return Program([Phase(task, tasks, ctx)], [scratch])
+
+
+class _Axes(NamedTuple):
+    """Extents of x and y, and the windows between them, three of each."""
+
+    extent: tuple[int, ...]
+    out: tuple[int, ...]
+    taps: tuple[int, ...]
+    step: tuple[int, ...]
+    pad: tuple[int, ...]
+
+
+def _axes(problem: PoolProblem) -> _Axes:
+    """With rows that windows take as a whole made one: a global pooling of planes is one window of one long row."""
+    extents, windows = (spatial3(problem.spatial), spatial3(problem.out_spatial)), spatial3(problem.window)
+    axes = _Axes(*extents, windows, spatial3(problem.stride), spatial3(problem.pad, 0))
+    while not problem.channels_last and axes.extent[1] > 1 and axes.taps[2] == axes.extent[2] <= _LONG_ROW:
+        if axes.pad[2]:
+            break
+        width = axes.extent[2]
+        axes = _Axes(
+            (1, axes.extent[0], axes.extent[1] * width),
+            (1, axes.out[0], axes.out[1]),
+            (1, axes.taps[0], axes.taps[1] * width),
+            (1, axes.step[0], axes.step[1] * width),
+            (0, axes.pad[0], axes.pad[1] * width),
+        )
+    return axes
+
+
+def _placed(problem: PoolProblem, axes: _Axes, device: Cpu) -> tuple[int, np.ndarray, np.ndarray]:
+    """(tasks, their record, the workers' scratch) of a problem."""
+    inner, real_bytes = problem.c if problem.channels_last else 1, ITEMSIZE[problem.compute]
+    in_d, in_h, in_w = axes.extent
+    planes, width, pad_w, step_w = problem.n * problem.c // max(inner, 1), in_w * inner, axes.pad[2], axes.step[2]
+    line_bytes, found_bytes = _lines((in_w + 2 * pad_w) * inner * real_bytes), _lines(axes.out[2] * inner * real_bytes)
+    phase_bytes = _lines(((in_w + pad_w) // step_w + 1) * real_bytes) if inner == 1 else 0
+    row_bytes = phase_bytes * step_w if inner == 1 else width * real_bytes
+    aside_offset = 2 * found_bytes + (row_bytes if inner == 1 else 0)
+    block_h = min(in_h, max(1, _BLOCK_BYTES // row_bytes))
+    block_d = min(in_d, max(1, _BLOCK_BYTES // (in_h * row_bytes)))
+    blocks_d, blocks_h = ceil(in_d / block_d), ceil(in_h / block_h)
+    if problem.op == "pool_bwd" and problem.is_max:
+        rows, rows_a_task, tasks = 0, 0, planes * blocks_d * blocks_h
+        scratch_bytes = _lines(aside_offset + (1 + block_d * block_h) * row_bytes)
+    else:
+        target = axes.out if problem.op == "pool_fwd" else axes.extent
+        rows = planes * target[0] * target[1]
+        rows_a_task = ceil(rows / (device.threads * _TASKS_PER_THREAD))
+        tasks, scratch_bytes = ceil(rows / rows_a_task), line_bytes + found_bytes
+    scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
+    names = ("in", axes.extent), ("out", axes.out), ("taps", axes.taps), ("step", axes.step), ("pad", axes.pad)
+    ctx = filled(
+        FIELDS,
+        **{f"{name}_{axis}": value for name, values in names for axis, value in zip("dhw", values, strict=True)},
+        rows=rows,
+        rows_a_task=rows_a_task,
+        inner=inner,
+        averages=problem.mode.startswith("average"),
+        excludes_pad=problem.mode == "average_exc_pad",
+        blocks_d=blocks_d,
+        blocks_h=blocks_h,
+        block_d=block_d,
+        block_h=block_h,
+        scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
+        scratch_bytes=scratch_bytes,
+        line_bytes=line_bytes,
+        found_bytes=found_bytes,
+        phase_bytes=phase_bytes,
+        row_bytes=row_bytes,
+        aside_offset=aside_offset,
+    )
+    return tasks, ctx, scratch
+
+
+def _lines(size_bytes: int) -> int:
+    """Rounded up to whole cache lines."""
+    return -(-size_bytes // 64) * 64
+
+
+FWD, BWD = Rows("pool_fwd"), Rows("pool_bwd")

@@ -1,0 +1,240 @@
+"""Global pooling: one window that is the whole image, and the gradient of its sum.
+
+    y[n, c] = max or sum over i of x[n, c, i];   dx[n, c, i] = dy[n, c], times the scale of an average
+
+    planar          a warp, or a block where planes are large, joins a plane of x: 4 vectors a thread in flight
+    channels-last   a block joins some vectors of channels over all pixels of an image,
+
+                        thread:  pixels g, g + groups, ... of one vector      block: the groups, by halves
+
+and the gradient is a vector of dx a thread. Traffic: x and dx once. Sums in float32, in a fixed order. Source: own.
+"""
+
+from __future__ import annotations
+
+from math import ceil, prod
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.kernels.cuda.pool_axes import LOWEST
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_pool import PoolProblem
+
+_THREADS = 256
+_VECTOR_BYTES = 16
+_IN_FLIGHT = 4  # vectors that a thread loads before it joins them
+_INT32_END = 2**31 - 2**20
+_LEAST_CAPABILITY = (8, 0)  # has an instruction for maxima that keep NaN
+_LAUNCH_US = 3.0
+
+
+class Team(NamedTuple):
+    """Threads that join one plane; channels-last those of a block that are at different pixels."""
+
+    threads: int
+
+    def __str__(self) -> str:
+        return str(self.threads)
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dtype: str
+    is_max: bool
+    channels_last: bool
+    lanes: int
+    team: int
+
+
+class Planes(NamedTuple):
+    """planes: runs to join, or vectors of dx. vectors: of a plane, or of a pixel. divisor: of the sum."""
+
+    planes: int
+    vectors: int
+    pixels: int
+    divisor: int
+
+
+def _forward_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_pool_vector, ptx_vector
+
+    v = Variant._make(specialised_on)
+    integer, real, lanes, team = ptx.INTEGER[32], ptx.REAL["f32"], v.lanes, v.team
+    otherwise = LOWEST[v.dtype] if v.is_max else 0
+    load, join = ptx_pool_vector.load(v.dtype, lanes, otherwise), ptx_pool_vector.join_vectors(v.is_max, lanes)
+    neutral = ptx_vector.repeated(lanes)
+    join_one, lowest = ptx_pool_vector.join_vectors(v.is_max, 1), real(float("-inf")) if v.is_max else real(0.0)
+    narrow, join_lanes = ptx.NARROW[v.dtype], ptx_pool_vector.join_lanes(v.is_max, lanes)
+    of_block, warps, floats = _THREADS // team, _THREADS // 32, _THREADS * lanes
+
+    @ptx.inline
+    def joined_run(x, start, step, first, end):
+        """Vectors `first`, first + team, ... before `end`, each `step` elements from the one before it in number."""
+        found = neutral(lowest)
+        i = first
+        while i < end:
+            i1, i2, i3 = integer(i + team), integer(i + 2 * team), integer(i + 3 * team)
+            a = load(x, integer(start + i * step), i < end)
+            b = load(x, integer(start + i1 * step), i1 < end)
+            c = load(x, integer(start + i2 * step), i2 < end)
+            d = load(x, integer(start + i3 * step), i3 < end)
+            found = join(found, join(join(a, b), join(c, d)))
+            i = integer(i + _IN_FLIGHT * team)
+        return found
+
+    if v.channels_last:
+
+        def join_pixels(x, y, f):
+            thread = integer(ptx.thread_x())
+            slabs = integer((f.vectors + of_block - 1) // of_block)
+            n, slab = ptx.divided(integer(ptx.block_x()), slabs)
+            group, in_slab = ptx.divided(thread, integer(of_block))
+            vector = integer(slab * of_block + in_slab)
+            inside = vector < f.vectors
+            start = integer(n * f.pixels * f.vectors * lanes + vector * lanes)
+            end = f.pixels if inside else integer(0)
+            found = joined_run(x, start, integer(f.vectors * lanes), group, end)
+            parts = ptx.cuda.shared.array(floats, real)
+            for lane in range(lanes):
+                parts[lane * _THREADS + thread] = found[lane]
+            half = integer(team // 2)
+            while half > 0:
+                ptx.cuda.syncthreads()
+                if group < half:
+                    for lane in range(lanes):
+                        at = integer(lane * _THREADS + thread)
+                        parts[at] = join_one((parts[at],), (parts[at + half * of_block],))[0]
+                half = integer(half // 2)
+            if group == 0 and inside:
+                scale = real(1.0) / real(f.divisor)
+                for lane in range(lanes):
+                    total = parts[lane * _THREADS + thread]
+                    at = integer((n * f.vectors + vector) * lanes + lane)
+                    y[at] = narrow(total if v.is_max else total * scale)
+
+        kernel = join_pixels
+    else:
+
+        def join_planes(x, y, f):
+            thread = integer(ptx.thread_x())
+            in_block, lane = ptx.divided(thread, integer(team))
+            plane = integer(integer(ptx.block_x()) * of_block + in_block)
+            end = f.vectors if plane < f.planes else integer(0)
+            vectors = joined_run(x, integer(plane * f.vectors * lanes), integer(lanes), lane, end)
+            found = join_lanes(vectors)
+            for exchange in range(5):
+                found = join_one((found,), (ptx.shuffle_xor(found, 16 >> exchange),))[0]
+            if team > 32:
+                parts = ptx.cuda.shared.array(warps, real)
+                if thread & 31 == 0:
+                    parts[thread >> 5] = found
+                ptx.cuda.syncthreads()
+                found = parts[0]
+                for warp in range(1, warps):
+                    found = join_one((found,), (parts[warp],))[0]
+            if lane == 0 and plane < f.planes:
+                y[plane] = narrow(found if v.is_max else found * (real(1.0) / real(f.divisor)))
+
+        kernel = join_planes
+    data = ptx.pointer(v.dtype)
+    return kernel, (data, data, ptx.record(Planes, 32))
+
+
+def _backward_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_pool_vector, ptx_vector
+
+    v = Variant._make(specialised_on)
+    integer, real, lanes = ptx.INTEGER[32], ptx.REAL["f32"], v.lanes
+    load = ptx_pool_vector.load(v.dtype, lanes if v.channels_last else 1)
+    repeat, store = ptx_vector.repeated(lanes), ptx_pool_vector.store(v.dtype, lanes)
+    scaled = ptx_pool_vector.scaled(lanes if v.channels_last else 1)
+
+    if v.channels_last:
+
+        @ptx.inline
+        def share(dy, rest, vector, scale, inside, f):
+            n, _ = ptx.divided(rest, f.pixels)
+            return scaled(load(dy, integer((n * f.vectors + vector) * lanes), inside), scale)
+    else:
+
+        @ptx.inline
+        def share(dy, rest, vector, scale, inside, f):
+            return repeat(scaled(load(dy, rest, inside), scale)[0])
+
+    def spread_planes(dy, dx, f):
+        thread = integer(integer(ptx.block_x()) * _THREADS + ptx.thread_x())
+        inside = thread < f.planes
+        rest, vector = ptx.divided(thread, f.vectors)
+        store(dx, integer(thread * lanes), inside, share(dy, rest, vector, real(1.0) / real(f.divisor), inside, f))
+
+    data = ptx.pointer(v.dtype)
+    return spread_planes, (data, data, ptx.record(Planes, 32))
+
+
+def _lanes(problem: PoolProblem) -> int:
+    """Elements of a vector: a power of two that divides a plane, or the channels."""
+    run, lanes = problem.c if problem.channels_last else prod(problem.spatial), 1
+    most = min(_VECTOR_BYTES, problem.align) // ITEMSIZE[problem.dtype]
+    while 2 * lanes <= most and run % (2 * lanes) == 0:
+        lanes *= 2
+    return lanes
+
+
+class Plane(LaunchedCandidate[Team]):
+    """One window that is the whole image."""
+
+    algorithm = "plane"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: PoolProblem, device: Gpu) -> Support:
+        if problem.window != problem.spatial or any(problem.pad):
+            return Support(False, f"windows {problem.window} of a padded image {problem.spatial} are not the image")
+        if problem.dtype == "f64":
+            return Support(False, "float64 is left to direct")
+        if self.op == "pool_bwd" and problem.is_max:
+            return Support(False, "of gradients only that of a sum")
+        if device.capability < _LEAST_CAPABILITY:
+            return Support(False, f"compute capability {device.capability}: no maximum that keeps NaN before 8.0")
+        elements = prod(problem.x_shape)
+        return YES if elements < _INT32_END else Support(False, f"x has {elements} elements, more than {_INT32_END}")
+
+    def configs(self, problem: PoolProblem, device: Gpu) -> tuple[Team, ...]:
+        if self.op == "pool_bwd":
+            return (Team(1),)
+        if not problem.channels_last:
+            return Team(32), Team(256)
+        return Team(64), Team(32), Team(128), Team(16)
+
+    def estimate(self, problem: PoolProblem, config: Team, device: Gpu) -> float:
+        return _LAUNCH_US + 1.15 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+
+    def launches(self, problem: PoolProblem, config: Team, device: Gpu) -> list[Launch]:
+        lanes, forward, last = _lanes(problem), self.op == "pool_fwd", problem.channels_last
+        v = Variant(problem.dtype, problem.is_max, last, lanes, config.threads)
+        pixels = prod(problem.spatial)
+        vectors = (problem.c if last else pixels) // lanes
+        if not forward:
+            planes = prod(problem.x_shape) // lanes
+            blocks = ceil(planes / _THREADS)
+        else:
+            planes, of_block = problem.n * problem.c, _THREADS // config.threads
+            blocks = problem.n * ceil(vectors / of_block) if last else ceil(planes / of_block)
+        return [
+            Launch(
+                source=Source(_forward_kernel if forward else _backward_kernel, v, _THREADS),
+                grid=(blocks, 1, 1),
+                pointers=(0, 1),
+                scalars="",
+                integers=Planes(planes, vectors, pixels, 1 if problem.mode == "sum" else pixels),
+            )
+        ]
+
+
+FWD, BWD = Plane("pool_fwd"), Plane("pool_bwd")

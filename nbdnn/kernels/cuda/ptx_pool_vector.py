@@ -1,0 +1,108 @@
+"""Vectors of pooling: guarded loads with what stands for the padding, and vectors joined, as tuples of float32."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+from numba.cuda.typing import signature
+
+from nbdnn.kernels.cuda import ptx_vector
+from nbdnn.kernels.cuda.ptx import F32, asm, packed, unpacked
+from nbdnn.kernels.cuda.ptx_vector import floats, load_parts, parts_of, widened
+
+
+def loaded(builder, where, wanted, dtype: str, lanes: int, otherwise: int = 0) -> list:
+    """The elements of a vector where it is wanted, else those of the word `otherwise`."""
+    part, _ = parts_of(dtype, lanes)
+    parts = load_parts(builder, where, wanted, dtype, lanes, fill=otherwise & 2**part.width - 1)
+    return widened(builder, dtype, parts)
+
+
+def joined(builder, is_max: bool, found, value):
+    """Of two vectors, lane by lane: the sums, or the larger ones, NaN where one is."""
+    if found is None:
+        return value
+    if not is_max:
+        return [builder.fadd(a, b) for a, b in zip(found, value, strict=True)]
+    text = "max.NaN.f32 $0, $1, $2;"
+    return [asm(builder, F32, text, "=f,f,f", [a, b]) for a, b in zip(found, value, strict=True)]
+
+
+@cache
+def load(dtype: str, lanes: int, otherwise: int = 0):
+    """Intrinsic (base, index, wanted) -> the elements of a vector where it is wanted, else of the word `otherwise`."""
+
+    @intrinsic
+    def load_vector(typingctx, base, index, wanted):
+        def codegen(context, builder, sig, args):
+            where = builder.gep(args[0], [args[1]])
+            return packed(builder, loaded(builder, where, args[2], dtype, lanes, otherwise))
+
+        return signature(floats(lanes), base, index, types.boolean), codegen
+
+    return load_vector
+
+
+@cache
+def store(dtype: str, lanes: int):
+    """Intrinsic (base, index, wanted, values): a vector, where it is wanted."""
+
+    @intrinsic
+    def store_vector(typingctx, base, index, wanted, values):
+        def codegen(context, builder, sig, args):
+            elements = unpacked(builder, args[3], lanes)
+            ptx_vector.store_vector(builder, builder.gep(args[0], [args[1]]), args[2], dtype, elements)
+            return context.get_dummy_value()
+
+        return signature(types.none, base, index, types.boolean, floats(lanes)), codegen
+
+    return store_vector
+
+
+@cache
+def scaled(count: int):
+    """Intrinsic (floats, a float32) -> their products."""
+
+    @intrinsic
+    def multiply(typingctx, values, scale):
+        def codegen(context, builder, sig, args):
+            return packed(builder, [builder.fmul(value, args[1]) for value in unpacked(builder, args[0], count)])
+
+        return signature(floats(count), floats(count), types.float32), codegen
+
+    return multiply
+
+
+@cache
+def join_vectors(is_max: bool, lanes: int):
+    """Intrinsic (vector, vector) -> their sums, or the larger ones, lane by lane."""
+    vector = floats(lanes)
+
+    @intrinsic
+    def join(typingctx, a, b):
+        def codegen(context, builder, sig, args):
+            return packed(builder, joined(builder, is_max, *(unpacked(builder, each, lanes) for each in args)))
+
+        return signature(vector, vector, vector), codegen
+
+    return join
+
+
+@cache
+def join_lanes(is_max: bool, lanes: int):
+    """Intrinsic (vector) -> the sum of its lanes, or the largest."""
+
+    @intrinsic
+    def join(typingctx, vector):
+        def codegen(context, builder, sig, args):
+            cells = [[value] for value in unpacked(builder, args[0], lanes)]
+            while len(cells) > 1:
+                halves = zip(cells[::2], cells[1::2], strict=True)
+                cells = [joined(builder, is_max, a, b) for a, b in halves]
+            return cells[0][0]
+
+        return signature(types.float32, floats(lanes)), codegen
+
+    return join

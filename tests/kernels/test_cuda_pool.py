@@ -1,0 +1,143 @@
+"""Pooling kernels for GPUs: what they need when compiled, their tiles, and what they refuse."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from gpus import H200
+from libraries import library
+
+from nbdnn.candidate import Candidate
+from nbdnn.dispatch import registry
+from nbdnn.kernels.cuda import pool_plane, pool_window
+from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
+from nbdnn.kernels.cuda.launch import LaunchedCandidate
+from nbdnn.kernels.cuda.pool_axes import Axis, covers, reaches, taps_met
+from nbdnn.problem import FAMILIES, parse
+from nbdnn.workloads import edges
+
+library("numba_cuda")
+
+# Of forward and backward: each kind of kernel, at its largest.
+KERNELS = (
+    "f32:n32c64h112w112:r3s3:p1x1:u2x2:max:nchw",
+    "bf16:n32c64h112w112:r3s3:p1x1:u2x2:max:nhwc",
+    "bf16:n16c64h224w224:r2s2:p0x0:u2x2:max:nchw",
+    "f16:n32c256h28w28:r3s3:p1x1:u1x1:average_exc_pad:nhwc",
+    "f32:n32c256h28w28:r3s3:p1x1:u1x1:average_inc_pad:nchw",
+    "f32:n4c64d16h56w56:t3r3s3:p1x1x1:u2x2x2:max:ncdhw",
+    "f32:n32c256h56w56:r56s56:p0x0:u1x1:average_inc_pad:nchw",
+    "bf16:n32c256h56w56:r56s56:p0x0:u1x1:average_inc_pad:nhwc",
+    "f64:n8c16h33w31:r3s3:p1x1:u2x2:max:nhwc",
+)
+ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120": (12, 0)}
+CANDIDATES = {
+    op: [each for each in registry.candidates(op, kind="cuda") if isinstance(each, LaunchedCandidate)]
+    for op in FAMILIES["pool"]
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("text", KERNELS)
+def test_kernels_stay_within_their_means(text: str, arch: str) -> None:
+    """No spills, no stack, no arithmetic wider than it must be."""
+    device = replace(H200, capability=ARCHITECTURES[arch])
+    for op in FAMILIES["pool"]:
+        problem = parse(f"{op}:{text}")
+        candidate: Candidate = next(each for each in CANDIDATES[op] if each.supports(problem, device).ok)
+        for config in candidate.configs(problem, device)[:2]:
+            for launch in candidate.launches(problem, config, device):
+                kernel, ptx = compile_kernel(launch.source, arch), ptx_text(launch.source, arch)
+                what = f"{arch}, {candidate.id}, {config}, {problem}: {kernel._replace(cubin=b'')}"
+                assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
+                assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536, what
+                assert (".f64" in ptx) == (problem.dtype == "f64"), what
+                assert launch.integer_bits == 64 or not re.search(r"(?:div|rem)\.[su]64", ptx), what
+
+
+def test_vectors_are_moved_whole() -> None:
+    for op, layout in product(FAMILIES["pool"], ("nchw", "nhwc")):
+        problem = parse(f"{op}:f32:n32c64h112w112:r2s2:p0x0:u2x2:average_inc_pad:{layout}")
+        candidate = registry.candidate(f"{op}/numba/window")
+        (launch,) = candidate.launches(problem, candidate.configs(problem, H200)[0], H200)
+        ptx = ptx_text(launch.source, "sm_90a")
+        loads = "v2" if (op, layout) == ("pool_bwd", "nchw") else "v4"  # a vector of dx is two windows wide
+        assert f"ld.global.nc.{loads}.b32" in ptx and "st.global.v4.b32" in ptx
+
+
+def test_every_edge_case_has_configs_with_names_of_their_own() -> None:
+    for op, candidates in CANDIDATES.items():
+        for problem in edges(op):
+            for candidate in candidates:
+                if candidate.supports(problem, H200).ok:
+                    names = [str(config) for config in candidate.configs(problem, H200)]
+                    assert len(set(names)) == len(names) > 0, f"{candidate.id}, {problem}"
+
+
+def test_tables_are_the_definition() -> None:
+    """Each output of a tile meets what its windows say, both ways, and every tap of a window once."""
+    for axis in (Axis(*values) for values in product((1, 2, 3, 5), (1, 2, 3), (0, 1, 2))):
+        assert reaches(axis, 4) == [(p, p * axis.stride + r - axis.pad) for p in range(4) for r in range(axis.taps)]
+        tile = 2 * axis.stride
+        expected = {
+            (i, p)
+            for i, p, r in product(range(tile), range(-20, 20), range(axis.taps))
+            if p * axis.stride + r - axis.pad == i
+        }
+        found = covers(axis, tile)
+        assert set(found) == expected and len(found) == len(expected)
+        windows = sorted({p for _, p in found})
+        met = taps_met(axis, windows)
+        assert sum(map(len, met.values())) == len(windows) * axis.taps
+        assert all(p * axis.stride + r - axis.pad == i for i, pairs in met.items() for p, r in pairs)
+
+
+def test_tiles_cover_every_output_once() -> None:
+    for op, layout in product(FAMILIES["pool"], ("nchw", "nhwc")):
+        problem = parse(f"{op}:f32:n3c40h29w28:r3s3:p1x1:u2x2:max:{layout}")
+        candidate = registry.candidate(f"{op}/numba/window")
+        height, width = problem.out_spatial if op == "pool_fwd" else problem.spatial
+        for config in candidate.configs(problem, H200):
+            (launch,) = candidate.launches(problem, config, H200)
+            blocks = pool_window.Blocks._make(launch.integers[-len(pool_window.Blocks._fields) :])
+            assert (blocks.tiles_h - 1) * config.rows < height <= blocks.tiles_h * config.rows
+            assert (blocks.tiles_w - 1) * config.columns < width <= blocks.tiles_w * config.columns
+            if layout == "nhwc":
+                assert blocks.vectors * blocks.block_w * blocks.block_h <= launch.source.threads
+                assert blocks.slabs * blocks.vectors * config.lanes >= problem.c
+                assert blocks.blocks_w * blocks.block_w >= blocks.tiles_w
+                assert blocks.blocks_h * blocks.block_h >= blocks.tiles_h
+
+
+def test_windows_that_overlap_may_read_y() -> None:
+    overlapping, apart = (
+        parse(f"pool_bwd:f32:n8c64h56w56:{window}:max:nchw") for window in ("r3s3:p1x1:u2x2", "r2s2:p0x0:u2x2")
+    )
+    assert {config.reads_y for config in pool_window.BWD.configs(overlapping, H200)} == {False, True}
+    assert {config.reads_y for config in pool_window.BWD.configs(apart, H200)} == {False}
+
+
+@pytest.mark.parametrize(
+    ("candidate", "text", "reason"),
+    [
+        (pool_window.FWD, "f64:n2c3h8w8:r2s2:p0x0:u2x2:max:nchw", "float64"),
+        (pool_window.FWD, "f32:n2c3h20w20:r9s9:p0x0:u2x2:max:nchw", "the window has 81 elements, more than 64"),
+        (pool_plane.FWD, "f32:n2c3h8w8:r8s7:p0x0:u1x1:max:nchw", "are not the image"),
+        (pool_plane.FWD, "f64:n2c3h8w8:r8s8:p0x0:u1x1:max:nchw", "float64"),
+        (pool_plane.BWD, "f32:n2c3h8w8:r8s8:p0x0:u1x1:max:nchw", "of gradients only that of a sum"),
+        (pool_plane.FWD, "f32:n3000c1000h30w30:r30s30:p0x0:u1x1:max:nchw", "2700000000 elements"),
+    ],
+)
+def test_refusals_say_the_number(candidate: LaunchedCandidate, text: str, reason: str) -> None:
+    support = candidate.supports(parse(f"{candidate.op}:{text}"), H200)
+    assert not support.ok and reason in support.reason
+
+
+def test_older_gpus_have_no_maximum_that_keeps_nan() -> None:
+    problem = parse("pool_fwd:f32:n2c4h8w8:r2s2:p0x0:u2x2:max:nchw")
+    support = pool_window.FWD.supports(problem, replace(H200, capability=(7, 5)))
+    assert not support.ok and "(7, 5)" in support.reason

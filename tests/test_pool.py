@@ -1,0 +1,304 @@
+"""dnn_pool and dnn_pool_grad as a user meets them: values, shapes, dtypes, layouts, out=, errors, gradients."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gpus import DEVICE
+from libraries import library
+
+from nbdnn import InvalidProblem, InvalidType, dnn_pool, dnn_pool_grad, empty_cache, events, ops
+from nbdnn.array import view
+from nbdnn.device import Cpu
+from nbdnn.dispatch import registry
+from nbdnn.problem import FAMILIES, parse
+from nbdnn.problem_pool import MODES
+from nbdnn.workloads import edges
+
+RNG = np.random.default_rng(0)
+OPS = FAMILIES["pool"]
+INF, NAN = np.inf, np.nan
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> None:
+    """Every test sees its plans being made."""
+    empty_cache()
+
+
+def channels_last(array: np.ndarray) -> np.ndarray:
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1)
+
+
+def by_loops(x: np.ndarray, ws: tuple, stride: tuple, mode: str, pad: tuple) -> np.ndarray:
+    """Window by window."""
+    spatial = x.shape[2:]
+    out = tuple((i + 2 * p - k) // u + 1 for i, p, k, u in zip(spatial, pad, ws, stride, strict=True))
+    y = np.empty((*x.shape[:2], *out))
+    for at in np.ndindex(*out):
+        low = [o * u - p for o, u, p in zip(at, stride, pad, strict=True)]
+        part = x[(..., *(slice(max(a, 0), max(a + k, 0)) for a, k in zip(low, ws, strict=True)))]
+        axes, inside = tuple(range(2, x.ndim)), np.prod(part.shape[2:])
+        if mode.startswith("max"):
+            y[(..., *at)] = part.max(axis=axes, initial=-INF)
+            continue
+        counts = {"average_inc_pad": np.prod(ws), "average_exc_pad": max(inside, 1), "sum": 1}
+        y[(..., *at)] = part.sum(axis=axes) / counts[mode]
+    return y
+
+
+# img, ws, stride, pad
+SHAPES = (
+    ((2, 3, 7, 8), (3, 2), (2, 1), (1, 0)),
+    ((1, 2, 5, 4), (2, 2), (2, 2), (2, 3)),  # windows wholly in the padding
+    ((2, 3, 4, 5, 6), (2, 3, 2), (1, 2, 2), (0, 1, 1)),
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("shape", "ws", "stride", "pad"), SHAPES)
+def test_values_are_the_definition_in_every_layout(
+    shape: tuple, ws: tuple, stride: tuple, pad: tuple, mode: str
+) -> None:
+    x = RNG.standard_normal(shape)
+    for given in (x, channels_last(x)):
+        y = dnn_pool(given, ws, stride, mode, pad)
+        assert y.dtype == np.float64 and view(y, "y").layout == view(given, "x").layout
+        np.testing.assert_allclose(y, by_loops(x, ws, stride, mode, pad), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("shape", "ws", "stride", "pad"), SHAPES)
+@pytest.mark.parametrize("last", [False, True])
+def test_gradients_are_finite_differences(
+    shape: tuple, ws: tuple, stride: tuple, pad: tuple, mode: str, last: bool
+) -> None:
+    """<dy, (pool(x + h*v) - pool(x - h*v)) / 2h> = <dx, v>."""
+    x, v = RNG.standard_normal(shape), RNG.standard_normal(shape)
+    x = channels_last(x) if last else x
+    y = dnn_pool(x, ws, stride, mode, pad)
+    reached = np.isfinite(y)
+    dy = RNG.standard_normal(y.shape)
+    dx = dnn_pool_grad(x, y, dy, ws, stride, mode, pad)
+    assert dx.shape == x.shape and view(dx, "dx").layout == view(x, "x").layout
+    step = 1e-6
+    with np.errstate(invalid="ignore"):
+        above, below = (dnn_pool(x + sign * step * v, ws, stride, mode, pad) for sign in (1, -1))
+        slope = np.where(reached, (above - below) / (2 * step), 0)
+    assert abs((dx * v).sum()) > 1e-3
+    np.testing.assert_allclose((dx * v).sum(), (dy * slope).sum(), rtol=1e-6, atol=1e-8)
+
+
+def test_defaults_are_stride_1_no_pad_and_the_maximum() -> None:
+    x = RNG.standard_normal((1, 2, 5, 6))
+    np.testing.assert_array_equal(dnn_pool(x, 2), by_loops(x, (2, 2), (1, 1), "max", (0, 0)))
+    np.testing.assert_array_equal(dnn_pool(x, 2, mode="average", pad=1), dnn_pool(x, 2, 1, "average_inc_pad", (1, 1)))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_results_have_the_dtype_of_the_input(dtype: Any) -> None:
+    x = RNG.standard_normal((2, 9, 6, 6)).astype(dtype)
+    y = dnn_pool(x, 3, 2, "average_exc_pad", 1)
+    dx = dnn_pool_grad(x, y, y, 3, 2, "max", 1)
+    assert y.dtype == dx.dtype == np.dtype(dtype)
+    expected = by_loops(x.astype(np.float64), (3, 3), (2, 2), "average_exc_pad", (1, 1))
+    np.testing.assert_allclose(y.astype(np.float64), expected, rtol=4 * float(ml_dtypes.finfo(dtype).eps), atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["max", "max_deterministic"])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_tie_goes_to_the_first_and_nan_to_the_last(mode: str, last: bool) -> None:
+    """Of each window in row-major order; where the padding comes first, -inf of the image comes before it."""
+    row = {
+        "equal": ([[1, 1], [1, 1]], 0),
+        "later": ([[0, 1], [1, 1]], 1),
+        "column": ([[0, 0], [2, 2]], 2),
+        "nan": ([[NAN, 5], [NAN, 7]], 2),
+        "-inf": ([[-INF, -INF], [-INF, -INF]], 0),
+        "zeros": ([[-0.0, 0.0], [0.0, 0.0]], 0),
+    }
+    for values, winner in row.values():
+        x = np.tile(np.array(values, "f"), (1, 3, 1, 1))
+        x = channels_last(x) if last else x
+        for ws, stride, pad in ((2, 2, 0), (4, 1, 1)):
+            y = dnn_pool(x, ws, stride, mode, pad)
+            dx = dnn_pool_grad(x, y, np.full_like(y, 3), ws, stride, mode, pad)
+            expected = np.zeros(4)
+            expected[winner] = 3
+            np.testing.assert_array_equal(dx, np.tile(expected.reshape(2, 2), (1, 3, 1, 1)))
+            assert np.isnan(y).all() == np.isnan(values).any()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_equal_maxima_of_many_windows(dtype: Any) -> None:
+    """Data after a ReLU, rounded to a few values, are full of ties."""
+    x = np.maximum(RNG.integers(-2, 3, (2, 5, 9, 10)), 0).astype(dtype)
+    y = dnn_pool(x, 3, 2, "max", 1)
+    dy = RNG.integers(1, 4, y.shape).astype(dtype)
+    expected = np.zeros((2, 5, 11, 12))
+    padded = np.pad(x.astype(np.float64), [(0, 0), (0, 0), (1, 1), (1, 1)], constant_values=-INF)
+    for n, c, p, q in np.ndindex(*y.shape):
+        h, w = np.unravel_index(padded[n, c, 2 * p : 2 * p + 3, 2 * q : 2 * q + 3].argmax(), (3, 3))
+        expected[n, c, 2 * p + h, 2 * q + w] += float(dy[n, c, p, q])
+    for given in (x, channels_last(x)):
+        dx = dnn_pool_grad(given, y, dy, 3, 2, "max", 1)
+        np.testing.assert_array_equal(dx.astype(np.float64), expected[:, :, 1:-1, 1:-1])
+
+
+def test_out_and_odd_strides() -> None:
+    x, y = RNG.standard_normal((2, 3, 8, 12)).astype("f"), np.zeros((2, 3, 4, 3), "f")
+    view_, expected = x[..., ::2], dnn_pool(x[..., ::2].copy(), 2, 2)
+    assert dnn_pool(view_, 2, 2, out=y) is y
+    np.testing.assert_array_equal(y, expected)
+    wide = np.full((2, 6, 4, 3), 7.0, "f")
+    dnn_pool(view_, 2, 2, out=wide[:, ::2])
+    np.testing.assert_array_equal(wide[:, ::2], expected)
+    assert (wide[:, 1::2] == 7).all()
+    dx = np.zeros((2, 3, 8, 6), "f")
+    assert dnn_pool_grad(view_, y, y, 2, 2, dx=dx) is dx
+    np.testing.assert_array_equal(dx, dnn_pool_grad(view_.copy(), y, y, 2, 2))
+    assert np.count_nonzero(dx) == y.size
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 5, 5), (2, 0, 5, 5)])
+def test_nothing_to_do(shape: tuple[int, ...]) -> None:
+    x = np.zeros(shape, "f")
+    y = dnn_pool(x, 2)
+    assert y.shape == (*shape[:2], 4, 4)
+    assert dnn_pool_grad(x, y, y, 2).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda x: dnn_pool(x[0], 2), InvalidType, "img has 3 axes, expected 4 or 5"),
+        (lambda x: dnn_pool(x.astype(np.int32), 2), InvalidType, "int32"),
+        (lambda x: dnn_pool(x, 2, mode="median"), InvalidProblem, "'median' is not one of max, max_deterministic"),
+        (lambda x: dnn_pool(x, (2, 2, 2)), InvalidProblem, "ws has 3 numbers, img has 2 spatial axes"),
+        (lambda x: dnn_pool(x, [2, 2]), InvalidProblem, r"ws is \[2, 2\], expected an int or a tuple"),
+        (lambda x: dnn_pool(x, 0), InvalidProblem, "window is 0, it must be at least 1"),
+        (lambda x: dnn_pool(x, 2, stride=(1, 0)), InvalidProblem, "stride is 0, it must be at least 1"),
+        (lambda x: dnn_pool(x, 2, pad=-1), InvalidProblem, "pad is -1, it must be at least 0"),
+        (lambda x: dnn_pool(x, 6), InvalidProblem, "the window spans 6, the padded image 4"),
+        (lambda x: dnn_pool(x, 2, out=np.zeros((2, 3, 4, 4), "f")), InvalidProblem, r"expected \(2, 3, 3, 4\)"),
+        (lambda x: dnn_pool(x, 1, out=x), InvalidProblem, "out overlaps img"),
+        (lambda x: dnn_pool_grad(x, x, x, 2), InvalidProblem, r"out has shape .*, expected \(2, 3, 3, 4\)"),
+        (lambda x: dnn_pool_grad(x, x, x, 1, dx=x), InvalidProblem, "dx overlaps img"),
+        (lambda x: dnn_pool(x, 1, policy="pool_fwd/cpu/none"), InvalidProblem, "pool_fwd/cpu/rows"),
+    ],
+)
+def test_errors_name_what_is_wrong(call: Any, error: type, match: str) -> None:
+    with pytest.raises(error, match=match):
+        call(np.zeros((2, 3, 4, 5), "f"))
+
+
+def test_a_zero_extent_is_an_error() -> None:
+    with pytest.raises(InvalidProblem, match="spatial extent is 0"):
+        dnn_pool(np.zeros((2, 3, 0, 5), "f"), 1)
+
+
+def test_a_call_poses_one_problem() -> None:
+    """A sum's gradient has no use for img and out."""
+    x = RNG.standard_normal((2, 3, 4, 5)).astype("f")
+    with events() as log:
+        y = dnn_pool(x, (2, 3), 2, "max", (1, 0))
+        dnn_pool_grad(x[..., ::1], y, y, (2, 3), 2, "average", (1, 0))
+    shape = "n2c3h4w5:r2s3:p1x0:u2x2"
+    assert {event.problem for event in log} == {
+        f"pool_fwd:f32:{shape}:max:nchw",
+        f"pool_bwd:f32:{shape}:average_inc_pad:nchw",
+    }
+    assert [o.name for o in parse(log[-1].problem).operands] == ["dy", "dx"]
+
+
+def test_op_objects() -> None:
+    x, g = RNG.standard_normal((2, 3, 6, 6)), RNG.standard_normal((2, 3, 3, 3))
+    op = ops.GpuDnnPool("max")
+    y = op(x, (2, 2), (2, 2), (0, 0))
+    np.testing.assert_array_equal(y, dnn_pool(x, 2, 2))
+    dx, *rest = op.grad((x, (2, 2), (2, 2), (0, 0)), (g,))
+    np.testing.assert_array_equal(dx, dnn_pool_grad(x, y, g, 2, 2))
+    assert rest == [None, None, None]
+    again = ops.GpuDnnPoolGrad("average_exc_pad")(x, y, g, (3, 3), (2, 2), (1, 1))
+    np.testing.assert_array_equal(again, dnn_pool_grad(x, y, g, 3, 2, "average_exc_pad", 1))
+    desc = ops.GpuDnnPoolDesc((2, 2), (2, 2), "max", (0, 0))
+    assert (desc.ws, desc.stride, desc.mode, desc.pad) == ((2, 2), (2, 2), "max", (0, 0))
+
+
+def test_torch_in_torch_out() -> None:
+    torch = library("torch")
+    x = torch.randn(2, 3, 8, 9, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last).requires_grad_()
+    expected = torch.nn.functional.max_pool2d(x, 3, 2, 1)
+    y = dnn_pool(x.detach(), 3, 2, "max", 1)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(y, expected.detach(), rtol=0, atol=0)
+    expected.backward(torch.ones_like(y))
+    dx = dnn_pool_grad(x.detach(), y, torch.ones_like(y), 3, 2, "max", 1)
+    torch.testing.assert_close(dx, x.grad, rtol=0, atol=0)
+
+
+# ---- what each candidate must support --------------------------------------------------------------------------------
+
+
+class Covers(NamedTuple):
+    """Space-separated dtypes, shapes of the table below, modes and ends of the text; both layouts."""
+
+    dtypes: str
+    shapes: str
+    modes: str = " ".join(MODES)
+    ends: str = ""
+
+
+_SHAPES = {
+    "2x2/2": "n16c64h224w224:r2s2:p0x0:u2x2",
+    "3x3/2": "n32c64h112w112:r3s3:p1x1:u2x2",
+    "3x3": "n32c256h28w28:r3s3:p1x1:u1x1",
+    "odd": "n3c5h13w11:r3s2:p1x0:u2x3",
+    "padding": "n1c4h5w6:r2s2:p2x2:u2x2",
+    "global": "n32c256h56w56:r56s56:p0x0:u1x1",
+    "large": "n1c4h41w43:r17s19:p8x9:u3x2",
+    "2x2x2/2": "n4c64d16h112w112:t2r2s2:p0x0x0:u2x2x2",
+    "3x3x3/2": "n4c64d16h56w56:t3r3s3:p1x1x1:u2x2x2",
+    "huge": "n1c3h40000w40000:r2s2:p0x0:u2x2",
+}
+_EVERY, _OF_GPU, _MAX = "f16 bf16 f32 f64", "f16 bf16 f32", "max max_deterministic"
+_ALL = " ".join(_SHAPES)
+_SUMS = "average_inc_pad average_exc_pad sum"
+_SMALL = "2x2/2 3x3/2 3x3 odd padding 2x2x2/2 3x3x3/2 huge"
+_OF_CUDNN = "2x2/2 3x3/2 3x3 odd global large 2x2x2/2 3x3x3/2"
+
+COVERAGE: dict[str, Covers] = {
+    "pool_fwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
+    "pool_bwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
+    "pool_fwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
+    "pool_bwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
+    "pool_fwd/numba/window": Covers(_OF_GPU, _SMALL, ends="a4"),
+    "pool_bwd/numba/window": Covers(_OF_GPU, _SMALL, ends="a4"),
+    "pool_fwd/numba/plane": Covers(_OF_GPU, "global", ends="a4"),
+    "pool_bwd/numba/plane": Covers(_OF_GPU, "global", _SUMS, ends="a4"),
+}
+
+
+@pytest.mark.parametrize("id", COVERAGE)
+def test_supports_what_it_must(id: str, device: Cpu) -> None:
+    candidate, covers = registry.candidate(id), COVERAGE[id]
+    on = device if registry.kind_of(candidate) == "cpu" else DEVICE
+    kinds = product(covers.dtypes.split(), covers.shapes.split(), covers.modes.split(), (False, True))
+    for dtype, name, mode, last in kinds:
+        layout = (("nchw", "nhwc"), ("ncdhw", "ndhwc"))["t" in _SHAPES[name]][last]
+        for end in ("", *covers.ends.split()):
+            problem = parse(":".join(filter(None, (candidate.op, dtype, _SHAPES[name], mode, layout, end))))
+            support = candidate.supports(problem, on)
+            assert support.ok, f"{problem}: {support.reason}"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_last_candidate_supports_every_edge_case(op: str, kind: str, device: Cpu) -> None:
+    last = registry.candidates(op, kind=kind)[-1]
+    on = device if kind == "cpu" else DEVICE
+    assert not [problem for problem in edges(op) if not last.supports(problem, on).ok]
