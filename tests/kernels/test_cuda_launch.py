@@ -33,6 +33,7 @@ class StandIn:
         self.types = types
         self.context, self.failure, self.static_bytes = 1, 0, 0
         self.started: list[Started] = []
+        self.clusters: list[tuple[int, int, int]] = []
         self.loaded: list[bytes] = []
         self.permitted: list[int] = []
 
@@ -40,7 +41,15 @@ class StandIn:
         attributes = SimpleNamespace(
             CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="static", CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic"
         )
-        return SimpleNamespace(CUstream=int, cuLaunchKernel=self.cuLaunchKernel, CUfunction_attribute=attributes)
+        return SimpleNamespace(
+            CUstream=int,
+            cuLaunchKernel=self.cuLaunchKernel,
+            cuLaunchKernelEx=self.cuLaunchKernelEx,
+            CUfunction_attribute=attributes,
+            CUlaunchConfig=SimpleNamespace,
+            CUlaunchAttribute=lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace())),
+            CUlaunchAttributeID=SimpleNamespace(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster"),
+        )
 
     def call(self, name: str, *arguments):
         match name:
@@ -58,7 +67,7 @@ class StandIn:
                 assert arguments[1] == "dynamic"
                 self.permitted.append(arguments[2])
                 return None
-            case "cuLaunchKernel":
+            case "cuLaunchKernel" | "cuLaunchKernelEx":
                 raise CudaError(f"{name}: {self.failure}")
         raise AssertionError(name)
 
@@ -68,6 +77,17 @@ class StandIn:
         self.started.append(Started(function, (gx, gy, gz), (bx, by, bz), shared_bytes, stream, arguments))
         assert extra == 0
         return (self.failure,)
+
+    def cuLaunchKernelEx(self, config, function, parameters, extra):
+        (attribute,) = config.attrs[: config.numAttrs]
+        dimension = attribute.value.clusterDim
+        assert attribute.id == "cluster"
+        self.clusters.append((dimension.x, dimension.y, dimension.z))
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        block = config.blockDimX, config.blockDimY, config.blockDimZ
+        return self.cuLaunchKernel(
+            function, *grid, *block, config.sharedMemBytes, config.hStream, parameters, extra
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -100,6 +120,21 @@ def test_arguments_are_where_the_driver_looks(stand_in: StandIn) -> None:
         Started(function, (3, 2, 1), (128, 1, 1), 0, 17, (Y, X, None, 0.5, -2.0, -7, 8, 2**31 - 1)),
         Started(function, (3, 2, 1), (128, 1, 1), 0, 0, (W, Y, None, 1.0, 0.0, -7, 8, 2**31 - 1)),
     ]
+
+
+def test_clusters_are_launched_as_such(stand_in: StandIn) -> None:
+    run = Program([launch(cluster=3, dynamic_shared_bytes=64), launch()], "sm_90a")
+    run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
+    arguments = Y, X, None, 0.5, -2.0, -7, 8, 2**31 - 1
+    function = "entry of sm_90a in 1"
+    assert stand_in.started == [
+        Started(function, (3, 2, 1), (128, 1, 1), 64, 17, arguments),
+        Started(function, (3, 2, 1), (128, 1, 1), 0, 17, arguments),
+    ]
+    assert stand_in.clusters == [(3, 1, 1)]
+    stand_in.failure = 719
+    with pytest.raises(CudaError, match="cuLaunchKernelEx: 719"):
+        run((X, W, Y), (0.5, -2.0), SCRATCH, 18)
 
 
 def test_wide_arguments(stand_in: StandIn) -> None:

@@ -115,6 +115,8 @@ def _prepared(launch: Launch, arch: str) -> Callable[[tuple[int, ...], tuple[flo
         if status:
             driver.call("cuLaunchKernel", *before, stream, *after)  # fails again, and names the error
 
+    if launch.cluster == 1:
+        return run
     cu_launch_ex, config = driver.bindings().cuLaunchKernelEx, _clustered(launch)
 
     def run_clusters(
@@ -126,7 +128,7 @@ def _prepared(launch: Launch, arch: str) -> Callable[[tuple[int, ...], tuple[flo
         if status:
             driver.call("cuLaunchKernelEx", config, function, *after)
 
-    return run if launch.cluster == 1 else run_clusters
+    return run_clusters
 
 
 def _clustered(launch: Launch) -> Any:
