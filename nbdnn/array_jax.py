@@ -55,7 +55,7 @@ class Jax(NumPy):
         return array.pointer if isinstance(array, DeviceArray) else super().pointer(array)
 
     def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1) -> Callable[[], Any]:
-        if dtype == "i64" and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        if dtype == "i64" and not jax.config.read("jax_enable_x64"):
             raise InvalidType("JAX has no int64 unless its flag jax_enable_x64 is set")
         if gpu >= 0:
             return partial(DeviceArray, shape, dense_strides(shape, channels_last), dtype, gpu)
