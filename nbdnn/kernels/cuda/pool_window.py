@@ -35,6 +35,7 @@ _THREADS = 256
 _VECTOR_BYTES = 16
 _MOST_TAPS = 64  # of a window
 _MOST_LOADS = 160  # vectors that one tile loads
+_CROWDED = 80  # of them: 128 registers hold more on compute capability 9.0 alone
 _MOST_KEPT = 100  # values that a tile keeps by name: 104 were spilled
 _FEW_OUTPUTS, _FEW_LOADS = 24, 24  # of a tile: 80 registers hold them, else it gets 128
 _MOST_VECTORS = 16  # of channels in a block: 256 bytes of a pixel
@@ -294,9 +295,10 @@ class Window(LaunchedCandidate[Tile]):
         forward = self.op == "pool_fwd"
         finds = not forward and v.is_max
         many = finds or cost.outputs > _FEW_OUTPUTS or cost.loads > _FEW_LOADS
+        min_blocks = 1 if cost.loads > _CROWDED and device.capability[0] != 9 else 2 if many else 3
         return [
             Launch(
-                source=Source(_kernel, v, _THREADS, 2 if many else 3),
+                source=Source(_kernel, v, _THREADS, min_blocks),
                 grid=(boxes if v.channels_last else ceil(threads / _THREADS), 1, 1),
                 pointers=(0, 1, 2, 3) if finds else (last - 1, last),
                 scalars="",
