@@ -55,6 +55,8 @@ def _refusal(problem: PoolProblem) -> str:
     for pad, taps in zip(problem.pad, problem.window, strict=True):
         if pad >= taps:
             return f"a pad of {pad} with windows of {taps}: cuDNN has no window wholly in the padding"
+    if problem.op == "pool_bwd" and problem.mode.startswith("max") and len(problem.window) == 3:
+        return "3 axes: ties of a maximum do not go to the first"
     if problem.align < _ALIGN_BYTES:
         return f"pointers are multiples of {problem.align} bytes only, not of {_ALIGN_BYTES}"
     for operand in problem.operands:
