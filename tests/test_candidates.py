@@ -19,14 +19,15 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from cells import assert_says_something, check
+from edge_cases import edges
 
 from nbdnn import reference_conv
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
 from nbdnn.device import Cpu, cpu_device
 from nbdnn.dispatch import registry
+from nbdnn.edges_conv import CORE_2D
 from nbdnn.kernels.cpu import conv_fft, conv_im2col, fft_plan
 from nbdnn.problem import CONV_OPS, OPS, ConvProblem, Problem, conv
-from nbdnn.workloads import CORE_2D, edges
 
 # Every config runs on these; they differ in what a config may get wrong: remainders, whole tiles, several tiles.
 _CONFIG_SHAPES = (CORE_2D[0].shape, CORE_2D[1].shape, CORE_2D[4].shape, "n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1")
@@ -51,7 +52,7 @@ def _cells() -> list[Cell]:
     return [
         Cell(candidate, problem)
         for op in OPS
-        for problem in edges(op)
+        for problem in edges(op, "cpu")
         for candidate in _listed(op)
         if candidate.supports(problem, device).ok
     ]

@@ -6,12 +6,12 @@ from itertools import product
 from typing import NamedTuple
 
 import pytest
+from edge_cases import edges
 from gpus import DEVICE
 
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.problem import CONV_OPS, parse
-from nbdnn.workloads import edges
 
 # One shape a feature; {} takes the rest of the text. 2-D and 3-D alike where the layout has a depth.
 _SHAPES_2D = {

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from edge_cases import edges
 from gpus import DEVICE
 from libraries import library
 
@@ -17,7 +18,6 @@ from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.problem import FAMILIES, parse
 from nbdnn.problem_pool import MODES
-from nbdnn.workloads import edges
 
 RNG = np.random.default_rng(0)
 OPS = FAMILIES["pool"]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from edge_cases import edges
 from gpus import DEVICE
 from libraries import library
 
@@ -16,7 +17,6 @@ from nbdnn.array import view
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.problem import FAMILIES, parse
-from nbdnn.workloads import edges
 
 RNG = np.random.default_rng(0)
 ALGORITHMS, MODES = ("fast", "accurate", "log"), ("channel", "instance")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from edge_cases import edges
 from planned import DEVICE
 
 from nbdnn.cudnn import conv_graph, conv_operations
@@ -14,7 +15,6 @@ from nbdnn.cudnn.graph import operation_graph, plan
 from nbdnn.cudnn.handle import property_descriptor
 from nbdnn.dispatch import registry
 from nbdnn.problem import CONV_OPS, DEFAULT_ALIGN, ConvProblem, parse
-from nbdnn.workloads import edges
 
 KINDS = {"conv_fwd": FWD, "conv_bwd_data": BWD_DATA, "conv_bwd_filter": BWD_FILTER}
 LAYER = "n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross"

@@ -8,15 +8,15 @@ from ctypes import c_int, c_void_p
 from typing import Any
 
 import pytest
+from edge_cases import edges
 
 from nbdnn.cudnn import descriptors
 from nbdnn.cudnn.api import Attribute, AttributeType, DescriptorType, StatusError, TensorFormat
 from nbdnn.cudnn.descriptors import Backend, Legacy, conv_descriptors, convolution, filter_, ints, tensor
 from nbdnn.cudnn.library import library
 from nbdnn.problem import CONV_OPS, ConvProblem, parse
-from nbdnn.workloads import edges
 
-EVEN = [p for p in edges("conv_fwd") if all(before == after for before, after in p.pad) and p.n * p.c * p.k]
+EVEN = [p for p in edges("conv_fwd", "cpu") if all(before == after for before, after in p.pad) and p.n * p.c * p.k]
 
 
 def output_shape(problem: ConvProblem) -> tuple[int, ...]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from cells import check
+from edge_cases import edges
 from gpus import DEVICE
 
 from nbdnn.candidate import Candidate
 from nbdnn.dispatch import registry
 from nbdnn.problem import OPS, Problem
-from nbdnn.workloads import edges
 
 pytestmark = pytest.mark.gpu
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from edge_cases import edges
 from guarded import values
 
 import nbdnn.kernels.cuda
@@ -19,7 +20,6 @@ from nbdnn.candidate import NoConfig
 from nbdnn.kernels.cuda import conv_direct, epilogue, geometry
 from nbdnn.kernels.cuda.launch import Launch
 from nbdnn.problem import CONV_OPS, ConvProblem, Operand, parse
-from nbdnn.workloads import edges
 
 _SCALARS = (1.0, -1.0)
 _SOME = 150  # outputs, or positions of as many blocks, of a problem that has more
@@ -134,7 +134,7 @@ def assert_right(problem: ConvProblem, out: Pointer, written: set[int]) -> None:
 
 
 def _problems(*ops: str) -> list[ConvProblem]:
-    return [problem for op in ops for problem in edges(op) if problem.dtype == "f32"]
+    return [problem for op in ops for problem in edges(op, "cpu") if problem.dtype == "f32"]
 
 
 @pytest.mark.parametrize("problem", _problems("conv_fwd", "conv_bwd_data"), ids=str)

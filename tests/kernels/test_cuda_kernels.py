@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from typing import NamedTuple
 
 import pytest
+from edge_cases import edges
 from gpus import H200
 from libraries import library
 
@@ -23,7 +24,6 @@ from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda.compile import Kernel, Source, compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.problem import CONV_OPS, ConvProblem, parse
-from nbdnn.workloads import edges
 
 library("numba_cuda")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from edge_cases import edges
 from gpus import H200
 from libraries import library
 
@@ -17,7 +18,6 @@ from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.kernels.cuda.pool_axes import Axis, covers, reaches, taps_met
 from nbdnn.problem import FAMILIES, parse
-from nbdnn.workloads import edges
 
 library("numba_cuda")
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from edge_cases import edges
 from gpus import H200
 from libraries import library
 
@@ -15,7 +16,6 @@ from nbdnn.kernels.cuda import softmax_columns, softmax_direct, softmax_plan, so
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.problem import FAMILIES, parse
-from nbdnn.workloads import edges
 
 # (geometry, dtype, algorithm, mode and layout) of forward and backward: each kind of kernel, at its largest.
 KERNELS = (

@@ -1,0 +1,240 @@
+"""Edge cases of convolutions for the tests, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from nbdnn.problem import ConvProblem, conv
+
+
+class Edge(NamedTuple):
+    """A convolution that breaks a careless kernel: its shape (a problem text less op, dtype, mode, layout), and why."""
+
+    shape: str
+    why: str
+
+
+# One below, at and one above every tile extent that a kernel here uses (4, 6, 8, 12, 16, 32, 48, 64).
+TILE_LADDER = (3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
+
+
+def _tile_edges() -> tuple[Edge, ...]:
+    """Every rung once as a width, once as input and once as output channels; extents that meet differ in their rung."""
+    rungs = len(TILE_LADDER)
+    edges = []
+    for i, w in enumerate(TILE_LADDER):
+        c, k, h = TILE_LADDER[(i + 15) % rungs], TILE_LADDER[(i + 8) % rungs], TILE_LADDER[(i * 5) % 12]
+        shape = f"n1c{c}h{h}w{w}:k{k}r3s3:p1x1:u1x1:d1x1:g1"
+        edges.append(Edge(shape, f"tile remainders: {h}x{w} outputs, {c} to {k} channels"))
+    return tuple(edges)
+
+
+# Few and different: what every dtype, both modes and every epilogue are tried on.
+CORE_2D = (
+    Edge("n2c5h9w11:k7r3s3:p1x1:u1x1:d1x1:g1", "odd and prime everywhere, two images"),
+    Edge("n1c16h8w24:k32r3s3:p1x1:u1x1:d1x1:g1", "whole vectors and tiles everywhere"),
+    Edge("n2c19h7w13:k18r3s3:p1x1:u2x2:d1x1:g1", "stride 2, more than a vector of channels and a remainder"),
+    Edge("n2c33h5w7:k17r1s1:p0x0:u1x1:d1x1:g1", "1x1: a plain matrix product, nothing divides anything"),
+    Edge("n2c24h9w10:k24r3s3:p1x1:u1x1:d1x1:g24", "depthwise"),
+    Edge("n1c6h8w9:k4r3s2:ba1.2x0.3:u2x1:d1x2:g2", "asymmetric in every parameter, groups of unequal width"),
+    Edge("n2c3h23w25:k20r7s7:p3x3:u2x2:d1x1:g1", "the first layer of a network: three channels, 7x7"),
+    Edge("n2c32h9w10:k32r3s3:p1x1:u1x1:d1x1:g4", "ResNeXt: eight channels a group"),
+)
+CORE_3D = (
+    Edge("n1c5d5h6w7:k6t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", "odd extents in 3-D"),
+    Edge("n2c8d4h5w9:k17t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1", "stride 2 in 3-D, a remainder of filters"),
+    Edge("n2c4d5h6w7:k6t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2", "asymmetric in every parameter, grouped, 3-D"),
+)
+EDGES_2D = (
+    *CORE_2D,
+    *_tile_edges(),
+    Edge("n1c1h1w1:k1r1s1:p0x0:u1x1:d1x1:g1", "one product"),
+    Edge("n3c4h1w1:k5r3s3:p1x1:u1x1:d1x1:g1", "one pixel: eight of nine taps read padding"),
+    Edge("n2c7h6w5:k9r6s5:p0x0:u1x1:d1x1:g1", "the filter is the image: one output"),
+    Edge("n2c7h8w7:k9r6s5:p0x0:u1x1:d1x1:g1", "3x3 outputs, what a forward as a Winograd bwd_filter is for"),
+    Edge("n1c17h12w14:k18r10s12:p0x0:u1x1:d1x1:g1", "the same with a remainder of channels"),
+    Edge("n1c9h1w70:k10r1s3:p0x1:u1x1:d1x1:g1", "one row: a 1-D convolution"),
+    Edge("n1c9h70w1:k10r3s1:p1x0:u1x1:d1x1:g1", "one column: every row has a single output"),
+    Edge("n1c6h7w9:k8r3s3:p0x0:u1x1:d1x1:g1", "border valid"),
+    Edge("n1c6h7w9:k8r3s3:p2x2:u1x1:d1x1:g1", "border full"),
+    Edge("n2c17h10w14:k18r3s3:p2x2:u1x1:d1x1:g1", "border full, what a forward as bwd_data is for"),
+    Edge("n1c3h4w4:k5r3s3:p5x4:u1x1:d1x1:g1", "outputs wholly in the padding are zero"),
+    Edge("n1c5h8w12:k6r2s2:p0x0:u3x3:d1x1:g1", "stride beyond the filter: inputs nobody reads, a zero gradient"),
+    Edge("n1c5h10w12:k6r3s3:p0x0:u2x2:d1x1:g1", "stride 2 that leaves the last row and column unread"),
+    Edge("n2c18h9w7:k33r1s1:p0x0:u2x2:d1x1:g1", "1x1 with stride: three of four inputs unread"),
+    Edge("n1c5h6w6:k7r1s1:p1x1:u1x1:d1x1:g1", "1x1 with padding: a border of zeros"),
+    Edge("n1c4h11w13:k5r3s3:p2x2:u1x1:d2x2:g1", "dilation keeps the extents"),
+    Edge("n1c4h20w21:k5r3s3:p3x3:u2x2:d3x3:g1", "dilation and stride, coprime"),
+    Edge("n1c3h29w31:k9r11s11:p2x2:u4x4:d1x1:g1", "11x11 with stride 4"),
+    Edge("n1c8h9w10:k8r5s5:p2x2:u1x1:d1x1:g1", "5x5: an FFT's and a larger Winograd's home"),
+    Edge("n2c3h22w37:k5r17s14:p8x7:u1x1:d1x1:g1", "a filter as large as a tile"),
+    Edge("n1c2h45w33:k3r33s35:p16x20:u1x1:d1x1:g1", "a filter too large for tiles"),
+    Edge("n1c6h9w8:k7r1s7:p0x3:u1x1:d1x1:g1", "a row filter"),
+    Edge("n1c6h9w8:k7r7s1:p3x0:u1x1:d1x1:g1", "a column filter"),
+    Edge("n1c7h9w9:k6r2s2:p1x1:u1x1:d1x1:g1", "an even filter: half padding grows the output"),
+    Edge("n2c12h7w8:k18r3s3:p1x1:u1x1:d1x1:g3", "groups of four to six channels"),
+    Edge("n1c32h6w9:k32r3s3:p1x1:u1x1:d1x1:g8", "ResNeXt: four channels a group"),
+    Edge("n1c33h10w11:k33r3s3:p1x1:u2x2:d1x1:g33", "depthwise, stride 2, an odd number of channels"),
+    Edge("n1c5h8w9:k10r3s3:p1x1:u1x1:d1x1:g5", "depthwise with two outputs a channel"),
+    Edge("n1c17h12w13:k17r7s7:p3x3:u1x1:d1x1:g17", "depthwise 7x7"),
+    Edge("n2c16h9w9:k16r5s5:p2x2:u2x2:d1x1:g16", "depthwise 5x5, stride 2"),
+    Edge("n1c18h15w14:k18r3s3:p2x2:u1x1:d2x2:g18", "depthwise, dilated"),
+    Edge("n2c32h9w17:k32r3s3:p1x1:u1x1:d1x1:g32", "depthwise in whole vectors of channels"),
+    Edge("n2c40h13w21:k40r3s2:ba0.2x1.0:u2x3:d2x1:g40", "depthwise, stride beyond the filter: inputs no tap reaches"),
+    Edge(
+        "n1c72h11w23:k72r5s5:p2x2:u4x4:d2x2:g72",
+        "depthwise, stride 4: three, two or no taps a row in bwd_data",
+    ),
+    Edge("n1c330h3w15:k330r3s3:p1x1:u1x1:d1x1:g330", "depthwise in so many channels that few pixels fit into a tile"),
+    Edge("n1c1h5w1:k2r3s1:p0x0:u3x1:d2x1:g1", "bwd_data of one tap a row, for more rows than dy has"),
+    Edge("n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1", "several tiles and a remainder on every axis"),
+    Edge("n1c520h5w6:k9r3s3:p1x1:u1x1:d1x1:g1", "a reduction over channels longer than any block"),
+    Edge("n2c300h5w6:k260r3s3:p1x1:u1x1:d1x1:g1", "few pixels and more filter than a second-level cache holds"),
+    Edge(
+        "n2c130h18w19:k70r3s3:p1x1:u1x1:d1x1:g1", "sums of 7 stages, which even shares of a GPU's blocks cut anywhere"
+    ),
+    Edge("n1c9h4w5:k520r1s1:p0x0:u1x1:d1x1:g1", "more filters than any block; the long reduction of bwd_data"),
+    Edge("n3c5h41w43:k6r3s3:p1x1:u1x1:d1x1:g1", "the long reduction of bwd_filter"),
+    Edge("n3c5h14w15:k16r1s1:p0x0:u1x1:d1x1:g1", "1x1: blocks of 49 pixels, which no two tiles of 13 or 14 make up"),
+    Edge("n1c40h7w7:k42r1s1:p0x0:u1x1:d1x1:g1", "1x1: 49 pixels in equal tiles, three vectors of channels"),
+)
+EDGES_3D = (
+    *CORE_3D,
+    Edge("n1c16d4h8w16:k32t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", "whole vectors and tiles everywhere, 3-D"),
+    Edge("n1c9d3h4w33:k33t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", "tile remainders in 3-D"),
+    Edge("n1c7d3h5w4:k9t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "1x1x1: a plain matrix product"),
+    Edge("n1c5d6h6w8:k4t2r2s2:p0x0x0:u2x2x2:d1x1x1:g1", "2x2x2 with stride 2: a U-Net's way up"),
+    Edge("n1c1d1h1w1:k1t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "one product in 3-D"),
+    Edge("n1c4d6h7w8:k5t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1", "planes: no reach along the depth"),
+    Edge("n1c4d6h5w5:k5t3r1s1:p1x0x0:u1x1x1:d1x1x1:g1", "a filter along the depth only"),
+    Edge("n1c4d7h8w9:k5t3r3s3:p2x2x2:u1x1x1:d2x2x2:g1", "dilation in 3-D"),
+    Edge("n2c3d5h2w3:k2t3r1s1:p0x0x0:u3x1x1:d2x1x1:g1", "the same along the depth"),
+    Edge("n1c9d4h6w7:k9t3r3s3:p1x1x1:u1x1x1:d1x1x1:g9", "depthwise in 3-D"),
+)
+# Channels in multiples of 8, which matrix units take; posed in float32, bfloat16 and, in mixed layouts, float16.
+EDGES_MATRIX = (
+    Edge("n2c72h5w6:k40r3s3:p1x1:u2x2:d1x1:g1", "channels beyond a stage with a remainder, stride 2"),
+    Edge("n1c16h7w9:k32r3s2:ba1.2x0.3:u2x1:d1x2:g2", "asymmetric in every parameter, groups of unequal width"),
+    Edge("n1c8h9w8:k8r2s2:p0x0:u3x3:d1x1:g1", "stride beyond the filter: gradients that no tap reaches"),
+    Edge("n1c16h10w11:k8r3s3:p2x2:u2x4:d2x2:g1", "stride and dilation with a common factor: every second tap or none"),
+    Edge("n1c136h5w5:k72r1s1:p1x1:u1x1:d1x1:g1", "1x1 with padding, a remainder behind several tiles"),
+    Edge("n1c256h3w4:k24r3s3:p1x1:u1x1:d1x1:g1", "few outputs of a long reduction, which is cut into parts"),
+    Edge("n1c64h17w19:k248r3s3:p1x1:u1x1:d1x1:g1", "several tiles on every axis"),
+    Edge("n2c16h6w8:k24r3s3:p1x1:u1x1:d1x1:g1", "planes whose pixels are stored four at a time"),
+    Edge("n1c24d3h4w5:k16t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1", "stride 2 in 3-D"),
+    Edge("n2c16d5h6w7:k32t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2", "asymmetric in every parameter, grouped, 3-D"),
+)
+# Depthwise of stride 1, what kernels of large filters take; posed in 16 bits and float32, in both layouts.
+EDGES_BANDS = (
+    Edge("n2c40h14w14:k40r7s7:p3x3:u1x1:d1x1:g40", "7x7, a tile that is not full and a slab of channels that is not"),
+    Edge("n2c24h19w36:k24r5s5:p2x2:u1x1:d1x1:g24", "5x5, several tiles on both axes with remainders"),
+    Edge("n1c17h12w13:k17r7s7:p3x3:u1x1:d1x1:g17", "odd extents: planar rows that no vector divides"),
+    Edge("n3c16h5w6:k16r7s7:p6x6:u1x1:d1x1:g16", "border full: a filter larger than the image"),
+    Edge("n1c8h35w40:k8r9s9:p4x4:u1x1:d1x1:g8", "the longest row of taps in one product"),
+    Edge("n2c8h13w20:k8r15s11:ba3.9x7.2:u1x1:d1x1:g8", "rows of taps in two products, asymmetric"),
+    Edge("n1c8h34w33:k8r4s8:p1x3:u1x1:d1x1:g8", "an even filter of 8 taps a row"),
+    Edge("n1c8h4w4:k8r3s3:p5x4:u1x1:d1x1:g8", "outputs wholly in the padding are zero"),
+    Edge("n1c8h3w20:k8r3s3:p20x9:u1x1:d1x1:g8", "the same for tiles before and behind the image"),
+    Edge("n4c72h1w1:k72r3s3:p1x1:u1x1:d1x1:g72", "one pixel, channels beyond a block's with a remainder"),
+    Edge("n1c8h9w48:k8r1s7:p0x3:u1x1:d1x1:g8", "a row filter"),
+)
+# First layers whose rows are whole words; posed in both layouts, in float32 and bfloat16.
+EDGES_FIRST = (
+    Edge("n2c3h21w24:k32r3s3:p1x1:u2x2:d1x1:g1", "rows of whole 16 bytes, half a group of eight outputs at their end"),
+    Edge("n1c3h23w300:k40r7s7:p3x3:u2x2:d1x1:g1", "rows of outputs that are cut, a remainder of filters"),
+    Edge("n3c1h9w40:k16r5s5:p2x2:u2x2:d1x1:g1", "one channel, an odd number of groups of eight outputs"),
+    Edge("n1c4h17w18:k72r3s3:p1x1:u1x1:d1x1:g1", "four channels, stride 1, more filters than a block has"),
+    Edge("n1c3h9w42:k64r3s3:p1x1:u1x1:d1x1:g1", "three channels, stride 1: every second window begins within a word"),
+    Edge("n2c4h27w36:k24r11s11:p2x2:u4x4:d1x1:g1", "11x11, four channels: more words of a window than a block sums"),
+    Edge("n1c2h13w22:k8r3s2:ba0.2x1.0:u3x2:d2x1:g1", "asymmetric in every parameter, rows of taps that are dilated"),
+)
+EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
+
+
+def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
+    """The edge cases of a convolution for a kind of device: what every kernel must get right, and on GPUs what theirs
+    have edges of their own at."""
+    problems = _of_all(op)
+    if kind == "cuda":
+        problems += _of_matrices(op) + _of_first_layers(op) + _of_bands(op)
+        problems += [
+            replace(p, dtype="bf16", compute="") for p in problems if p.epilogue and CORE_2D[1].shape in str(p)
+        ]
+    return list(dict.fromkeys(problems))
+
+
+def _of_all(op: str) -> list[ConvProblem]:
+    """All in float32 and both layouts; the core in every dtype, mode and epilogue; those of matrix units in one layout,
+    in bfloat16 too."""
+    plain, last = {2: "nchw", 3: "ncdhw"}, {2: "nhwc", 3: "ndhwc"}
+    problems = [_posed(op, "f32", edge, layout) for edge in EDGES_2D for layout in ("nchw", "nhwc")]
+    problems += [_posed(op, "f32", edge, layout) for edge in EDGES_3D for layout in ("ncdhw", "ndhwc")]
+    for edge in (*CORE_2D, *CORE_3D):
+        ndim = 3 if edge in CORE_3D else 2
+        in_f32 = [_posed(op, "f32", edge, layout[ndim]) for layout in (plain, last)]
+        problems += [replace(p, mode="conv") for p in in_f32]
+        problems += [replace(p, dtype=dtype, compute="") for p in in_f32 for dtype in ("f64", "f16", "bf16")]
+        problems += [replace(p, dtype="f16", compute="f16") for p in in_f32]
+    for shape in CORE_2D[::3]:
+        contiguous, channels_last = (_posed(op, "f32", shape, layout) for layout in ("nchw", "nhwc"))
+        problems += [
+            replace(contiguous, w_layout="krsc"),
+            replace(contiguous, y_layout="nhwc"),
+            replace(channels_last, w_layout="kcrs"),
+            replace(channels_last, y_layout="nchw"),
+            replace(contiguous, align=4),
+            replace(channels_last, align=4),
+        ]
+    for edge in EDGES_MATRIX:
+        posed = _posed(op, "f32", edge, last[_ndim(edge)])
+        problems += [posed, replace(posed, dtype="bf16", mode="conv", compute="")]
+    problems += [
+        replace(_posed(op, "f32", edge, layout), epilogue=tuple(epilogue.split("+")))
+        for epilogue in _epilogues(op)
+        for edge in CORE_2D[1:5]
+        for layout in ("nchw", "nhwc")
+    ]
+    return problems
+
+
+def _of_matrices(op: str) -> list[ConvProblem]:
+    """Those of matrix units in the other layout, and some in mixed ones."""
+    problems = []
+    for edge in EDGES_MATRIX:
+        layouts = ("nchw", "nhwc") if _ndim(edge) == 2 else ("ncdhw", "ndhwc")
+        planar, last = (_posed(op, "f32", edge, layout) for layout in layouts)
+        problems += [planar, replace(planar, dtype="bf16", mode="conv", compute="")]
+        if edge in EDGES_MATRIX[::4]:
+            problems += [replace(planar, dtype="f16", compute="", y_layout=layouts[1])]
+            problems += [replace(last, dtype="f16", compute="", y_layout=layouts[0])]
+    return problems
+
+
+def _of_first_layers(op: str) -> list[ConvProblem]:
+    both = [_posed(op, "f32", edge, layout) for edge in EDGES_FIRST for layout in ("nchw", "nhwc")]
+    return both + [replace(posed, dtype="bf16", mode="conv", compute="") for posed in both]
+
+
+def _of_bands(op: str) -> list[ConvProblem]:
+    """Those of bands in either type and mode; the first with every pair of layouts and every epilogue."""
+    problems, epilogues = [], _epilogues(op)
+    for layout, other in (("nchw", "nhwc"), ("nhwc", "nchw")):
+        every = [_posed(op, "bf16", edge, layout) for edge in EDGES_BANDS]
+        in_f32 = [replace(problem, dtype="f32", compute="") for problem in every]
+        problems += [*every, *in_f32, *(replace(problem, dtype="f16", mode="conv") for problem in every)]
+        problems += [replace(first, epilogue=tuple(e.split("+"))) for first in (every[0], in_f32[0]) for e in epilogues]
+        problems += [replace(every[0], y_layout=other), replace(every[0], align=4), replace(in_f32[0], mode="conv")]
+    return problems
+
+
+def _posed(op: str, dtype: str, edge: Edge, layout: str) -> ConvProblem:
+    return conv(f"{op}:{dtype}:{edge.shape}:cross:{layout}")
+
+
+def _epilogues(op: str) -> tuple[str, ...]:
+    return EPILOGUES if op == "conv_fwd" else ("beta",)
+
+
+def _ndim(edge: Edge) -> int:
+    return 3 if "d" in edge.shape.partition(":")[0] else 2
