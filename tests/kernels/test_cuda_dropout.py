@@ -1,0 +1,34 @@
+"""Dropout's kernels for GPUs: what they need when compiled, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+from gpus import H200
+from libraries import library
+
+from nbdnn.dispatch import registry
+from nbdnn.kernels.cuda.compile import compile_kernel
+from nbdnn.kernels.cuda.launch import LaunchedCandidate
+from nbdnn.problem import FAMILIES, parse
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64", "f32:a4"])
+@pytest.mark.parametrize("op", FAMILIES["dropout"])
+def test_kernels_stay_within_their_means(op: str, dtype: str) -> None:
+    """No spills, no stack, and blocks enough on a multiprocessor to hide what the generator takes."""
+    library("numba_cuda")
+    name, _, align = dtype.partition(":")
+    problem = parse(":".join(filter(None, (op, name, "m33554432", align))))
+    (candidate,) = registry.candidates(op, kind="cuda")
+    assert isinstance(candidate, LaunchedCandidate) and candidate.supports(problem, H200).ok
+    for launch in candidate.launches(problem, candidate.configs(problem, H200)[0], H200):
+        for arch in ("sm_80", "sm_90a", "sm_100a", "sm_120"):
+            kernel = compile_kernel(launch.source, arch)
+            assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{arch}: {kernel._replace(cubin=b'')}"
+            assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536
+
+
+def test_more_elements_than_an_int32_counts_are_refused() -> None:
+    (candidate,) = registry.candidates("dropout_fwd", kind="cuda")
+    support = candidate.supports(parse(f"dropout_fwd:f32:m{2**31}"), H200)
+    assert not support.ok and str(2**31) in support.reason
