@@ -103,6 +103,43 @@ def _tile(dtype: str, copy_bytes: int):
     return kernel, (ptx.pointer("f32"), ptx.pointer("f32"), ptx.INTEGER[32])
 
 
+def _outer_products(depth: int):
+    """Rows of shared memory by others; what is stored is the last 4 x 4 of 8 x 8."""
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    real, store, multiply = ptx.REAL["f32"], ptx.STORE[4], ptx_tile.outer_products(depth, (64, 32), (64, 32))
+    word, zeros = ptx.cuda.types.uint32, (real(0),) * 16
+
+    def kernel(y):
+        thread = ptx_tile.computed_here(ptx.thread_x())
+        shared = ptx_tile.shared_address(ptx.cuda.shared.array(1024, real, 16))
+        at = word(shared + thread * 16)
+        last = multiply((zeros, zeros, zeros, zeros), at, word(at + 512))[3]
+        store(y, thread * 16, ptx_tile.words_of(last[0:4]))
+        store(y, thread * 16 + 4, ptx_tile.words_of(last[4:8]))
+        store(y, thread * 16 + 8, ptx_tile.words_of(last[8:12]))
+        store(y, thread * 16 + 12, ptx_tile.words_of(last[12:16]))
+
+    return kernel, (ptx.pointer("f32"),)
+
+
+def _sandwich(matrix: tuple[tuple[float, ...], ...]):
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    real, rows, columns, transform = ptx.REAL["f32"], len(matrix), len(matrix[0]), ptx_tile.sandwich(matrix)
+    before, after = columns * columns, rows * rows
+
+    def kernel(x, y):
+        source, target = ptx.cuda.local.array(before, real), ptx.cuda.local.array(after, real)
+        for i in range(before):
+            source[i] = x[i]
+        transform(source, target)
+        for i in range(after):
+            y[i] = target[i]
+
+    return kernel, (ptx.pointer("f32"), ptx.pointer("f32"))
+
+
 # NVVM before and since Blackwell write the same load as two words or as one of 64 bits.
 _VECTOR = {1: r"\.[fbu]32", 2: r"(\.v2\.[fbu]32|\.[bu]64)", 4: r"(\.v4\.[fbu]32|\.v2\.[bu]64)"}
 CASES = [
@@ -122,6 +159,8 @@ CASES = [
     (_tile, ("f16", 16), [r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16", r"cp\.async\.wait_group 1;"]),
     (_tile, ("tf32", 16), [r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32", r"cvt\.rna\.tf32\.f32"]),
     (_tile, ("f16", 8), [r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared", r"ldmatrix\S+\.x4\.trans\.shared"]),
+    (_outer_products, (2,), [r"ld\.shared" + _VECTOR[4], r"fma\.rn\.f32", r"mov\.b32"]),
+    (_sandwich, (((1.0, -1.0, 0.0), (0.5, 0.0, 1.0)),), [r"sub\.(rn\.)?f32", r"fma\.rn\.f32|mul\.(rn\.)?f32"]),
     (_tile, ("f16", 4), [r"st\.shared" + _VECTOR[4], r"ld\.shared" + _VECTOR[2], r"(bar|barrier\.cta)\.sync"]),
 ]
 
