@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+FAMILIES := $(addprefix tests/test_,softmax.py pool.py batchnorm.py dropout.py)
+
 .PHONY: demo test interop test-cuda-libs lint bench compare clean
 
 demo: .venv/installed
@@ -14,7 +16,7 @@ test: .venv/installed-dev
 
 # The tests of PyTorch and JAX arrays, which `make test` leaves out where those are not installed.
 interop: .venv/installed-interop
-	NBDNN_TEST_LIBRARIES=all $(BIN)/python -m pytest tests/test_conv_api.py tests/test_ops.py
+	NBDNN_TEST_LIBRARIES=all $(BIN)/python -m pytest tests/test_conv_api.py tests/test_ops.py $(FAMILIES)
 
 # What can be tested of CUDA without a GPU: every kernel compiled for every architecture, and cuDNN's own library.
 test-cuda-libs: .venv/installed-cuda-libs
