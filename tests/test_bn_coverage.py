@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 from gpus import DEVICE
+from libraries import library
 
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
@@ -38,6 +39,8 @@ COVERAGE = {
 
 @pytest.mark.parametrize("name", COVERAGE)
 def test_supports_what_it_must(name: str, device: Cpu) -> None:
+    if name.startswith("cudnn"):
+        library("nvidia.cudnn")
     ops, dtypes, shapes = COVERAGE[name]
     for op, dtype, shape in product(ops, dtypes, shapes):
         candidate = registry.candidate(f"{op}/{name}")
