@@ -27,7 +27,7 @@ _MORE = (
     "n1c4h5w6:r2s2:p2x2:u2x2",  # windows wholly in the padding
     "n3c7h7w7:r7s7:p0x0:u1x1",  # the image is one window
     "n2c33h12w13:r12s13:p0x0:u12x13",  # the same, longer than a warp
-    "n1c2h40w36:r40s36:p0x0:u1x1",  # the same, longer than a block of threads
+    "n1c2h20w18:r20s18:p0x0:u1x1",  # the same, longer than a block of 256 threads
     "n1c2h21w19:r13s11:p6x5:u4x3",  # large windows that overlap, with counts of their own at every edge
     "n2c4h24w32:r3s3:p1x1:u2x2",  # several tiles, whole vectors of every type
     "n1c40h13w20:r3s3:p0x0:u2x2",  # vectors of channels with a remainder
