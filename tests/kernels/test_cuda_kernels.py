@@ -20,9 +20,11 @@ from gpus import H200
 from libraries import library
 
 from nbdnn.candidate import Candidate
+from nbdnn.device import Gpu
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda.compile import Kernel, Source, compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import shared_bytes
 from nbdnn.problem import CONV_OPS, ConvProblem, parse
 
 library("numba_cuda")
@@ -74,8 +76,12 @@ def _made(job: tuple[Source, str]) -> Made:
 def _runs_on(op: str, source: Source, arch: str) -> bool:
     """Whether the candidate that launches a kernel supports its problem on that architecture."""
     problem, _, candidate = _launches(op)[source]
-    major, minor = arch.strip("sma_")[:-1], arch.strip("sma_")[-1]
-    return candidate.supports(problem, replace(H200, capability=(int(major), int(minor)))).ok
+    return candidate.supports(problem, _device(arch)).ok
+
+
+def _device(arch: str) -> Gpu:
+    number = arch.strip("sma_")
+    return replace(H200, capability=(int(number[:-1]), int(number[-1])))
 
 
 def _sample(op: str) -> list[Source]:
@@ -101,10 +107,27 @@ def test_kernels_stay_within_their_means(op: str) -> None:
             kernel, what = made.kernel, f"{arch}, {problem}: {source}"
             assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
             assert kernel.registers * source.threads * source.min_blocks <= 65536, what
-            # What a block may have on the smallest of these architectures, sm_120.
-            assert kernel.shared_bytes + launch.dynamic_shared_bytes <= 99 << 10, what
+            assert kernel.shared_bytes + launch.dynamic_shared_bytes <= shared_bytes(H200), what
             assert made.has_f64 == (problem.dtype == "f64"), what
             assert not (made.has_wide_division and launch.integer_bits == 32), what
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES[1:])
+@pytest.mark.parametrize("op", CONV_OPS)
+def test_blocks_find_shared_memory(op: str, arch: str) -> None:
+    """What is launched depends on the device, so that each plans for itself."""
+    device = _device(arch)
+    planned = {(problem, candidate) for problem, _, candidate in _launches(op).values()}
+    launches = [
+        (problem, launch)
+        for problem, candidate in planned
+        if candidate.supports(problem, device).ok
+        for config in candidate.configs(problem, device)
+        for launch in candidate.launches(problem, config, device)
+    ]
+    assert launches
+    for problem, launch in launches:
+        assert launch.dynamic_shared_bytes <= shared_bytes(device), f"{arch}, {problem}: {launch.source}"
 
 
 def test_large_problems_have_kernels_of_their_own() -> None:

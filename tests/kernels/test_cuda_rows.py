@@ -11,8 +11,9 @@ from libraries import library
 
 from nbdnn.kernels.cuda import conv_rows
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
+from nbdnn.kernels.cuda.peaks import blocks_at_once
 from nbdnn.kernels.cuda.rows_plan import FRACTION_BITS, Rows, lines, tile
-from nbdnn.kernels.cuda.window_plan import blocks_at_once, image
+from nbdnn.kernels.cuda.window_plan import image
 from nbdnn.problem import ConvProblem, parse
 
 FWD, FWD_TF32 = conv_rows.FWD, conv_rows.FWD_TF32

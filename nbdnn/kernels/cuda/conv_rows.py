@@ -13,7 +13,7 @@ from nbdnn.kernels.cuda import rows_filter, rows_forward, rows_sums
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
-from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
+from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
 from nbdnn.kernels.cuda.rows_launch import (
     CONFIGS,
     SMALLEST,
@@ -25,7 +25,6 @@ from nbdnn.kernels.cuda.rows_launch import (
     warps_at_once,
 )
 from nbdnn.kernels.cuda.rows_plan import refusal
-from nbdnn.kernels.cuda.window_plan import blocks_at_once
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
 _MOST_CHANNELS = 4

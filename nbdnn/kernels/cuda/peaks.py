@@ -12,8 +12,9 @@ from nbdnn.problem import Problem
 # cores. Of an unknown capability the one below counts.
 _FMA_RATE = {(7, 0): (128, 64), (8, 0): (128, 64), (8, 6): (256, 4), (9, 0): (256, 128), (12, 0): (256, 4)}
 _TENSOR_RATE = {(7, 0): 1024, (8, 0): 2048, (8, 6): 512, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
-# Shared memory that one block may have.
-_SHARED_BYTES = {(7, 0): 96 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (9, 0): 227 << 10, (12, 0): 99 << 10}
+# Shared memory of a multiprocessor, and what the system takes of it for each block.
+_SHARED_BYTES = {(7, 0): 96 << 10, (8, 0): 164 << 10, (8, 6): 100 << 10, (9, 0): 228 << 10, (12, 0): 100 << 10}
+_SYSTEM_BYTES = 1 << 10
 # A copy reached this part of what the memory's clock and width promise (an H200: 4.26 of 4.8 TB/s).
 _COPY_SHARE = 0.888
 
@@ -25,7 +26,12 @@ def copy_bytes_per_s(device: Gpu) -> float:
 
 def shared_bytes(device: Gpu) -> int:
     """Bytes of shared memory that a block may have."""
-    return _of(_SHARED_BYTES, device)
+    return _of(_SHARED_BYTES, device) - _SYSTEM_BYTES
+
+
+def blocks_at_once(block_bytes: int, device: Gpu) -> int:
+    """How many blocks with that much shared memory a multiprocessor has room for."""
+    return _of(_SHARED_BYTES, device) // (block_bytes + _SYSTEM_BYTES)
 
 
 def fma_flops_per_s(device: Gpu, compute: str) -> float:

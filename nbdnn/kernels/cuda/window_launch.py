@@ -12,13 +12,12 @@ from nbdnn.kernels.cuda import conv_windows, conv_windows_filter
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
-from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
+from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
 from nbdnn.kernels.cuda.window_plan import (
     BLOCK_SHARED_BYTES,
     QUAD,
     Image,
     Tile,
-    blocks_at_once,
     image,
     shape,
     tile,

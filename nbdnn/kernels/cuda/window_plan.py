@@ -18,23 +18,13 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.geometry import filter_strides
 from nbdnn.kernels.spatial import tensor_strides
 from nbdnn.problem import ITEMSIZE, ConvProblem
 
 QUAD = 4  # channels
 BANKS_BYTES = 128
-# Shared memory of a block at most, on every architecture from sm_80 on; and of a multiprocessor, by capability.
-BLOCK_SHARED_BYTES = 99 << 10
-_SHARED_BYTES = {(8, 0): 164 << 10, (9, 0): 228 << 10, (10, 0): 228 << 10}
-_LEAST_SHARED_BYTES = 100 << 10
-_RESERVED_BYTES = 1 << 10  # of a multiprocessor's, for each block
-
-
-def blocks_at_once(shared_bytes: int, device: Gpu) -> int:
-    """How many blocks a multiprocessor's shared memory has room for."""
-    return _SHARED_BYTES.get(device.capability, _LEAST_SHARED_BYTES) // (shared_bytes + _RESERVED_BYTES)
+BLOCK_SHARED_BYTES = 99 << 10  # at most: as much as every architecture from sm_80 on has
 
 
 class Image(NamedTuple):
