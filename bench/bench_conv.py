@@ -7,7 +7,8 @@ import pytest
 from nbdnn.device import cpu_device
 from nbdnn.dispatch import registry, workspace
 from nbdnn.dispatch.timing import Operands
-from nbdnn.problem import CONV_OPS, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import CONV_OPS
 
 SHAPES = {
     "3x3": "n1c128h28w28:k128r3s3:p1x1:u1x1:d1x1:g1:cross:nchw",

@@ -38,7 +38,8 @@ from nbdnn.dispatch.timing import Samples
 from nbdnn.dispatch.timing_gpu import GpuOperands, GpuStopwatch
 from nbdnn.dispatch.tuner import tune
 from nbdnn.kernels.cuda.peaks import floor_us
-from nbdnn.problem import ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import ConvProblem
 
 # (group, geometry, passes, dtypes): the text of a problem without op, dtype, mode and layout.
 FWD, DATA, FILTER = "conv_fwd", "conv_bwd_data", "conv_bwd_filter"

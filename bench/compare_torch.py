@@ -32,7 +32,7 @@ from nbdnn.device import cpu_device
 from nbdnn.dispatch import dispatcher
 from nbdnn.dispatch.timing import settle
 from nbdnn.dispatch.tuner import tune
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 from nbdnn.workloads import Layer, workload
 
 BATCH_S = 10e-3

@@ -17,7 +17,7 @@ import numpy as np
 
 import nbdnn
 from nbdnn.cli import main as nbdnn_command
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 from nbdnn.workloads import network
 
 BUDGET_S = "10"  # for one of 23 different problems; the first ones compile the kernels, the others take a second or two

@@ -11,7 +11,8 @@ from nbdnn.dispatch import events, registry
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import Filters
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import ACTIVATIONS, COMPUTE_OF, ITEMSIZE, LAYOUTS, ConvProblem
+from nbdnn.problem import ITEMSIZE, LAYOUTS
+from nbdnn.problem_conv import ACTIVATIONS, COMPUTE_OF, ConvProblem
 
 HINTS = (None, "forward!", "bprop weights", "bprop inputs")
 _COMPUTE_NAMES = {"float16": "f16", "float32": "f32", "float64": "f64"}

@@ -15,7 +15,8 @@ from nbdnn.call_setup import check_shape
 from nbdnn.conv_arguments import Arguments
 from nbdnn.device import Device
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import FILTER_LAYOUTS, LAYOUTS, ConvProblem, epilogue_tokens
+from nbdnn.problem import LAYOUTS
+from nbdnn.problem_conv import FILTER_LAYOUTS, ConvProblem, epilogue_tokens
 
 # The arrays of a call in their order here, and their names in the functions.
 _FIRST, _SECOND, _BIAS, _RESIDUAL, _OUT = range(5)

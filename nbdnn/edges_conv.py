@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from nbdnn.problem import ConvProblem, conv
+from nbdnn.problem_conv import ConvProblem, conv
 
 
 class Edge(NamedTuple):

@@ -1,62 +1,37 @@
 """What to compute: frozen, validated problems and their one text form.
 
 A problem says nothing about how it is computed. Its text is the database key, the test id, the benchmark row, the
-command-line argument and the log line, and ``parse(str(problem)) == problem``.
-
-Grammar of a convolution (tokens joined by ``:``; the ones in brackets only where they differ from the default)::
-
-    op : dtype [: compute] : dims : filter : pad : stride : dilation : groups : mode : layout
-       [: filter layout] [: y layout] [: alignment] [: e : epilogue]
-
-    op         conv_fwd | conv_bwd_data | conv_bwd_filter
-    dtype      f16 | bf16 | f32 | f64                            of every operand
-    compute    cf16 | cf32 | cf64                                default: f32 (f64 for f64)
-    dims       n32c64h56w56 | n4c64d16h56w56                     the image, in every direction
-    filter     k64r3s3 | k64t3r3s3                               k counts all groups
-    pad        p1x1 | ba1.2x0.3                                  the same at both ends | before.after on each axis
-    stride     u1x1          dilation  d1x1          groups  g1
-    mode       cross | conv                                      conv flips every spatial axis of the filter
-    layout     nchw | nhwc | ncdhw | ndhwc                       of the image (bwd_data: of dy and dx)
-    filter layout  kcrs | krsc | kctrs | ktrsc                   default: channels-last if the layout is
-    y layout   ynchw | ynhwc | yncdhw | yndhwc                   of y (bwd_filter: dy; bwd_data: dx); default: as x
-    alignment  a4                                                bytes every pointer is a multiple of; default 16
-    epilogue   bias+relu+res+beta                                bias | one activation | res | beta (out is read)
-
-Example: ``conv_fwd:f32:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw``.
+command-line argument and the log line, and ``parse(str(problem)) == problem``. Each family of ops has its problems, and
+their grammar, in a module of its own, ``problem_<family>.py``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from math import prod
 from typing import Any, ClassVar, Literal
 
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem_text import Tokens, conv_fields
+from nbdnn.problem_text import Tokens
 
 ITEMSIZE = {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 ANY_ITEMSIZE = ITEMSIZE | {"u8": 1, "i64": 8}
 DEFAULT_COMPUTE = {"f16": "f32", "bf16": "f32", "f32": "f32", "f64": "f64"}
-COMPUTE_OF = {"f16": ("f32", "f16"), "bf16": ("f32",), "f32": ("f32",), "f64": ("f64",)}
-ACTIVATIONS = ("relu", "swish", "sigmoid", "tanh")
-EPILOGUE_TOKENS = ("bias", *ACTIVATIONS, "res", "beta")
-CONV_OPS = ("conv_fwd", "conv_bwd_data", "conv_bwd_filter")
-# Families of ops whose problems have a module of their own, problem_<family>.py.
+# Families of ops: the problems of each, and their grammar, are in problem_<family>.py.
 FAMILIES = {
+    "conv": ("conv_fwd", "conv_bwd_data", "conv_bwd_filter"),
     "softmax": ("softmax_fwd", "softmax_bwd"),
     "bn": ("bn_train", "bn_infer", "bn_bwd", "bn_infer_bwd"),
     "dropout": ("dropout_fwd", "dropout_bwd"),
     "pool": ("pool_fwd", "pool_bwd"),
 }
-OPS = (*CONV_OPS, *(op for ops in FAMILIES.values() for op in ops))
+OPS = tuple(op for ops in FAMILIES.values() for op in ops)
 DEFAULT_ALIGN = 16
 LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}
-FILTER_LAYOUTS = {2: ("kcrs", "krsc"), 3: ("kctrs", "ktrsc")}
 DIM_NAMES = {2: ("h", "w"), 3: ("d", "h", "w")}
-_FILTER_NAMES = {2: ("r", "s"), 3: ("t", "r", "s")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,248 +122,11 @@ def dense_strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...
     return tuple(strides)
 
 
-@dataclass(frozen=True)
-class ConvProblem(Problem):
-    """A 2-D or 3-D convolution, forward or one of its gradients.
-
-    ``n, c, spatial`` are the image's and ``k, filter`` the filter's extents in every direction; ``pad`` is one
-    (before, after) pair an axis. ``compute``, ``w_layout`` and ``y_layout`` may be left empty: their defaults.
-
-    Raises InvalidProblem or InvalidType (naming the numbers) where the fields do not describe a convolution.
-    """
-
-    op: str
-    dtype: str
-    n: int
-    c: int
-    spatial: tuple[int, ...]
-    k: int
-    filter: tuple[int, ...]
-    pad: tuple[tuple[int, int], ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int = 1
-    mode: str = "cross"
-    layout: str = "nchw"
-    compute: str = ""
-    w_layout: str = ""
-    y_layout: str = ""
-    align: int = DEFAULT_ALIGN
-    epilogue: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        self._validate_types()
-        set_ = object.__setattr__
-        last = self.layout == LAYOUTS[self.ndim][1]
-        set_(self, "compute", self.compute or DEFAULT_COMPUTE[self.dtype])
-        set_(self, "w_layout", self.w_layout or FILTER_LAYOUTS[self.ndim][last])
-        set_(self, "y_layout", self.y_layout or self.layout)
-        self._validate_numbers()
-
-    def _validate_types(self) -> None:
-        if self.op not in CONV_OPS:
-            raise InvalidProblem(f"unknown op {self.op!r}: expected one of {', '.join(CONV_OPS)}")
-        if self.dtype not in ITEMSIZE:
-            raise InvalidType(f"dtype {self.dtype!r} is not one of {', '.join(ITEMSIZE)}")
-        if self.ndim not in LAYOUTS:
-            raise InvalidType(f"a convolution has 2 or 3 spatial axes, not {self.ndim}")
-        for name, value, valid in (
-            ("layout", self.layout, LAYOUTS[self.ndim]),
-            ("filter layout", self.w_layout, (*FILTER_LAYOUTS[self.ndim], "")),
-            ("y layout", self.y_layout, (*LAYOUTS[self.ndim], "")),
-            ("mode", self.mode, ("conv", "cross")),
-            ("compute type", self.compute, (*COMPUTE_OF[self.dtype], "")),
-        ):
-            if value not in valid:
-                raise InvalidProblem(f"{name} {value!r} is not one of {', '.join(v for v in valid if v)}")
-
-    def _validate_numbers(self) -> None:
-        for name, axes in (
-            ("filter", self.filter),
-            ("pad", self.pad),
-            ("stride", self.stride),
-            ("dilation", self.dilation),
-        ):
-            if len(axes) != self.ndim:
-                raise InvalidProblem(f"{name} has {len(axes)} axes, the image has {self.ndim} spatial axes")
-        if self.groups < 1:
-            raise InvalidProblem(f"groups is {self.groups}, it must be at least 1")
-        for name, value in (("input channels", self.c), ("output channels", self.k)):
-            if value % self.groups:
-                raise InvalidProblem(f"{name}: {value} is not a multiple of groups {self.groups}")
-        for name, smallest, axes in (
-            ("spatial extent", 1, self.spatial),
-            ("filter extent", 1, self.filter),
-            ("stride", 1, self.stride),
-            ("dilation", 1, self.dilation),
-            ("pad", 0, tuple(p for pair in self.pad for p in pair)),
-            ("extent", 0, (self.n, self.c, self.k)),
-        ):
-            for value in axes:
-                if value < smallest:
-                    raise InvalidProblem(f"{name} is {value}, it must be at least {smallest}")
-        for axis, extent in enumerate(self.out_spatial):
-            if extent < 1:
-                raise InvalidProblem(
-                    f"output extent of spatial axis {axis} would be {extent}: the filter spans "
-                    f"{(self.filter[axis] - 1) * self.dilation[axis] + 1}, the padded image "
-                    f"{self.spatial[axis] + sum(self.pad[axis])}"
-                )
-        if self.epilogue and self.op != "conv_fwd" and self.epilogue != ("beta",):
-            raise InvalidProblem(f"epilogue {'+'.join(self.epilogue)} exists on conv_fwd only; gradients take beta")
-        if unknown := [t for t in self.epilogue if t not in EPILOGUE_TOKENS]:
-            raise InvalidProblem(f"epilogue {unknown[0]!r} is not one of {', '.join(EPILOGUE_TOKENS)}")
-        in_order = sorted(self.epilogue, key=_epilogue_rank)
-        if list(self.epilogue) != in_order or len({_epilogue_rank(t) for t in in_order}) != len(in_order):
-            raise InvalidProblem(
-                f"epilogue {'+'.join(self.epilogue)!r}: at most one each of bias, activation, res, beta, in that order"
-            )
-
-    @property
-    def ndim(self) -> int:
-        """Number of spatial axes."""
-        return len(self.spatial)
-
-    @cached_property
-    def out_spatial(self) -> tuple[int, ...]:
-        """Spatial extents of y (and dy)."""
-        return tuple(
-            (i + before + after - ((f - 1) * d + 1)) // u + 1
-            for i, f, (before, after), u, d in zip(
-                self.spatial, self.filter, self.pad, self.stride, self.dilation, strict=True
-            )
-        )
-
-    @property
-    def channels_last(self) -> bool:
-        """Whether the image (bwd_data: dy) is channels-last."""
-        return self.layout.endswith("c")
-
-    @property
-    def w_channels_last(self) -> bool:
-        return self.w_layout.endswith("c")
-
-    @property
-    def y_channels_last(self) -> bool:
-        return self.y_layout.endswith("c")
-
-    @property
-    def x_shape(self) -> tuple[int, ...]:
-        return (self.n, self.c, *self.spatial)
-
-    @property
-    def w_shape(self) -> tuple[int, ...]:
-        return (self.k, self.c // self.groups, *self.filter)
-
-    @property
-    def y_shape(self) -> tuple[int, ...]:
-        return (self.n, self.k, *self.out_spatial)
-
-    @property
-    def activation(self) -> str | None:
-        return next((t for t in self.epilogue if t in ACTIVATIONS), None)
-
-    @property
-    def multiplies_matrices(self) -> bool:  # type: ignore[override]
-        """A convolution of one channel a group has no matrix to multiply."""
-        return self.c // self.groups > 1
-
-    @property
-    def is_depthwise(self) -> bool:
-        return self.groups > 1 and self.groups == self.c
-
-    @cached_property
-    def operands(self) -> tuple[Operand, ...]:
-        """Every array of the problem, in the order in which a runner takes their pointers.
-
-        conv_fwd: x, w, y, then bias and residual where present; conv_bwd_data: w, dy, dx; conv_bwd_filter: x, dy, dw.
-        """
-
-        def operand(name: str, shape: tuple[int, ...], last: bool, role: Literal["in", "out"] = "in") -> Operand:
-            keeps = role == "out" and "beta" in self.epilogue
-            return Operand(name, shape, dense_strides(shape, last), self.dtype, role, keeps)
-
-        if self.op == "conv_bwd_data":
-            return (
-                operand("w", self.w_shape, self.w_channels_last),
-                operand("dy", self.y_shape, self.channels_last),
-                operand("dx", self.x_shape, self.y_channels_last, "out"),
-            )
-        x = operand("x", self.x_shape, self.channels_last)
-        if self.op == "conv_bwd_filter":
-            return (
-                x,
-                operand("dy", self.y_shape, self.y_channels_last),
-                operand("dw", self.w_shape, self.w_channels_last, "out"),
-            )
-        fixed = (
-            x,
-            operand("w", self.w_shape, self.w_channels_last),
-            operand("y", self.y_shape, self.y_channels_last, "out"),
-        )
-        bias = (Operand("bias", (self.k,), (1,), self.dtype),) if "bias" in self.epilogue else ()
-        residual = (operand("residual", self.y_shape, self.y_channels_last),) if "res" in self.epilogue else ()
-        return fixed + bias + residual
-
-    @property
-    def reduction_length(self) -> int:
-        """Number of products summed into one output element (borders ignored)."""
-        if self.op == "conv_bwd_filter":
-            return self.n * prod(self.out_spatial)
-        channels = self.k if self.op == "conv_bwd_data" else self.c
-        return channels // self.groups * prod(self.filter)
-
-    @property
-    def flops(self) -> int:
-        """Multiplications plus additions of the direct method, the same in all three directions."""
-        return 2 * self.n * self.k * prod(self.out_spatial) * (self.c // self.groups) * prod(self.filter)
-
-    @property
-    def scalars(self) -> tuple[float, ...]:  # type: ignore[override]
-        """(alpha, beta)."""
-        return 1.0, 0.5 if "beta" in self.epilogue else 0.0
-
-    def _tokens(self, *, extents: bool) -> list[str]:
-        batch, spatial = (f"n{self.n}", named(DIM_NAMES[self.ndim], self.spatial)) if extents else ("", "")
-        tokens = [self.op, self.dtype]
-        if self.compute != DEFAULT_COMPUTE[self.dtype]:
-            tokens.append("c" + self.compute)
-        tokens += [f"{batch}c{self.c}{spatial}", f"k{self.k}{named(_FILTER_NAMES[self.ndim], self.filter)}"]
-        if all(before == after for before, after in self.pad):
-            tokens.append("p" + "x".join(str(before) for before, _ in self.pad))
-        else:
-            tokens.append("ba" + "x".join(f"{before}.{after}" for before, after in self.pad))
-        tokens += ["u" + _joined(self.stride), "d" + _joined(self.dilation), f"g{self.groups}", self.mode, self.layout]
-        if self.w_layout != FILTER_LAYOUTS[self.ndim][self.channels_last]:
-            tokens.append(self.w_layout)
-        if self.y_layout != self.layout:
-            tokens.append("y" + self.y_layout)
-        if self.align != DEFAULT_ALIGN:
-            tokens.append(f"a{self.align}")
-        if self.epilogue:
-            tokens += ["e", "+".join(self.epilogue)]
-        return tokens
-
-    def with_op(self, op: str) -> ConvProblem:
-        """The same convolution in another direction (the forward's epilogue does not follow)."""
-        return replace(self, op=op, epilogue=(), w_layout="", y_layout="")
-
-
-def _epilogue_rank(token: str) -> int:
-    return {"bias": 0, "res": 2, "beta": 3}.get(token, 1)
-
-
-def epilogue_tokens(*, bias: bool, activation: str | None, residual: bool, beta: bool) -> tuple[str, ...]:
-    """The epilogue field of a problem from its parts, in canonical order."""
-    parts = (("bias", bias), (activation or "", bool(activation)), ("res", residual), ("beta", beta))
-    return tuple(token for token, present in parts if present)
-
-
 def named(names: tuple[str, ...], extents: tuple[int, ...]) -> str:
     return "".join(f"{name}{extent}" for name, extent in zip(names, extents, strict=True))
 
 
-def _joined(extents: tuple[int, ...]) -> str:
+def joined(extents: tuple[int, ...]) -> str:
     return "x".join(map(str, extents))
 
 
@@ -409,19 +147,9 @@ def check_fields(problem: Any, ops: tuple[str, ...]) -> None:
                 raise InvalidProblem(f"{name} is {value}, it must be at least {smallest}")
 
 
-def conv(text: str) -> ConvProblem:
-    """The convolution that `text` names."""
-    problem = parse(text)
-    if not isinstance(problem, ConvProblem):
-        raise InvalidProblem(f"{text!r} is not a convolution")
-    return problem
-
-
 def parse(text: str) -> Problem:
     """The problem that `text` names; InvalidProblem says which token is wrong and what was expected there."""
     op, *tokens = text.strip().split(":")
-    if op in CONV_OPS:
-        return ConvProblem(op=op, **conv_fields(tokens, text))
     family = op.partition("_")[0]
     if family in FAMILIES:
         return import_module(f"nbdnn.problem_{family}").read(op, Tokens(tokens, text))

@@ -8,8 +8,9 @@ import numpy as np
 
 from nbdnn import reference_bn, reference_conv, reference_dropout, reference_pool, reference_softmax
 from nbdnn.expected import Sample
-from nbdnn.problem import ConvProblem, Problem
+from nbdnn.problem import Problem
 from nbdnn.problem_bn import BnProblem
+from nbdnn.problem_conv import ConvProblem
 from nbdnn.problem_dropout import DropoutProblem
 from nbdnn.problem_pool import PoolProblem
 from nbdnn.problem_softmax import SoftmaxProblem

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nbdnn.expected import ConvSample, ends_and_some, positions
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 Arrays = Mapping[str, np.ndarray]
 _CHUNK_ELEMS = 1 << 22  # patches gathered at once: 32 MiB of float64

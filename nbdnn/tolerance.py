@@ -20,7 +20,8 @@ import numpy as np
 
 from nbdnn.candidate import Candidate
 from nbdnn.expected import COEFFICIENT, BoundedSample, ConvSample, Sample
-from nbdnn.problem import ConvProblem, Problem
+from nbdnn.problem import Problem
+from nbdnn.problem_conv import ConvProblem
 
 # Distance from 1 to the next number, by compute type; TF32 keeps the 10 fraction bits of float16.
 EPS = {"f16": 2.0**-10, "f32": 2.0**-23, "f64": 2.0**-52, "tf32": 2.0**-10}

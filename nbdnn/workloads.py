@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nbdnn.errors import InvalidProblem
-from nbdnn.problem import ConvProblem, Problem
+from nbdnn.problem import Problem
+from nbdnn.problem_conv import ConvProblem
 
 
 @dataclass(frozen=True)

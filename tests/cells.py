@@ -12,7 +12,8 @@ from nbdnn import reference, tolerance
 from nbdnn.candidate import Candidate
 from nbdnn.device import Device
 from nbdnn.expected import BoundedSample, Sample
-from nbdnn.problem import ConvProblem, Problem
+from nbdnn.problem import Problem
+from nbdnn.problem_conv import ConvProblem
 
 _WORKSPACE_ALIGN = {"cpu": 64, "cuda": 256}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 
-from nbdnn.problem import CONV_OPS, Problem
+from nbdnn.problem import Problem
+from nbdnn.problem_conv import CONV_OPS
 
 
 def edges(op: str, kind: str = "cuda") -> Sequence[Problem]:

@@ -22,7 +22,8 @@ import nbdnn.kernels.cuda
 from nbdnn import reference_conv
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
-from nbdnn.problem import ConvProblem, Operand
+from nbdnn.problem import Operand
+from nbdnn.problem_conv import ConvProblem
 
 _SHARED_WORDS = 1 << 16
 

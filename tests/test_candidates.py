@@ -27,7 +27,8 @@ from nbdnn.device import Cpu, cpu_device
 from nbdnn.dispatch import registry
 from nbdnn.edges_conv import CORE_2D
 from nbdnn.kernels.cpu import conv_fft, conv_im2col, fft_plan
-from nbdnn.problem import CONV_OPS, OPS, ConvProblem, Problem, conv
+from nbdnn.problem import OPS, Problem
+from nbdnn.problem_conv import CONV_OPS, ConvProblem, conv
 
 # Every config runs on these; they differ in what a config may get wrong: remainders, whole tiles, several tiles.
 _CONFIG_SHAPES = (CORE_2D[0].shape, CORE_2D[1].shape, CORE_2D[4].shape, "n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1")

@@ -28,7 +28,8 @@ from nbdnn import (
     reference_conv,
 )
 from nbdnn.array import view
-from nbdnn.problem import ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import ConvProblem
 
 RNG = np.random.default_rng(0)
 X, W = RNG.standard_normal((2, 4, 6, 5)).astype("f"), RNG.standard_normal((6, 4, 3, 3)).astype("f")

@@ -11,7 +11,8 @@ from gpus import DEVICE
 
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
-from nbdnn.problem import CONV_OPS, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import CONV_OPS
 
 # One shape a feature; {} takes the rest of the text. 2-D and 3-D alike where the layout has a depth.
 _SHAPES_2D = {

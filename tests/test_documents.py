@@ -10,7 +10,8 @@ import pytest
 
 from nbdnn.cli import parser
 from nbdnn.dispatch import registry
-from nbdnn.problem import CONV_OPS, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import CONV_OPS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])

@@ -8,7 +8,8 @@ import pytest
 from edge_cases import edges
 
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import CONV_OPS, ConvProblem, Operand, dense_strides, parse
+from nbdnn.problem import Operand, dense_strides, parse
+from nbdnn.problem_conv import CONV_OPS, ConvProblem
 from nbdnn.workloads import WORKLOADS, workload
 
 EXAMPLE = "conv_fwd:f32:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"

@@ -14,7 +14,8 @@ from nbdnn import reference_conv, tolerance
 from nbdnn.device import cpu_device
 from nbdnn.dispatch import registry
 from nbdnn.errors import InvalidProblem
-from nbdnn.problem import ACTIVATIONS, COMPUTE_OF, CONV_OPS, ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import ACTIVATIONS, COMPUTE_OF, CONV_OPS, ConvProblem
 
 
 @st.composite

@@ -10,7 +10,8 @@ from guarded import values
 
 from nbdnn import reference_conv, tolerance
 from nbdnn.candidate import YES, Candidate
-from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
 SHAPES = (
     "n2c6h5w6:k4r3s2:ba1.2x0.3:u2x1:d1x2:g2:conv:nchw",

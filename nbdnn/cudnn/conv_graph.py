@@ -34,7 +34,7 @@ from nbdnn.cudnn.library import loaded_version
 from nbdnn.cudnn.plan_file import stored_plan
 from nbdnn.device import Gpu
 from nbdnn.errors import CudaError, CudnnError
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _KNOWN = 4096  # problems whose engines are remembered
 # Worth measuring: the heuristics give up to 45 configs, most of them tiles of one or two engines.

@@ -26,7 +26,7 @@ from nbdnn.cudnn.handle import handle
 from nbdnn.cudnn.library import loaded_version
 from nbdnn.device import Gpu
 from nbdnn.errors import CudaError, CudnnError
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _DIRECTION = {"conv_fwd": "Forward", "conv_bwd_data": "BackwardData", "conv_bwd_filter": "BackwardFilter"}
 # Extents, and the elements of a tensor, are int32 in this API.

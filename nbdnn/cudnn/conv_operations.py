@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from nbdnn.cudnn.api import Attribute, AttributeType, DescriptorType, PointwiseMode
 from nbdnn.cudnn.descriptors import DATA_TYPE, MODE, Backend
-from nbdnn.problem import ITEMSIZE, ConvProblem, Operand, dense_strides
+from nbdnn.problem import ITEMSIZE, Operand, dense_strides
+from nbdnn.problem_conv import ConvProblem
 
 # cuDNN 9.19's tanh after a convolution is NaN where its argument is beyond 44.
 _ACTIVATION = {"relu": PointwiseMode.RELU_FWD, "sigmoid": PointwiseMode.SIGMOID_FWD}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, floor_us
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _LAUNCH_US = 4.0
 # Each place behind the first of cuDNN's ranking.

@@ -23,7 +23,8 @@ from nbdnn.cudnn.api import (
     call,
     function,
 )
-from nbdnn.problem import ConvProblem, Operand
+from nbdnn.problem import Operand
+from nbdnn.problem_conv import ConvProblem
 
 DATA_TYPE = {"f16": DataType.HALF, "bf16": DataType.BFLOAT16, "f32": DataType.FLOAT, "f64": DataType.DOUBLE}
 MODE = {"conv": ConvolutionMode.CONVOLUTION, "cross": ConvolutionMode.CROSS_CORRELATION}

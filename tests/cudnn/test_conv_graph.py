@@ -14,7 +14,8 @@ from nbdnn.cudnn.descriptors import Backend
 from nbdnn.cudnn.graph import operation_graph, plan
 from nbdnn.cudnn.handle import property_descriptor
 from nbdnn.dispatch import registry
-from nbdnn.problem import CONV_OPS, DEFAULT_ALIGN, ConvProblem, parse
+from nbdnn.problem import DEFAULT_ALIGN, parse
+from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
 KINDS = {"conv_fwd": FWD, "conv_bwd_data": BWD_DATA, "conv_bwd_filter": BWD_FILTER}
 LAYER = "n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross"

@@ -14,7 +14,8 @@ from nbdnn.cudnn import descriptors
 from nbdnn.cudnn.api import Attribute, AttributeType, DescriptorType, StatusError, TensorFormat
 from nbdnn.cudnn.descriptors import Backend, Legacy, conv_descriptors, convolution, filter_, ints, tensor
 from nbdnn.cudnn.library import library
-from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
 EVEN = [p for p in edges("conv_fwd", "cpu") if all(before == after for before, after in p.pad) and p.n * p.c * p.k]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 if TYPE_CHECKING:
-    from nbdnn.problem import ConvProblem
+    from nbdnn.problem_conv import ConvProblem
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from nbdnn.dispatch import dispatcher, policy, registry, selection
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import Filters
 from nbdnn.errors import CudnnError, InvalidProblem, NbdnnWarning, UnsupportedProblem
-from nbdnn.problem import ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import ConvProblem
 
 pytestmark = pytest.mark.usefixtures("fresh")
 Call = Callable

@@ -29,7 +29,8 @@ from nbdnn.dispatch import registry
 from nbdnn.errors import CudaError
 from nbdnn.kernels.cuda import conv_direct
 from nbdnn.kernels.cuda.conv_direct import Direct
-from nbdnn.problem import ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import ConvProblem
 
 pytestmark = pytest.mark.gpu
 

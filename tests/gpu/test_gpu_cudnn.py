@@ -15,7 +15,8 @@ from nbdnn import driver
 from nbdnn.candidate import Candidate, NoConfig, Runner
 from nbdnn.cudnn import conv_graph, conv_legacy, plan_file
 from nbdnn.cudnn.handle import handle, properties
-from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdnn.kernels.cpu.compile import cache_dir
-from nbdnn.problem import CONV_OPS
+from nbdnn.problem_conv import CONV_OPS
 
 PREPARE = """
 from nbdnn.device import cpu_device

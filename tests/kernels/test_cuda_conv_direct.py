@@ -19,7 +19,8 @@ from nbdnn import reference_conv
 from nbdnn.candidate import NoConfig
 from nbdnn.kernels.cuda import conv_direct, epilogue, geometry
 from nbdnn.kernels.cuda.launch import Launch
-from nbdnn.problem import CONV_OPS, ConvProblem, Operand, parse
+from nbdnn.problem import Operand, parse
+from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
 _SCALARS = (1.0, -1.0)
 _SOME = 150  # outputs, or positions of as many blocks, of a problem that has more

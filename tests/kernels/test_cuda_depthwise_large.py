@@ -15,7 +15,8 @@ from nbdnn.kernels.cuda import planes_plan
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import Launch
 from nbdnn.kernels.cuda.planes_plan import Planes
-from nbdnn.problem import CONV_OPS, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import CONV_OPS
 
 library("numba_cuda")
 

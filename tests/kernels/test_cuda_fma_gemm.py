@@ -27,7 +27,8 @@ from nbdnn.kernels.cuda import (
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.fma_plan import Config
 from nbdnn.kernels.cuda.fma_tile import Tile
-from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
 CANDIDATES = {c.op: c for c in (conv_fma_gemm.FWD, conv_fma_gemm.BWD_DATA, conv_fma_gemm_filter.BWD_FILTER)}
 

@@ -25,7 +25,8 @@ from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda.compile import Kernel, Source, compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import shared_bytes
-from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
 library("numba_cuda")
 

@@ -18,7 +18,8 @@ from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate
 from nbdnn.kernels.cuda.gemm_tile import Tile
 from nbdnn.kernels.cuda.launch import WORKSPACE
 from nbdnn.kernels.cuda.turn_channels import input_places, turn_inputs, turned_bytes
-from nbdnn.problem import CONV_OPS, ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
 CANDIDATES = (*conv_mma_gemm.FWD, *conv_mma_gemm.BWD_DATA, *conv_mma_gemm_filter.BWD_FILTER)
 # One warp, so that Python is quick; and four, two on each axis, of the widest stages.

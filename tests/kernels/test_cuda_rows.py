@@ -14,7 +14,8 @@ from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.peaks import blocks_at_once
 from nbdnn.kernels.cuda.rows_plan import FRACTION_BITS, Rows, lines, tile
 from nbdnn.kernels.cuda.window_plan import image
-from nbdnn.problem import ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import ConvProblem
 
 FWD, FWD_TF32 = conv_rows.FWD, conv_rows.FWD_TF32
 BWD_FILTER, BWD_FILTER_TF32 = conv_rows.BWD_FILTER, conv_rows.BWD_FILTER_TF32

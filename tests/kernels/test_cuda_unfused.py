@@ -17,7 +17,8 @@ from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import compile_kernel
 from nbdnn.kernels.cuda.unfused import Unfused, finish_launch
-from nbdnn.problem import ConvProblem, parse
+from nbdnn.problem import parse
+from nbdnn.problem_conv import ConvProblem
 
 _SHAPES = (
     ("n2c4h4w6:k12r1s1:p0x0:u1x1:d1x1:g1:cross:nchw", True, "four pixels of a channel"),

@@ -37,7 +37,8 @@ from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import geometry
 from nbdnn.kernels.cpu.launch import ARGS, FEW_ELEMS, Phase, Program
 from nbdnn.kernels.cpu.vector import WIDEN, pointer, prefetch, stack, struct
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _MAX_TAPS = 1024
 _MAX_BLOCK_TAPS = 25  # weights kept in registers, beside the accumulators of a block

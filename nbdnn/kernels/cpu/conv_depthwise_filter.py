@@ -29,7 +29,8 @@ from nbdnn.kernels.cpu.geometry import Gather, column_table, geometry, spatial3,
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _RUNS_PER_THREAD = 4
 _ACCUMULATORS, _PIXELS = 18, 4  # vectors of sums that interleaved rows keep in registers; outputs taken at once

@@ -34,7 +34,8 @@ from nbdnn.kernels.cpu.geometry import (
 )
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _CHUNKS_PER_THREAD = 16  # tasks a thread: enough to even out, few enough that drawing one costs nothing
 _NS_PER_MAC = 0.15  # one thread, short float32 rows: a prior for the guess, not a measurement of this machine

@@ -44,7 +44,8 @@ from nbdnn.kernels.cpu.fft_tiles import (
 from nbdnn.kernels.cpu.geometry import epilogue_values
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.vector import filled
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 _TILES, _TILES_TRIED = (8, 12, 16, 20, 24, 32, 40, 48, 64), 3

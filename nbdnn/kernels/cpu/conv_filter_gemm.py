@@ -32,7 +32,8 @@ from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import tile_product
 from nbdnn.kernels.cpu.rows import convert_row, convert_rows, transpose
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _CHUNK_SHARE = 0.25  # of the second-level cache for the chunk of a panel that is multiplied at a time
 _BLOCK_ROWS = 96  # most m of one task: their sums and the lines of x they read stay in first-level cache

@@ -34,7 +34,8 @@ from nbdnn.kernels.cpu.lower_matrix import Lowering, matrix
 from nbdnn.kernels.cpu.pack import filter_offsets, run_length
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem, dense_strides
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, dense_strides
+from nbdnn.problem_conv import ConvProblem
 
 _STRIP_BYTES = 16 << 20  # of all matrices of a strip: they stay in last-level cache, and BLAS has enough to share out
 _BLAS_EFFICIENCY = 0.45  # of the vector registers' rate: OpenBLAS, 105 GFLOP/s a Zen 5 core

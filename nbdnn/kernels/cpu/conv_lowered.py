@@ -23,7 +23,8 @@ import numpy as np
 from nbdnn.array import at
 from nbdnn.candidate import Candidate, Runner, Support
 from nbdnn.device import Cpu
-from nbdnn.problem import ConvProblem, Operand
+from nbdnn.problem import Operand
+from nbdnn.problem_conv import ConvProblem
 
 _LINE_BYTES = 64
 _COPY_BYTES_PER_US = 2e3  # NumPy transposing a float32 array, one thread: a prior for the guess

@@ -46,7 +46,8 @@ from nbdnn.kernels.cpu.micro_kernel import tile_product
 from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes, reads_in_order
 from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _PARAMS = record(
     *LOW_FIELDS, "w_offsets", "channel_offsets", "packed_offset", "panel_bytes", "pixels_offset", "pixels_bytes"

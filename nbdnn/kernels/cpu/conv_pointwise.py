@@ -34,7 +34,8 @@ from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import pixel_tile
 from nbdnn.kernels.cpu.pack import pack_phase, packed_bytes
 from nbdnn.kernels.cpu.vector import filled, pointer, prefetch, record, stack, struct
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _BLOCK_SHARE = 0.3  # of the second-level cache for a block of pixels
 _CHUNK_SHARE = 0.35  # and for a chunk of panels

@@ -42,7 +42,8 @@ from nbdnn.kernels.cpu.winograd_plan import (
     tile_of,
     tile_parameters,
 )
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _MR = 6  # tiles in registers: one address register each
 # Nanoseconds an element of U, V and M.

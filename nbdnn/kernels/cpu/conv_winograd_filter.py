@@ -30,7 +30,8 @@ from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
 from nbdnn.kernels.cpu.rows import every_step, transpose, zero_fill
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _M = 4
 _ALPHA, _PLANES = _M + 2, (_M + 2) ** 2

@@ -19,7 +19,8 @@ from nbdnn.kernels.cpu.geometry import (
     tap_table,
 )
 from nbdnn.kernels.cpu.vector import filled, record
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 # Rows finished before they are stored, one column of vectors after another: more would read the plane against its
 # order and leave the hardware's prefetcher behind.

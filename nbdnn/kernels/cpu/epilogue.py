@@ -17,7 +17,8 @@ from numba import float32, float64, int32, njit
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import NARROW, WIDEN, f32_from_bits, pointer
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 # Where the operands together are larger than this, they do not stay in a last-level cache of 32 MiB: the output is
 # written past the caches, which saves reading each line before it is overwritten.

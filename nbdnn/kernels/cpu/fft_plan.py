@@ -12,7 +12,8 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.fft_line import frequencies
 from nbdnn.kernels.cpu.fft_tiles import MR, PANEL_VECTORS
 from nbdnn.kernels.cpu.geometry import Gather, Geometry, geometry
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _IMAGES_BYTES = 64 << 20  # of the spectra that grow with the number of images taken at a time
 _LINE_BYTES = 64

@@ -18,7 +18,7 @@ import numpy as np
 
 from nbdnn.kernels.spatial import spatial3, with_depth
 from nbdnn.kernels.spatial import tensor_strides as tensor_strides  # kernels take it from here as well
-from nbdnn.problem import ACTIVATIONS, ConvProblem
+from nbdnn.problem_conv import ACTIVATIONS, ConvProblem
 
 
 @dataclass(frozen=True)

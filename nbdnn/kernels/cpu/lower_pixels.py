@@ -29,7 +29,8 @@ from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.rows import convert_row, every_step, transpose, zero_fill
 from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import pointer, record, struct
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _SCRATCH_SHARE = 0.4  # of the second-level cache for one strip: the rest is the filter's and the output's
 _TASKS_PER_THREAD = 4

@@ -15,7 +15,8 @@ from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS
 from nbdnn.kernels.cpu.vector import filled, record
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _TASKS_PER_THREAD = 4
 _STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip

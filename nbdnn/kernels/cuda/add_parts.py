@@ -16,7 +16,8 @@ from typing import NamedTuple
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch
 from nbdnn.kernels.cuda.quads import QUAD
-from nbdnn.problem import ConvProblem, Operand
+from nbdnn.problem import Operand
+from nbdnn.problem_conv import ConvProblem
 
 _THREADS, _SLICES, _MANY = 256, 8, 12
 

@@ -30,7 +30,7 @@ from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
 from nbdnn.kernels.cuda.depthwise_tile import Tile, Tiles, Variant
 from nbdnn.kernels.cuda.geometry import filter_strides, index_bits
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _MOST_STRIDE_W = 8  # of bwd_data, where a tile is a multiple of it
 _MOST_WEIGHT_BYTES = 96 << 10  # of shared memory in a block

@@ -25,7 +25,7 @@ from nbdnn.kernels.cuda.depthwise_plan import THREADS
 from nbdnn.kernels.cuda.filter_parts import sum_of_parts
 from nbdnn.kernels.cuda.geometry import index_bits, input_reached
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _WAVES = (1, 2)
 _SUM_US = 2.0  # of the second kernel

@@ -24,7 +24,7 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import unit_stride_gather, worth_measuring
 from nbdnn.kernels.cuda.lanes_plan import LANES, Held, Tile
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 
 class _Variant(NamedTuple):

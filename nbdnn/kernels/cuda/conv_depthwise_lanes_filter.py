@@ -25,7 +25,7 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import worth_measuring
 from nbdnn.kernels.cuda.lanes_plan import LANES, Held, Tile
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _MOST_TAPS = 49  # whose sums stay in registers
 _BLOCKS = 4  # of a multiprocessor, two of them at once

@@ -28,7 +28,7 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import unit_stride_gather, worth_measuring
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.planes_plan import Copied, Planes, Tile
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _TILES = (
     *(Tile(16, 8, channels) for channels in (64, 32)),

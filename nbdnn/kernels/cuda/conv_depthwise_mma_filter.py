@@ -32,7 +32,7 @@ from nbdnn.kernels.cuda.depthwise_plan import worth_measuring
 from nbdnn.kernels.cuda.depthwise_planes import waiting_bytes
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.planes_plan import Copied, Planes, Tile
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _MOST_TAPS = 9  # of a filter row in one product, and rows whose sums stay in registers
 _TILES = (

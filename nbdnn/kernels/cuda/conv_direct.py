@@ -31,7 +31,8 @@ from nbdnn.kernels.cuda.geometry import (
     output_place,
 )
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
-from nbdnn.problem import DEFAULT_COMPUTE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE
+from nbdnn.problem_conv import ConvProblem
 
 _THREADS = 256
 _MIN_BLOCKS = 2  # of a multiprocessor's 65536 registers, 128 a thread: what float64 with int64 indices needs

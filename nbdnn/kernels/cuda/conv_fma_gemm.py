@@ -30,7 +30,7 @@ from nbdnn.kernels.cuda.geometry import filter_strides
 from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.turn_filter import turn_filter, turned_elems, turned_strides
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
 _FEWEST_CHANNELS = 4  # of a group's input: a stage has 8

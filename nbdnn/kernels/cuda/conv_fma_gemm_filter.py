@@ -25,7 +25,7 @@ from nbdnn.kernels.cuda.fma_store import Store
 from nbdnn.kernels.cuda.fma_tile import STAGE_K, Copies, Tile
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 128), Tile(64, 64))
 

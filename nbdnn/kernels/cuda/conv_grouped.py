@@ -8,7 +8,7 @@ image. bwd_data of stride 1 is the forward of dy with the taps in reverse, and t
 from __future__ import annotations
 
 from nbdnn.kernels.cuda.window_launch import Windowed
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _FEWEST, _MOST = 4, 32  # channels of a group
 

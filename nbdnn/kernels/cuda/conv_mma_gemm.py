@@ -34,7 +34,8 @@ from nbdnn.kernels.cuda.gemm_tile import CHUNK_BYTES, Tile
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
 from nbdnn.kernels.cuda.quads import QUAD
 from nbdnn.kernels.cuda.turn_channels import input_places, is_planar, turn_inputs
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 # Bits that say which taps of an axis fall inside: of (depth, height, width) from these on, in 32.
 _TAP_BITS = {2: (0, 0, 16), 3: (0, 10, 21)}

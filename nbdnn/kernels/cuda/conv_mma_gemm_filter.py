@@ -36,7 +36,8 @@ from nbdnn.kernels.cuda.gemm_tile import CHUNK_BYTES, Tile
 from nbdnn.kernels.cuda.geometry import filter_gradient
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
 from nbdnn.kernels.cuda.turn_channels import channels_last, input_places, is_planar, turn_inputs
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 
 class _Variant(NamedTuple):

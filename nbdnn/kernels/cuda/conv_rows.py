@@ -25,7 +25,8 @@ from nbdnn.kernels.cuda.rows_launch import (
     warps_at_once,
 )
 from nbdnn.kernels.cuda.rows_plan import refusal
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _MOST_CHANNELS = 4
 _MOST_RUN = 64  # elements of a segment: a loop over them is written out

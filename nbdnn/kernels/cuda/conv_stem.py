@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nbdnn.kernels.cuda.window_launch import Windowed
 from nbdnn.kernels.cuda.window_plan import QUAD
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 
 class Stem(Windowed):

@@ -39,7 +39,7 @@ from nbdnn.kernels.cuda.winograd_transforms import (
     input_kernel,
     output_kernel,
 )
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
 _INT32_END = 2**31 - 2**16

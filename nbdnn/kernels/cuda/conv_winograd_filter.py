@@ -31,7 +31,8 @@ from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.winograd_filter_input import Side
 from nbdnn.kernels.cuda.winograd_product import Kinds
-from nbdnn.problem import ConvProblem, Operand
+from nbdnn.problem import Operand
+from nbdnn.problem_conv import ConvProblem
 
 _TILES = (Tile(128, 128), Tile(64, 64))
 _STAGES_OF_START = 3  # what filling the pipeline and storing a tile cost, in stages

@@ -13,7 +13,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cuda import depthwise_plan as plan
 from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _PIECE = 8  # taps of a filter row that a thread sums
 _BLOCK_ROLES = 8  # rows or pieces of a filter in a block, at most

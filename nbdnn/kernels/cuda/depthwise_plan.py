@@ -16,7 +16,8 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import spatial3, tensor_strides
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 THREADS = 128  # of a block
 REGISTER_TAPS = 49  # weights, or sums of them, that a thread holds at most: 7x7 taps, or 3x3 taps of 4 channels

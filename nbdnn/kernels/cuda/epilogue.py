@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from nbdnn.problem import ACTIVATIONS, DEFAULT_COMPUTE
+from nbdnn.problem import DEFAULT_COMPUTE
+from nbdnn.problem_conv import ACTIVATIONS
 
 
 def activation_of(tokens: tuple[str, ...]) -> str:

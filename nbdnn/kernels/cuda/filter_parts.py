@@ -14,7 +14,7 @@ from typing import NamedTuple
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.geometry import filter_strides, index_bits
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _THREADS = 128
 

@@ -15,7 +15,7 @@ from nbdnn.kernels.cuda.add_parts import part_elems
 from nbdnn.kernels.cuda.gemm_tile import Tile
 from nbdnn.kernels.cuda.geometry import gather
 from nbdnn.kernels.cuda.turn_channels import channels_last
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 
 class GatherTiles(NamedTuple):

@@ -14,7 +14,8 @@ from nbdnn.kernels.cuda.gemm_tile import CHUNK_BYTES, Tile
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.kernels.cuda.turn_channels import ALIGN_BYTES, is_planar, turned_bytes
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _FIRST_CAPABILITY = (8, 0)  # of bf16 and TF32 in mma.sync, and of asynchronous copies
 _LEAST_STAGES = 4  # of a part: below, filling the pipeline costs as much as the products

@@ -19,7 +19,7 @@ from functools import cache
 from nbdnn.kernels.cuda.gemm_tile import Tile
 from nbdnn.kernels.cuda.launch import NULL
 from nbdnn.kernels.cuda.quads import QUAD, bias_quad, finish_quad, store_quad
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 
 @cache

@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from nbdnn.kernels.spatial import spatial3, tensor_strides
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 # What int32 may hold here: the last block of a grid counts on beyond the last element.
 _INT32_END = 2**31 - 2**16

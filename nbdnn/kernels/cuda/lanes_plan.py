@@ -12,7 +12,7 @@ from typing import NamedTuple
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.depthwise_plan import unit_stride_refusal
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 LANES = 32  # channels of a block
 PIXEL_BYTES = 4 * LANES

@@ -16,7 +16,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import tensor_strides
 from nbdnn.kernels.cuda.depthwise_plan import unit_stride_refusal
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 VECTOR = 8  # channels or columns in 16 bytes
 CHUNK_BYTES = 16

@@ -23,7 +23,8 @@ from nbdnn.kernels.cuda.rows_plan import (
 )
 from nbdnn.kernels.cuda.rows_sums import Sums
 from nbdnn.kernels.cuda.window_plan import Image, image
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _FMA_FILTERS = 32  # of a warp
 _REGISTERS = 16384  # of a quarter of a multiprocessor

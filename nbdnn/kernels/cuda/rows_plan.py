@@ -18,7 +18,8 @@ from math import ceil, gcd
 from typing import NamedTuple
 
 from nbdnn.kernels.cuda.window_plan import Image, image
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 GROUP = 8  # pixels
 ENTRY_BYTES = 8  # of a table

@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import NULL, Launch, in_workspace
-from nbdnn.problem import FILTER_LAYOUTS, ITEMSIZE, LAYOUTS, ConvProblem, Operand
+from nbdnn.problem import ITEMSIZE, LAYOUTS, Operand
+from nbdnn.problem_conv import FILTER_LAYOUTS, ConvProblem
 
 ALIGN_BYTES = 256  # of what lies in the workspace
 _THREADS = 256

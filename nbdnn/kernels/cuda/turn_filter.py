@@ -13,7 +13,7 @@ from typing import NamedTuple
 from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
-from nbdnn.problem import ConvProblem
+from nbdnn.problem_conv import ConvProblem
 
 _THREADS = 256
 

@@ -24,7 +24,8 @@ from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import Launch, Program
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.quads import QUAD
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE, ConvProblem
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _THREADS = 256
 _LAUNCH_US = 3.0

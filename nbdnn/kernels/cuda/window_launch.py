@@ -25,7 +25,8 @@ from nbdnn.kernels.cuda.window_plan import (
 )
 from nbdnn.kernels.cuda.window_records import Block, Forward, Gradient, Sums, Windows, sums, table_bytes, windows
 from nbdnn.kernels.cuda.window_sums import SUM_ELEMENTS, SUM_THREADS, sum_kernel
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 _WARPS = conv_windows.THREADS // 32
 _MMA_FILTERS, _FMA_FILTERS = 32, 16  # of a unit, at most

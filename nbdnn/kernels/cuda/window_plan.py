@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from nbdnn.kernels.cuda.geometry import filter_strides
 from nbdnn.kernels.spatial import tensor_strides
-from nbdnn.problem import ITEMSIZE, ConvProblem
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
 
 QUAD = 4  # channels
 BANKS_BYTES = 128
