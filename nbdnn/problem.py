@@ -151,6 +151,6 @@ def parse(text: str) -> Problem:
     """The problem that `text` names; InvalidProblem says which token is wrong and what was expected there."""
     op, *tokens = text.strip().split(":")
     family = op.partition("_")[0]
-    if family in FAMILIES:
+    if op in FAMILIES.get(family, ()):
         return import_module(f"nbdnn.problem_{family}").read(op, Tokens(tokens, text))
     raise InvalidProblem(f"unknown op {op!r} in {text!r}: expected one of {', '.join(OPS)}")
