@@ -31,7 +31,7 @@ from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS, lower_rows, lower_task
 from nbdnn.kernels.cpu.micro_kernel import tile_product
 from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes
-from nbdnn.kernels.cpu.strips import strip_address
+from nbdnn.kernels.cpu.strips import own_rows, strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, prefetch, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -186,15 +186,18 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
     low_columns = (width - 1) * gather.w.in_step + gather.w.span + 1
     row_bytes = max(1, len(gather.d.taps) * low_columns * geo.c_in * itemsize)
     fits = int(device.l2_bytes * _STRIP_SHARE) // row_bytes - gather.h.span - 1
-    strips = ceil(height / max(1, min(height, fits // gather.h.in_step + 1)))
+    most_rows = max(1, min(height, fits // gather.h.in_step + 1))
     outer, wanted = geo.n * geo.groups * gather.d.count, device.threads * _TASKS_PER_THREAD
-    while outer * strips < wanted and ceil(height / (strips + 1)) * width >= 8 * config.mr:
-        strips += 1
-    strip_rows = ceil(height / strips)
-    strips = ceil(height / strip_rows)
     lanes = config.nv * vl
-    panels = ceil(geo.c_out / lanes)
-    chunks = min(ceil(wanted / (outer * strips)), panels)
+    panels, chunks = ceil(geo.c_out / lanes), 1
+    strip_rows = 0 if in_place else own_rows(height, width, outer, most_rows, config.mr, device.threads)
+    if not strip_rows:
+        strips = ceil(height / most_rows)
+        while outer * strips < wanted and ceil(height / (strips + 1)) * width >= 8 * config.mr:
+            strips += 1
+        strip_rows = ceil(height / strips)
+        chunks = min(ceil(wanted / (outer * ceil(height / strip_rows))), panels)
+    strips = ceil(height / strip_rows)
     chunk_panels = ceil(panels / chunks)
     low_rows = (strip_rows - 1) * gather.h.in_step + gather.h.span + 1
     k_len = filter_offsets(geo, gather).size

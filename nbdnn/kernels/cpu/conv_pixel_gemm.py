@@ -74,7 +74,9 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
     tile_bytes, row_bytes = stack(mr * nv * vl * acc_bytes), stack(mr * 8)
     locate, lower, store = strip_address(_PARAMS), lower_strip(dtype, vl), tile_store(dtype, compute, vl)
-    product = tile_product(compute, mr, nv, vl, mr * acc_bytes if packed else None, None, False)
+    product = tile_product(
+        compute, mr, nv, vl, mr * acc_bytes if packed else None, None, False, compute if packed else dtype
+    )
 
     def multiply(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
@@ -145,7 +147,7 @@ class PixelGemm(Candidate[Config, Cpu]):
 
     def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
         geo = geometry(problem)
-        in_place = problem.dtype == DEFAULT_COMPUTE[problem.dtype] and all(reads_in_order(geo, g) for g in geo.gathers)
+        in_place = all(reads_in_order(geo, g) for g in geo.gathers)
         if device.isa != "avx512":
             return tuple(Config(*tile, packed=p) for p in (False, True)[not in_place :] for tile in ((6, 2), (4, 3)))
         # Rows of w read in place cost an address register each: six fit.

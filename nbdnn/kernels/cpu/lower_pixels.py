@@ -27,7 +27,7 @@ from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.rows import convert_row, every_step, transpose, zero_fill
-from nbdnn.kernels.cpu.strips import strip_address
+from nbdnn.kernels.cpu.strips import own_rows, strip_address
 from nbdnn.kernels.cpu.vector import pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -158,14 +158,17 @@ def strip_plan(geo: Geometry, gather: Gather, acc_bytes: int, blocks: int, tile_
     row_phases, halo = min(gather.h.in_step, gather.h.span + 1), gather.h.span // gather.h.in_step
     planes = geo.c_in * len(gather.d.taps) * len(gather.w.taps)
     row_bytes = max(1, planes * row_phases * width * acc_bytes)
-    strips = ceil(height / min(height, max(1, int(device.l2_bytes * _SCRATCH_SHARE) // row_bytes - halo)))
+    most_rows = min(height, max(1, int(device.l2_bytes * _SCRATCH_SHARE) // row_bytes - halo))
     outer = geo.n * geo.groups * gather.d.count
-    wanted = device.threads * _TASKS_PER_THREAD
-    while outer * strips < wanted and ceil(height / (strips + 1)) * width >= 2 * tile_pixels:
-        strips += 1
-    strip_rows = ceil(height / strips)
+    wanted, chunks = device.threads * _TASKS_PER_THREAD, 1
+    strip_rows = own_rows(height, width, outer, most_rows, device.vector_bytes // acc_bytes, device.threads)
+    if not strip_rows:
+        strips = ceil(height / most_rows)
+        while outer * strips < wanted and ceil(height / (strips + 1)) * width >= 2 * tile_pixels:
+            strips += 1
+        strip_rows = ceil(height / strips)
+        chunks = min(ceil(wanted / (outer * ceil(height / strip_rows))), max(1, blocks // 2))
     strips = ceil(height / strip_rows)
-    chunks = min(ceil(wanted / (outer * strips)), max(1, blocks // 2))
     chunk_blocks = ceil(blocks / chunks)
     plane = row_phases * (strip_rows + halo) * width
     return StripPlan(

@@ -21,8 +21,10 @@ from nbdnn.kernels.cpu.vector import (
     I32,
     I64,
     constant,
+    convert,
     lanes_between,
     masked,
+    row_types,
     splat,
     store_past_caches,
     vector_at,
@@ -32,7 +34,9 @@ _UNROLL = 4  # steps of k
 
 
 @cache
-def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_step: int | None, accumulate: bool):
+def micro_kernel(
+    dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_step: int | None, accumulate: bool, a_dtype: str
+):
     """Intrinsic: one register tile of a matrix product whose two operands are found through offset tables.
 
         tile[m, j] (+)= sum_k A[m, k] * B[k, j]      m < mr, j < nv * vl
@@ -40,11 +44,10 @@ def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
 
     Arguments, all int64: a_rows (address of mr addresses), a_offsets (address of int32 byte offsets), b, b_offsets,
     k_len, tile (address of mr rows of nv*vl accumulators), pitch (bytes from row to row of the tile). A step of
-    `a_step` or `b_step` bytes replaces its table where it is not None. Accumulates in `dtype`, in the order of k.
+    `a_step` or `b_step` bytes replaces its table where it is not None. A is of type `a_dtype`, B of `dtype`, in which
+    the sums are accumulated in the order of k.
     """
-    scalar = FLOAT[dtype]
-    vector = ir.VectorType(scalar, vl)
-    item_bytes = 4 if dtype == "f32" else 8
+    read, vector, _, item_bytes = row_types(a_dtype, dtype, vl)
 
     def offset(builder, step, table, k):
         if step is not None:
@@ -88,8 +91,8 @@ def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
         a_k = offset(builder, a_step, a_table, k)
         columns = [builder.load(vector_slot(builder, b_k, j), align=item_bytes) for j in range(nv)]
         for m in range(mr):
-            value = builder.load(builder.inttoptr(builder.add(a[m], a_k), scalar.as_pointer()))
-            value = splat(builder, value, vector)
+            value = builder.load(builder.inttoptr(builder.add(a[m], a_k), read.element.as_pointer()))
+            value = convert(builder, splat(builder, value, read), a_dtype, dtype, vl)
             for j in range(nv):
                 phi = acc[m * nv + j]
                 phi.add_incoming(builder.call(fma, [value, columns[j], phi]), body)
@@ -109,9 +112,13 @@ def micro_kernel(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_st
 
 
 @cache
-def tile_product(dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_step: int | None, accumulate: bool):
+def tile_product(
+    dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_step: int | None, accumulate: bool, a_dtype: str = ""
+):
     """Compiled-in function (vectors, ...): the `micro_kernel` of mr rows by 1, 2, 3 or nv <= 4 vectors."""
-    one, two, three, full = (micro_kernel(dtype, mr, min(v, nv), vl, a_step, b_step, accumulate) for v in (1, 2, 3, nv))
+    one, two, three, full = (
+        micro_kernel(dtype, mr, min(v, nv), vl, a_step, b_step, accumulate, a_dtype or dtype) for v in (1, 2, 3, nv)
+    )
 
     @njit(**DEVICE)
     def product(vectors, a_rows, a_offsets, b, b_offsets, k_len, tile, pitch):
