@@ -12,7 +12,6 @@ from numba import njit
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.vector import struct
 
-
 _MOST_IDLE = 0.15  # of the workers' time
 _MOST_STRIPS_PER_THREAD = 12
 
