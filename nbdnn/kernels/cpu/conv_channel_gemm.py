@@ -44,7 +44,7 @@ _PADDING = 8  # of a table of pixels: the largest tile reads beyond its end
 
 _PARAMS = record(
     *LOW_FIELDS,
-    *("chunks", "chunk_panels", "panels", "panel_bytes", "packed_offset", "in_place", "low_d"),
+    *("total_strips", "chunk_panels", "panels", "panel_bytes", "packed_offset", "in_place", "low_d"),
     *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "contiguous", "finished"),
     *("ahead_bytes", "in_offsets", "out_offsets", "worker_offset", "worker_bytes"),
 )
@@ -63,7 +63,7 @@ class Config:
 
 @cache
 def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
-    """One strip, one chunk of panels."""
+    """One strip, one chunk of panels: index = chunk * strips + strip, so that a worker stays with the panels it packed."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
@@ -90,7 +90,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
 
     def strip(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
-        n, g, depth, first_row, rows, low = locate(ctx, index // f.chunks, a.workspace, worker)
+        n, g, depth, first_row, rows, low = locate(ctx, index % f.total_strips, a.workspace, worker)
         image = pointers[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize
         if f.in_place:
             row = (first_row * f.in_step_h + f.low_h) * f.in_h
@@ -111,7 +111,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
         slots, blocks = row_slots(), (pixels + mr - 1) // mr
         least, longer = pixels // blocks, pixels % blocks  # blocks of `least` pixels, the first `longer` of one more
         one_step, finished = f.k_len <= f.k_step, f.finished and a.alpha == 1.0
-        first_panel = index % f.chunks * f.chunk_panels
+        first_panel = index // f.total_strips * f.chunk_panels
         for panel in range(first_panel, min(f.panels, first_panel + f.chunk_panels)):
             first = panel * lanes_full
             lanes = min(lanes_full, f.c_out - first)
@@ -348,7 +348,7 @@ def _parameters(
         **gather_values(problem, geo, gather),
         strips=plan.strips,
         strip_rows=plan.strip_rows,
-        chunks=plan.chunks,
+        total_strips=plan.total_strips,
         chunk_panels=plan.chunk_panels,
         panels=plan.panels,
         panel_bytes=a_offsets.size * lanes * itemsize,

@@ -68,7 +68,7 @@ class Config:
 
 @cache
 def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
-    """One strip of one image, depth and group, for one chunk of output channels."""
+    """One strip of one image, depth and group, for one chunk of output channels: index = chunk * strips + strip."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
@@ -80,8 +80,8 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
 
     def multiply(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
-        chunk = index % f.chunks
-        n, g, depth, first_row, rows, low = locate(ctx, index // f.chunks, a.workspace, worker)
+        chunk = index // f.total_strips
+        n, g, depth, first_row, rows, low = locate(ctx, index % f.total_strips, a.workspace, worker)
         if not f.shared:
             image = pointers[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize
             lower(image, low, ctx, depth, first_row, rows, 0, f.c_in)

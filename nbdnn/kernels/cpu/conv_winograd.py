@@ -145,7 +145,8 @@ def _input_task(dtype: str, vl: int, m: int, stride: int):
 
 @cache
 def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: bool):
-    """A group of tiles and a panel of channels: index = (group of channels * tile groups + tile group) * panels.
+    """A group of tiles and a panel of channels, those outermost of which more bytes have been transformed: index =
+    (group of channels * tile groups + tile group) * panels + panel, or panel * (all groups) + the rest.
 
     fused: transforms its part of the filters itself, a few channels at a time.
     """
@@ -246,6 +247,8 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: boo
     def group(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
         panel, rest = index % f.panels, index // f.panels
+        if f.all_groups:
+            panel, rest = index // f.all_groups, index % f.all_groups
         g, in_chunk = rest // f.tile_groups, rest % f.tile_groups * f.group_tiles
         tiles, number = min(f.group_tiles, f.chunk_tiles - in_chunk), f.first_tile + in_chunk
         first = panel * lanes_full

@@ -1,9 +1,10 @@
 """Run a program of tasks on Numba's threads.
 
 A program is a list of phases; a phase is (task, number of indices, ctx): its tasks run in any order on any worker, and
-a phase begins when the one before has ended. Workers draw indices from a shared counter, so uneven tasks and a busy
-core cost little. One compiled driver serves every kernel: only the driver is compiled with ``parallel=True``, and a
-call costs one Numba call whatever the number of phases.
+a phase begins when the one before has ended. Each worker draws from a range of indices of its own, then from those of
+the others: what a worker wrote in one phase it finds in its caches in the next, and uneven tasks and a busy core cost
+little. One compiled driver serves every kernel: only the driver is compiled with ``parallel=True``, and a call costs
+one Numba call whatever the number of phases.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _NO_SCALARS = 1.0, 0.0
 
 _int64 = pointer("i64")
 _args = struct(ARGS)
-_args_memory, _line = stack(128), stack(64)
+_LINE_BYTES, _MOST_WORKERS = 64, 512
+_args_memory, _lines = stack(128), stack(_LINE_BYTES * _MOST_WORKERS)
 
 
 # Fewer elements one thread packs sooner than a parallel region begins and ends: 4 us, and 10 before another one.
@@ -61,8 +63,8 @@ def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, bet
     given.p0, given.p1, given.p2, given.p3, given.p4 = p0, p1, p2, p3, p4
     given.p5, given.p6, given.p7, given.p8, given.p9 = p5, p6, p7, p8, p9
     given.alpha, given.beta, given.workspace = alpha, beta, workspace
-    workers = num_threads()
-    next_index = _line()
+    workers = min(num_threads(), _MOST_WORKERS)
+    next_indices = _lines()
     for phase in range(n_phases):
         row = _int64(program + 32 * phase)
         function, count, ctx, alone = row[0], row[1], row[2], row[3]
@@ -70,12 +72,17 @@ def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, bet
             for index in range(count):
                 call_task(function, args, ctx, index, 0)
         else:
-            _int64(next_index)[0] = 0
+            for worker in range(workers):
+                _int64(next_indices + _LINE_BYTES * worker)[0] = worker * count // workers
             for worker in prange(workers):
-                index = atomic_add(next_index, 1)
-                while index < count:
-                    call_task(function, args, ctx, index, worker)
-                    index = atomic_add(next_index, 1)
+                for turn in range(workers):
+                    owner = (worker + turn) % workers
+                    next_index, end = next_indices + _LINE_BYTES * owner, (owner + 1) * count // workers
+                    if _int64(next_index)[0] < end:
+                        index = atomic_add(next_index, 1)
+                        while index < end:
+                            call_task(function, args, ctx, index, worker)
+                            index = atomic_add(next_index, 1)
 
 
 _DRIVE_SIGNATURE = types.void(*[types.int64] * (2 + MAX_POINTERS), types.float64, types.float64, types.int64)

@@ -38,7 +38,7 @@ _TASKS_PER_THREAD = 4
 # What lowering needs; kernels that read a lowered strip append their own fields.
 LOW_FIELDS = (
     *GATHER_FIELDS,
-    *("strips", "strip_rows", "chunks", "chunk_blocks", "shared", "parts", "part_channels"),
+    *("strips", "strip_rows", "total_strips", "chunk_blocks", "shared", "parts", "part_channels"),
     *("k_len", "low_offsets", "row_phases", "plane_elems", "table_t", "table_s", "low_h"),
     *("strip_bytes", "strip_offset", "contiguous", "finished", "flat"),
 )
@@ -199,7 +199,7 @@ def low_values(
     values = gather_values(problem, geo, gather) | {
         "strips": plan.strips,
         "strip_rows": plan.strip_rows,
-        "chunks": plan.chunks,
+        "total_strips": plan.total_strips,
         "chunk_blocks": plan.chunk_blocks,
         "shared": int(plan.shared),
         "parts": parts,

@@ -36,7 +36,7 @@ PARAMS = record(
     *("tile_rows", "tile_columns", "image_rows", "image_columns"),
     *("load_rows", "load_columns", "product_rows", "product_columns", "channel_offsets", "contiguous", "finished"),
     *("u_offset", "u_group_bytes", "u_plane_bytes", "u_planes", "panels", "panel_bytes", "k_len", "k_step", "filters"),
-    *("v_offset", "v_xi_bytes", "v_pitch", "m_xi_bytes", "line_offset"),
+    *("all_groups", "v_offset", "v_xi_bytes", "v_pitch", "m_xi_bytes", "line_offset"),
 )
 
 
@@ -236,6 +236,7 @@ def tile_parameters(
     (gather,) = geo.gathers
     pixel_bytes, products = geo.c_in * acc_bytes, np.arange(tile.products)
     kind = store_kind(problem, 1 in geo.out_strides[2::3])
+    tile_groups = ceil(chunk.tiles / plan.group_tiles)
     tables = {
         "depth_offsets": np.array([offset for _, offset in gather.d.taps], np.int64),
         "load_rows": np.arange(tile.inputs) * plan.low_columns * pixel_bytes,
@@ -267,7 +268,9 @@ def tile_parameters(
         image_rows=gather.h.count,
         image_columns=gather.w.count,
         group_tiles=plan.group_tiles,
-        tile_groups=ceil(chunk.tiles / plan.group_tiles),
+        tile_groups=tile_groups,
+        # A worker finds in its caches what it transformed itself.
+        all_groups=geo.groups * tile_groups if plan.u_plane_bytes > plan.v_xi_bytes else 0,
         contiguous=kind,
         finished=int(kind == 1 and is_finished(problem)),
         filters=filters.ctypes.data,
