@@ -63,7 +63,7 @@ class Config:
 
 @cache
 def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
-    """One strip, one chunk of panels: index = chunk * strips + strip, so that a worker stays with the panels it packed."""
+    """One strip, one chunk of panels: index = chunk * strips + strip, for a worker to stay with panels it packed."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
