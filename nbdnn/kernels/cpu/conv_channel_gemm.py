@@ -30,7 +30,7 @@ from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, gather_values, ge
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS, lower_rows, lower_task
 from nbdnn.kernels.cpu.micro_kernel import tile_product
-from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes
+from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, pack_phase, packed_bytes
 from nbdnn.kernels.cpu.strips import own_rows, strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, prefetch, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -44,7 +44,7 @@ _PADDING = 8  # of a table of pixels: the largest tile reads beyond its end
 
 _PARAMS = record(
     *LOW_FIELDS,
-    *("total_strips", "chunk_panels", "panels", "panel_bytes", "packed_offset", "in_place", "low_d"),
+    *("total_strips", "chunk_panels", "panels", "panel_bytes", "packed_offset", "copy_bytes", "in_place", "low_d"),
     *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "contiguous", "finished"),
     *("ahead_bytes", "in_offsets", "out_offsets", "worker_offset", "worker_bytes"),
 )
@@ -118,7 +118,9 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
             vectors = (lanes + vl - 1) // vl
             pitch = vectors * vl
             flags = (f.activation, bias + first * itemsize if bias else 0, 0, 1, residual, f.read_out)
-            panel_address = a.workspace + f.packed_offset + (g * f.panels + panel) * f.panel_bytes
+            panel_address = (
+                a.workspace + f.packed_offset + worker * f.copy_bytes + (g * f.panels + panel) * f.panel_bytes
+            )
             for k0 in range(0, max(1, f.k_len), f.k_step):
                 k_len = min(f.k_step, f.k_len - k0)
                 offsets, b = f.a_offsets + 4 * k0, panel_address + k0 * lanes_full * acc_bytes
@@ -216,7 +218,7 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
         low_columns=low_columns,
         strip_bytes=0 if in_place else ceil(row_bytes * low_rows / 64) * 64,
         acc_bytes=tiles * config.mr * lanes * itemsize,
-        packed_bytes=packed_bytes(geo, gather, problem.dtype, lanes),
+        packed_bytes=packed_bytes(geo, gather, problem.dtype, lanes, device),
     )
 
 
@@ -353,6 +355,7 @@ def _parameters(
         panels=plan.panels,
         panel_bytes=a_offsets.size * lanes * itemsize,
         packed_offset=packed_offset,
+        copy_bytes=copy_bytes(geo, gather, problem.dtype, lanes),
         k_len=a_offsets.size,
         k_step=plan.k_step,
         a_offsets=a_offsets.ctypes.data,

@@ -35,7 +35,7 @@ from nbdnn.kernels.cpu.depthwise_plan import (
 from nbdnn.kernels.cpu.depthwise_vector import interleaved_pixels, planar_block, planar_rows
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import geometry
-from nbdnn.kernels.cpu.launch import ARGS, FEW_ELEMS, Phase, Program
+from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.vector import WIDEN, pointer, prefetch, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -118,7 +118,7 @@ def _weights_task(dtype: str, vl: int):
         s, rest = index % f.filter_w, index // f.filter_w
         w = data(i64(args)[f.w_pointer])
         at = rest // f.filter_h * f.w_t + rest % f.filter_h * f.w_r + s * f.w_s
-        to = acc_of(args_at(args).workspace + f.weights_offset + index * f.weights_bytes)
+        to = acc_of(args_at(args).workspace + worker * f.copy_bytes + index * f.weights_bytes)
         for g in range(f.groups):
             to[g] = widen(w[g * f.w_g + at])
         for g in range(f.groups, (f.groups + vl - 1) // vl * vl):
@@ -211,7 +211,7 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
         row_entries = a.workspace + f.worker_offset + worker * f.worker_bytes
         edge_entries, tile = row_entries + f.entries_bytes // 2, row_entries + f.entries_bytes
-        weights, row_slot, channels, count_w = a.workspace + f.weights_offset, row_slots(), f.groups, f.count_w
+        weights, row_slot, channels, count_w = a.workspace + worker * f.copy_bytes, row_slots(), f.groups, f.count_w
         residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
         bias = pointers[f.bias_pointer] if f.bias_pointer >= 0 else 0
         flags = (f.activation, bias, 0, 1, residual, f.read_out)
@@ -314,9 +314,9 @@ class Depthwise(Candidate[NoConfig, Cpu]):
             ctx, joint = np.concatenate(records), joint_taps(geo).values()
             vectors, widths = tile_vectors(geo.groups, vl), (max(joint), min(joint))
             task = _interleaved_task(problem.dtype, vl, vectors, widths, gathers[0].w.in_step)
-            few = prod(problem.filter) * geo.groups < FEW_ELEMS
-            weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx, alone=few)
             first = ctx[0]
+            each = first["copy_bytes"] > 0
+            weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx, each)
             return Program([weights, Phase(task, geo.n * first["most_d"] * first["bands"], ctx)], keep)
         phases = []
         for gather, ctx in zip(gathers, records, strict=True):

@@ -43,14 +43,21 @@ from nbdnn.kernels.cpu.lower_pixels import (
     strip_plan,
 )
 from nbdnn.kernels.cpu.micro_kernel import tile_product
-from nbdnn.kernels.cpu.pack import filter_offsets, pack_phase, packed_bytes, reads_in_order
+from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, pack_phase, packed_bytes, reads_in_order
 from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _PARAMS = record(
-    *LOW_FIELDS, "w_offsets", "channel_offsets", "packed_offset", "panel_bytes", "pixels_offset", "pixels_bytes"
+    *LOW_FIELDS,
+    "w_offsets",
+    "channel_offsets",
+    "packed_offset",
+    "copy_bytes",
+    "panel_bytes",
+    "pixels_offset",
+    "pixels_bytes",
 )
 
 
@@ -104,7 +111,7 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
             channels = min(mr, f.c_out - first)
             for m in range(mr):
                 if packed:
-                    panel = a.workspace + f.packed_offset + (g * blocks + block) * f.panel_bytes
+                    panel = a.workspace + f.packed_offset + worker * f.copy_bytes + (g * blocks + block) * f.panel_bytes
                     i64(row_slot)[m] = panel + m * acc_bytes
                 else:
                     w_o = g * f.w_g + (first + min(m, channels - 1)) * f.w_o
@@ -215,7 +222,7 @@ class _Layout:
         tile_pixels = config.nv * device.vector_bytes // acc_bytes
         blocks = ceil(geo.c_out / config.mr)
         plans = tuple(strip_plan(geo, g, acc_bytes, blocks, tile_pixels, device) for g in geo.gathers)
-        sizes = [packed_bytes(geo, g, problem.dtype, config.mr) if config.packed else 0 for g in geo.gathers]
+        sizes = [packed_bytes(geo, g, problem.dtype, config.mr, device) if config.packed else 0 for g in geo.gathers]
         strip_offset = sum(sizes)
         pixels_offset = strip_offset + max(plan.total_bytes(device.threads) for plan in plans)
         pixels_bytes = max(
@@ -245,6 +252,7 @@ def _parameters(
         w_offsets=w_offsets.ctypes.data,
         channel_offsets=channels.ctypes.data,
         packed_offset=packed_offset,
+        copy_bytes=copy_bytes(geo, gather, problem.dtype, config.mr),
         panel_bytes=w_offsets.size * config.mr * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]],
         strip_offset=layout.strip_offset,
         pixels_offset=layout.pixels_offset,

@@ -32,7 +32,7 @@ from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import EPILOGUE_FIELDS, Geometry, epilogue_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import pixel_tile
-from nbdnn.kernels.cpu.pack import pack_phase, packed_bytes
+from nbdnn.kernels.cpu.pack import copy_bytes, pack_phase, packed_bytes
 from nbdnn.kernels.cpu.vector import filled, pointer, prefetch, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -49,7 +49,7 @@ _PIXELS = {"avx512": (14, 12, 8, 6), "other": (12, 6, 4)}
 
 _PARAMS = record(
     *("in_pointer", "out_pointer", *EPILOGUE_FIELDS, "pixels", "block_pixels", "blocks", "chunk_panels", "panels"),
-    *("c_in", "c_out", "panel_bytes", "row_offsets", "lane_offsets", "kind", "finished"),
+    *("c_in", "c_out", "panel_bytes", "copy_bytes", "row_offsets", "lane_offsets", "kind", "finished"),
 )
 
 
@@ -95,7 +95,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
         tile, finished = tile_bytes(), f.finished and a.alpha == 1.0
         first_panel = chunk * f.chunk_panels
         for panel in range(first_panel, min(f.panels, first_panel + f.chunk_panels)):
-            shift, w = panel * row_bytes, a.workspace + panel * f.panel_bytes
+            shift, w = panel * row_bytes, a.workspace + worker * f.copy_bytes + panel * f.panel_bytes
             lanes = min(width, f.c_out - panel * width)
             bias = pointers[f.bias_pointer] + shift if f.bias_pointer >= 0 else 0
             for i in range(tiles):
@@ -183,7 +183,7 @@ class Pointwise(Candidate[Config, Cpu]):
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Cpu) -> int:
         geo = geometry(problem)
-        return packed_bytes(geo, geo.gathers[0], problem.dtype, config.nv * device.lanes(problem.dtype))
+        return packed_bytes(geo, geo.gathers[0], problem.dtype, config.nv * device.lanes(problem.dtype), device)
 
     def estimate(self, problem: ConvProblem, config: Config, device: Cpu) -> float:
         plan = _plan(problem, config, device)
@@ -212,6 +212,7 @@ class Pointwise(Candidate[Config, Cpu]):
             c_in=geo.c_in,
             c_out=geo.c_out,
             panel_bytes=plan.panel_bytes,
+            copy_bytes=copy_bytes(geo, geo.gathers[0], problem.dtype, config.nv * vl),
             row_offsets=rows.ctypes.data,
             lane_offsets=lanes.ctypes.data,
             kind=store_kind(problem, True),

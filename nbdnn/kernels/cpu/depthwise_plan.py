@@ -18,6 +18,7 @@ from nbdnn.kernels.cpu.geometry import (
     gather_values,
     tap_table,
 )
+from nbdnn.kernels.cpu.launch import FEW_ELEMS
 from nbdnn.kernels.cpu.vector import filled, record
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -40,13 +41,13 @@ PARAMS = record(
     *("depth_table", "row_table", "column_table", "filter_h", "filter_w"),
     # interleaved: how many gathers there are, their largest counts, taps of a row that are read together, their weights
     *("gathers", "most_d", "most_h", "joint_taps", "tap_bytes", "rows_ahead", "new_rows"),
-    *("weights_offset", "weights_bytes", "entries_bytes", "worker_offset", "worker_bytes"),
+    *("copy_bytes", "weights_bytes", "entries_bytes", "worker_offset", "worker_bytes"),
     *("row_offsets", "lane_offsets", "contiguous", "finished", "streams"),
 )
 
 
 def sizes_of(problem: ConvProblem, device: Cpu) -> dict[str, int]:
-    """Bytes of the workspace's parts: one filter, then each worker's taps, weights and tile."""
+    """Bytes of the workspace's parts: a filter or each worker's copy, then each worker's taps, weights and tile."""
     acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     taps, vl = prod(problem.filter), device.vector_bytes // acc_bytes
     width = problem.spatial[-1] if problem.op == "conv_bwd_data" else problem.out_spatial[-1]
@@ -60,12 +61,15 @@ def sizes_of(problem: ConvProblem, device: Cpu) -> dict[str, int]:
         tile_rows = max(_TILE_ROWS, _PLANE_BYTES // (pitch * acc_bytes) // PLANAR_BLOCK * PLANAR_BLOCK)
         weights, shared, tile = ceil(taps * acc_bytes / 64) * 64, 0, tile_rows * pitch * acc_bytes
     worker = ceil((entries + weights + tile) / 64) * 64
+    copy = shared if taps * problem.c < FEW_ELEMS else 0
+    shared = max(shared, device.threads * copy)
     return {
         "entries": entries,
         "weights": weights,
         "pitch": pitch,
         "tile_rows": tile_rows,
         "worker": worker,
+        "copy": copy,
         "shared": shared,
         "total": shared + device.threads * worker,
     }
@@ -97,7 +101,7 @@ def parameters(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cpu)
         depth_table=depth_table.ctypes.data,
         row_table=row_table.ctypes.data,
         column_table=columns.ctypes.data,
-        weights_offset=0,
+        copy_bytes=sizes["copy"],
         filter_h=problem.filter[-2],
         filter_w=problem.filter[-1],
         gathers=len(geo.gathers),

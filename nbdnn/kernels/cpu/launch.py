@@ -22,7 +22,7 @@ import numpy as np
 from numba import njit, prange, types
 from numba.core.ccallback import CFunc
 
-from nbdnn.kernels.cpu.compile import DiskCache
+from nbdnn.kernels.cpu.compile import DEVICE, DiskCache
 from nbdnn.kernels.cpu.vector import atomic_add, call_task, num_threads, pointer, stack, struct
 
 MAX_POINTERS = 10
@@ -41,20 +41,30 @@ _LINE_BYTES, _MOST_WORKERS = 64, 512
 _args_memory, _lines = stack(128), stack(_LINE_BYTES * _MOST_WORKERS)
 
 
-# Fewer elements one thread packs sooner than a parallel region begins and ends: 4 us, and 10 before another one.
-FEW_ELEMS = 16384
+# Fewer elements a thread packs for itself sooner than all have packed their part and met (4 to 10 us), and sooner than
+# it reads what a far core has packed.
+FEW_ELEMS = 40960
 
 
 class Phase(NamedTuple):
     """A compiled task, how many indices it runs over, and the int64 array it finds at `ctx`.
 
-    alone: the calling thread runs them all, because they are done before the others would have woken up.
+    each: every worker runs all of them for itself, before its part of the next phase.
     """
 
     task: CFunc
     tasks: int
     ctx: np.ndarray
-    alone: bool = False
+    each: bool = False
+
+
+@njit(**DEVICE)
+def _run_own(program, first, last, args, worker):
+    """The phases [first, last), all for this worker."""
+    for phase in range(first, last):
+        row = _int64(program + 32 * phase)
+        for index in range(row[1]):
+            call_task(row[0], args, row[2], index, worker)
 
 
 def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, beta, workspace):
@@ -65,16 +75,23 @@ def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, bet
     given.alpha, given.beta, given.workspace = alpha, beta, workspace
     workers = min(num_threads(), _MOST_WORKERS)
     next_indices = _lines()
+    own = 0
     for phase in range(n_phases):
         row = _int64(program + 32 * phase)
-        function, count, ctx, alone = row[0], row[1], row[2], row[3]
-        if alone or count < 2 or workers < 2:
+        function, count, ctx, each = row[0], row[1], row[2], row[3]
+        if each:
+            continue
+        first_own, own = own, phase + 1
+        if count < 2 or workers < 2:
+            for worker in range(workers):
+                _run_own(program, first_own, phase, args, worker)
             for index in range(count):
                 call_task(function, args, ctx, index, 0)
         else:
             for worker in range(workers):
                 _int64(next_indices + _LINE_BYTES * worker)[0] = worker * count // workers
             for worker in prange(workers):
+                _run_own(program, first_own, phase, args, worker)
                 for turn in range(workers):
                     owner = (worker + turn) % workers
                     next_index, end = next_indices + _LINE_BYTES * owner, (owner + 1) * count // workers
@@ -93,7 +110,7 @@ class Program:
 
     def __init__(self, phases: Sequence[Phase], keep: Sequence[np.ndarray] = ()) -> None:
         phases = [phase for phase in phases if phase.tasks > 0]
-        rows = [(phase.task.address, phase.tasks, phase.ctx.ctypes.data, phase.alone) for phase in phases]
+        rows = [(phase.task.address, phase.tasks, phase.ctx.ctypes.data, phase.each) for phase in phases]
         self._table = np.array(rows, dtype=np.int64).reshape(-1, 4)
         self._keep = (list(phases), list(keep))
         self._start = (self._table.ctypes.data, len(phases))

@@ -3,7 +3,7 @@
 A gather reduces over k = (channel, t, r, s), or (t, r, s, channel) where channels lie side by side. Its filter is
 either read where it lies, through a table of offsets in the order of k, or packed into panels of `width` output
 channels, [group][panel][k][width], zero beyond the last one, widened to the compute type. Packing reads the filter
-once; it pays where a panel is used often.
+once; it pays where a panel is used often. Of a small filter every worker packs a copy of its own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 
 _PACK = record(
-    "w_pointer", "panels", "k_len", "c_out", "w_g", "w_o", "offsets", "k_run", "workspace_offset", "panel_bytes"
-)  # fmt: skip
+    *("w_pointer", "panels", "k_len", "c_out", "w_g", "w_o", "offsets", "k_run"),
+    *("workspace_offset", "copy_bytes", "panel_bytes"),
+)
 
 
 def filter_offsets(geo: Geometry, gather: Gather, channels_last: bool = False) -> np.ndarray:
@@ -69,7 +70,7 @@ def _pack_task(dtype: str, width: int, vl: int):
         first = panel * width
         rows = min(width, f.c_out - first)
         w_address = i64(args)[f.w_pointer] + (g * f.w_g + first * f.w_o) * itemsize
-        out_address = a.workspace + f.workspace_offset + index * f.panel_bytes
+        out_address = a.workspace + f.workspace_offset + worker * f.copy_bytes + index * f.panel_bytes
         w, out, offsets = data(w_address), packed(out_address), i64(f.offsets)
         if rows < width:
             for i in range(f.k_len * width):
@@ -90,11 +91,22 @@ def _pack_task(dtype: str, width: int, vl: int):
     return compile_task(pack_panel, (dtype, width, vl))
 
 
-def packed_bytes(geo: Geometry, gather: Gather, dtype: str, width: int) -> int:
-    """Workspace of one packed filter, a multiple of 64."""
+def _one_bytes(geo: Geometry, gather: Gather, dtype: str, width: int) -> int:
+    """Bytes of one packed filter, a multiple of 64."""
     panels = -(-geo.c_out // width)
     k_len = filter_offsets(geo, gather).size
     return -(-geo.groups * panels * k_len * width * ITEMSIZE[DEFAULT_COMPUTE[dtype]] // 64) * 64
+
+
+def copy_bytes(geo: Geometry, gather: Gather, dtype: str, width: int) -> int:
+    """Bytes from one worker's packed filter to the next one's; 0 where all share one."""
+    few = geo.groups * geo.c_out * filter_offsets(geo, gather).size < FEW_ELEMS
+    return _one_bytes(geo, gather, dtype, width) if few else 0
+
+
+def packed_bytes(geo: Geometry, gather: Gather, dtype: str, width: int, device: Cpu) -> int:
+    """Workspace of a packed filter, or of all its copies; a multiple of 64."""
+    return max(_one_bytes(geo, gather, dtype, width), device.threads * copy_bytes(geo, gather, dtype, width))
 
 
 def pack_phase(
@@ -120,7 +132,8 @@ def pack_phase(
         offsets=offsets.ctypes.data,
         k_run=run_length(offsets),
         workspace_offset=workspace_offset,
+        copy_bytes=(own_bytes := copy_bytes(geo, gather, dtype, width)),
         panel_bytes=offsets.size * width * ITEMSIZE[DEFAULT_COMPUTE[dtype]],
     )
-    task, few = _pack_task(dtype, width, device.lanes(DEFAULT_COMPUTE[dtype])), geo.groups * geo.c_out * offsets.size
-    return Phase(task, geo.groups * panels, ctx, alone=few < FEW_ELEMS), [offsets]
+    task = _pack_task(dtype, width, device.lanes(DEFAULT_COMPUTE[dtype]))
+    return Phase(task, geo.groups * panels, ctx, each=own_bytes > 0), [offsets]
