@@ -214,9 +214,9 @@ class NothingToDo:
 
 def _name_unreadable(names: tuple[str, ...], arrays: Sequence[Any]) -> None:
     """Raise what `read` raises, with the name of the operand."""
-    for array, name in zip(arrays, names, strict=True):
+    for place, (array, name) in enumerate(zip(arrays, names, strict=True)):
         try:
-            if array is not None:
+            if array is not None or place == 0:
                 read(array)
         except InvalidType as error:
             raise InvalidType(f"{name}: {error}") from None
