@@ -85,7 +85,7 @@ def integer(name: str, value: Any, smallest: int) -> int:
 
 def shape(name: str, value: Any) -> tuple[int, ...]:
     """`value` as a tuple of ints."""
-    extents = list(value) if isinstance(value, Iterable) else [None]
+    extents: list[Any] = list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(extent, Integral) for extent in extents):
         raise InvalidProblem(f"{name} is {value!r}, expected a tuple of ints")
     return tuple(map(int, extents))
