@@ -351,6 +351,16 @@ def test_out_may_not_overlap_an_operand() -> None:
     dnn_conv(x[:0], w, 1, out=memory[10:10].reshape(0, 6, 6, 5))
 
 
+def test_out_may_lie_between_the_elements_of_an_operand() -> None:
+    features = np.zeros((2, 12, 6, 5), "f")
+    features[:, :4] = X
+    assert_is_y(dnn_conv(features[:, :4], W, 1, out=features[:, 4:10]))
+    np.testing.assert_array_equal(features[:, :4], X)
+    assert_is_y(features[:, 4:10])
+    with pytest.raises(InvalidProblem, match="out overlaps img in memory"):
+        dnn_conv(features[:, :4], W, 1, out=features[:, 3:9])
+
+
 # Types
 
 
