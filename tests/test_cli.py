@@ -46,6 +46,8 @@ def db(tmp_path: Path) -> str:
         (["autotune", "resnet50", "--only", "17x17"], "none of 23 problems matches --only '17x17'"),
         (["explain", "conv_fwd:f32:n1"], "'n1' in 'conv_fwd:f32:n1': expected dims"),
         (["explain", PROBLEM.replace("f32", "f31")], "error: dtype 'f31' is not one of f16"),
+        (["explain", PROBLEM.replace("n1", "n0")], r"no work for anybody: x has shape \(0, 8, 10, 12\)"),
+        (["autotune", PROBLEM.replace("k8", "k0")], r"no work for anybody: w has shape \(0, 8, 3, 3\)"),
         (["bench", PROBLEM.replace("g1", "g3")], "8 is not a multiple of groups 3"),
         (["info", "--device", "tpu"], "argument --device: 'tpu' is not cpu, cuda or cuda:N"),
         (["info", "resnet50"], "unrecognized arguments: resnet50"),
