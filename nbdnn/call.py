@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from nbdnn import driver
-from nbdnn.array import Library, dense_copy, library_of, read, stream_handle
+from nbdnn.array import Library, View, dense_copy, library_of, read, share_memory, stream_handle
 from nbdnn.dispatch import dispatcher, events
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.timing import Given
@@ -124,7 +124,8 @@ class Call:
 
     order: the arrays whose addresses the runner takes, as it takes them. results: places of the outputs. inputs:
     (place, name, offsets from the address to the first byte and past the last) of every input that is not empty; given:
-    the same of the outputs that the caller gives. without_plan: what runs a problem without elements.
+    the same of the outputs that the caller gives. views: of each array, as the first call had it. without_plan: what
+    runs a problem without elements.
     """
 
     problem: Problem
@@ -135,6 +136,7 @@ class Call:
     copies: tuple[Copied, ...]
     inputs: tuple[tuple[int, str, int, int], ...]
     given: tuple[tuple[int, str, int, int], ...]
+    views: tuple[View | None, ...]
     without_plan: Callable[[Any, Any], Runs] | None = None
     plan: Runs | None = None
 
@@ -149,7 +151,7 @@ class Call:
         for place, result, low, high in self.given:
             low, high = low + pointers[place], high + pointers[place]
             for i, name, first, end in self.inputs:
-                if pointers[i] + first < high and low < pointers[i] + end:
+                if pointers[i] + first < high and low < pointers[i] + end and self._overlap(i, place, pointers):
                     raise InvalidProblem(f"{result} overlaps {name} in memory")
         outputs = self._allocate(arrays, pointers) if self.made else arrays
         copied = self._copy(arrays, pointers) if self.copies else None
@@ -163,6 +165,12 @@ class Call:
         if len(self.results) == 1:
             return outputs[self.results[0]]
         return tuple([outputs[place] for place in self.results])
+
+    def _overlap(self, one: int, other: int, pointers: list[int]) -> bool:
+        """Whether the arrays at two places, which lie in one range of memory, have a byte in common."""
+        first, second = self.views[one], self.views[other]
+        assert first is not None and second is not None
+        return share_memory(first._replace(pointer=pointers[one]), second._replace(pointer=pointers[other]))
 
     def _allocate(self, arrays: Sequence[Any], pointers: list[int]) -> list[Any]:
         """The arrays, with the results that are made here among them."""
@@ -214,9 +222,9 @@ class NothingToDo:
 
 def _name_unreadable(names: tuple[str, ...], arrays: Sequence[Any]) -> None:
     """Raise what `read` raises, with the name of the operand."""
-    for array, name in zip(arrays, names, strict=True):
+    for place, (array, name) in enumerate(zip(arrays, names, strict=True)):
         try:
-            if array is not None:
+            if array is not None or place == 0:
                 read(array)
         except InvalidType as error:
             raise InvalidType(f"{name}: {error}") from None

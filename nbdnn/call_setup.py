@@ -147,5 +147,6 @@ def assemble(
         copies,
         tuple((i, names[i], *span) for i, span in bounds.items() if i not in results and any(span)),
         tuple((i, names[i], *span) for i, span in bounds.items() if i in results),
+        tuple(views),
         without_plan,
     )

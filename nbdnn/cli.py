@@ -13,6 +13,8 @@ import sys
 import warnings
 from typing import NoReturn
 
+from nbdnn.errors import InvalidProblem
+
 INTERRUPTED = 130
 
 
@@ -65,6 +67,7 @@ def one_line(error: BaseException | Warning | str) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     text = "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    if isinstance(error, KeyError | AttributeError | TypeError | IndexError | AssertionError) or not text:
+    is_bare = isinstance(error, KeyError | AttributeError | TypeError | IndexError | AssertionError)
+    if (is_bare and not isinstance(error, InvalidProblem)) or not text:
         return f"{type(error).__name__}: {text}".rstrip(": ")
     return text

@@ -180,6 +180,8 @@ def cache_dir() -> Path:
 def numba_threads() -> int | None:
     """How many threads Numba was told to use, by ``$NUMBA_NUM_THREADS``; None where by nobody."""
     given = _ENVIRONMENT["NUMBA_NUM_THREADS"]
+    if given and not (given.isdecimal() and int(given)):
+        raise ConfigError(f"NUMBA_NUM_THREADS is {given!r}, expected a number of threads")
     return int(given) if given else None
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from nbdnn.errors import InvalidProblem
+
 Axes = int | tuple[int, ...]
 BorderMode = str | int | tuple[int | tuple[int, int], ...]
 
@@ -95,7 +97,7 @@ def dnn_conv(
             num_groups, activation, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, kerns, bias, residual, out),
-        (float(alpha), float(beta)),
+        _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -144,7 +146,7 @@ def dnn_gradinput(
             num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (kerns, topgrad, None, None, out),
-        (float(alpha), float(beta)),
+        _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -193,7 +195,7 @@ def dnn_gradweight(
             precision, num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, topgrad, None, None, out),
-        (float(alpha), float(beta)),
+        _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -229,7 +231,7 @@ def dnn_conv3d(
             num_groups, activation, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, kerns, bias, residual, out),
-        (float(alpha), float(beta)),
+        _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -264,7 +266,7 @@ def dnn_gradinput3d(
             num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (kerns, topgrad, None, None, out),
-        (float(alpha), float(beta)),
+        _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -299,7 +301,7 @@ def dnn_gradweight3d(
             precision, num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, topgrad, None, None, out),
-        (float(alpha), float(beta)),
+        _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -336,6 +338,13 @@ def get_conv_out_shape(
     from nbdnn.conv_arguments import out_shape
 
     return out_shape(ishape, kshape, border_mode, subsample, dilation)
+
+
+def _scalars(alpha: Any, beta: Any) -> tuple[float, float]:
+    try:
+        return float(alpha), float(beta)
+    except (TypeError, ValueError):
+        raise InvalidProblem(f"alpha is {alpha!r} and beta {beta!r}, expected two numbers") from None
 
 
 def _hashable(shape: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from operator import index
+from collections.abc import Iterable
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from nbdnn import config
@@ -84,20 +85,18 @@ def integer(name: str, value: Any, smallest: int) -> int:
 
 def shape(name: str, value: Any) -> tuple[int, ...]:
     """`value` as a tuple of ints."""
-    try:
-        return tuple(map(index, value))
-    except TypeError:
-        raise InvalidProblem(f"{name} is {value!r}, expected a tuple of ints") from None
+    extents: list[Any] = list(value) if isinstance(value, Iterable) else [None]
+    if not all(isinstance(extent, Integral) for extent in extents):
+        raise InvalidProblem(f"{name} is {value!r}, expected a tuple of ints")
+    return tuple(map(int, extents))
 
 
 def _integer(name: str, value: Any, each: Any, smallest: int, expected: str = "an int or a tuple of ints") -> int:
-    try:
-        number = index(each)
-    except TypeError:
-        raise InvalidProblem(f"{name} is {value!r}, expected {expected}") from None
-    if number < smallest:
-        raise InvalidProblem(f"{name} is {value!r}: {number} is less than {smallest}")
-    return number
+    if not isinstance(each, Integral):  # an array of one integer is an index too, but no part of a key: it may change
+        raise InvalidProblem(f"{name} is {value!r}, expected {expected}")
+    if each < smallest:
+        raise InvalidProblem(f"{name} is {value!r}: {each} is less than {smallest}")
+    return int(each)
 
 
 def out_shape(ishape: Any, kshape: Any, border_mode: Any, subsample: Any, dilation: Any) -> tuple[int, ...]:

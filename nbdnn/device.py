@@ -8,13 +8,35 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from nbdnn import config, driver
 from nbdnn.problem import ITEMSIZE
 
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+
+class _ControlGroup(NamedTuple):
+    """Where a control group says how much memory it may use, how much it does, and what of that (a line of
+    memory.stat) is cached files, which go when memory is wanted: a program that has read its data set has it full."""
+
+    folder: str
+    limit: str
+    usage: str
+    cached: str
+
+    def free_bytes(self) -> int | None:
+        """None where there is no limit."""
+        folder = Path(self.folder)
+        try:
+            limit, usage = (folder / self.limit).read_text().strip(), int((folder / self.usage).read_text())
+            facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except OSError:
+            return None
+        return max(0, int(limit) - usage + int(facts.get(self.cached, 0))) if limit.isdigit() else None
+
+
+_CONTROL_GROUPS = (
+    _ControlGroup("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    _ControlGroup("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -45,15 +67,8 @@ class Cpu:
 
     def free_memory_bytes(self) -> int:
         """Memory that can still be taken: the kernel's MemAvailable, less where a control group allows less."""
-        free = _meminfo_available_bytes()
-        for limit_file, usage_file in _CGROUP_FILES:
-            try:
-                limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
-            except OSError:
-                continue
-            if limit.isdigit():
-                free = min(free, max(0, int(limit) - int(usage)))
-        return free
+        allowed = (group.free_bytes() for group in _CONTROL_GROUPS)
+        return min([_meminfo_available_bytes(), *(each for each in allowed if each is not None)])
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,12 @@
 """Everything nbdnn raises or warns."""
 
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+_warned: set[Path] = set()
+
 
 class InvalidProblem(ValueError):
     """Operands, shapes or arguments disagree. The message names the operand, the axis and both numbers."""
@@ -31,3 +38,10 @@ class DatabaseError(RuntimeError):
 
 class NbdnnWarning(UserWarning):
     """Speed or persistence is degraded; results are right."""
+
+
+def warn_once(path: Path, text: str) -> None:
+    """An NbdnnWarning, once per process and file: a broken place would otherwise say so at every call."""
+    if path not in _warned:
+        _warned.add(path)
+        warnings.warn(text, NbdnnWarning, stacklevel=3)

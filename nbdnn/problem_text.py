@@ -8,6 +8,7 @@ from nbdnn.errors import InvalidProblem
 
 _DIMS = re.compile(r"n(\d+)c(\d+)(?:d(\d+))?h(\d+)w(\d+)")
 _PAIR = re.compile(r"(\d+)\.(\d+)")
+_ALIGNMENTS = "a1", "a2", "a4", "a8", "a16"
 
 
 class Tokens:
@@ -49,9 +50,12 @@ class Tokens:
 
     def align(self) -> int:
         """The alignment, where there is one."""
-        if self._left and re.fullmatch(r"a\d+", self._left[0]):
-            return int(self._left.pop(0)[1:])
-        return 16
+        if not self._left or not re.fullmatch(r"a\d+", self._left[0]):
+            return 16
+        token = self._left.pop(0)
+        if token not in _ALIGNMENTS:
+            raise InvalidProblem(f"{token!r} in {self._text!r}: expected one of {', '.join(_ALIGNMENTS)}")
+        return int(token[1:])
 
     def end(self) -> None:
         """Refuse what is left."""

@@ -27,6 +27,7 @@ LEAVES = (
     "driver",
     "errors",
     "expected",
+    "kept",
     "problem",
     "reference",
     "source",

@@ -78,6 +78,12 @@ def test_what_is_wrong_is_said_at_first_use(flags: str, message: str) -> None:
     assert output.startswith("nbdnn.errors.ConfigError: ") and message in output
 
 
+@pytest.mark.parametrize("given", ["many", "0", "-1"])
+def test_a_number_of_threads_that_is_none_is_named(given: str) -> None:
+    output = in_a_new_process("config.numba_threads()", NUMBA_NUM_THREADS=given).splitlines()[-1]
+    assert output == f"nbdnn.errors.ConfigError: NUMBA_NUM_THREADS is {given!r}, expected a number of threads"
+
+
 def test_change_is_for_this_thread_and_block() -> None:
     with ThreadPoolExecutor(1) as pool, config.change(dnn__conv__algo_fwd="time_once", **{"dnn.deterministic": True}):
         assert (config.dnn.conv.algo_fwd, config.dnn.deterministic) == ("time_once", True)

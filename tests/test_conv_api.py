@@ -131,7 +131,7 @@ ERRORS: tuple[tuple[type, str, dict[str, Any]], ...] = (
     (InvalidType, "dtype >f4 is not one of", {"img": X.astype(">f4")}),
     (InvalidType, "kerns: list is not an array", {"kerns": W.tolist()}),
     (InvalidType, "out: tuple is not an array", {"out": (Y,)}),
-    (InvalidType, "NoneType is not an array", {"img": None}),
+    (InvalidType, "img: NoneType is not an array", {"img": None}),
     (InvalidType, "MaskedArray is not an array", {"img": np.ma.masked_array(X)}),
     (InvalidProblem, r"border_mode is \[1, 1\], expected an int or a tuple", {"border_mode": [1, 1]}),
     (InvalidProblem, "border_mode is 'same', expected 'valid', 'full', 'half'", {"border_mode": "same"}),
@@ -139,6 +139,8 @@ ERRORS: tuple[tuple[type, str, dict[str, Any]], ...] = (
     (InvalidProblem, r"border_mode is \(1, 1, 1\): 3 axes, but the image has 2", {"border_mode": (1, 1, 1)}),
     (InvalidProblem, r"\(1, 1, 1\) is not a pair", {"border_mode": ((1, 1, 1), 1)}),
     (InvalidProblem, r"border_mode is 0.5, expected an int", {"border_mode": 0.5}),
+    (InvalidProblem, r"border_mode is array\(1\), expected an int or a tuple", {"border_mode": np.array(1)}),
+    (InvalidProblem, r"subsample is \(1, array\(1\)\), expected an int", {"subsample": (1, np.array(1))}),
     (InvalidProblem, r"subsample is \(1, 1, 1\): 3 axes", {"subsample": (1, 1, 1)}),
     (InvalidProblem, r"subsample is \[1, 1\], expected", {"subsample": [1, 1]}),
     (InvalidProblem, "subsample is 0: 0 is less than 1", {"subsample": 0}),
@@ -161,6 +163,8 @@ ERRORS: tuple[tuple[type, str, dict[str, Any]], ...] = (
     (InvalidProblem, "activation is 'gelu', expected one of", {"activation": "gelu"}),
     (InvalidProblem, r"bias has shape \(4,\), expected \(6,\)", {"bias": np.ones(4, "f")}),
     (InvalidProblem, r"residual has shape \(2, 6, 6, 5\), expected \(2, 6, 4, 3\)", {"residual": Y}),
+    (InvalidProblem, "alpha is 'one' and beta 0, expected two numbers", {"alpha": "one"}),
+    (InvalidProblem, "alpha is 1 and beta None, expected two numbers", {"beta": None}),
     (InvalidProblem, "beta is 1.0, which needs the array it multiplies: out=", {"beta": 1}),
     (InvalidProblem, r"out has shape \(2, 6, 6, 5\), expected \(2, 6, 4, 3\)", {"out": Y.copy()}),
     (InvalidType, "out is float64, the result float32", {"out": np.ones((2, 6, 4, 3))}),
@@ -345,6 +349,16 @@ def test_out_may_not_overlap_an_operand() -> None:
     with pytest.raises(InvalidProblem, match="out overlaps itself"):
         dnn_conv(x, w, 1, out=np.lib.stride_tricks.as_strided(memory[3000:], (2, 6, 6, 5), (0, 120, 20, 4)))
     dnn_conv(x[:0], w, 1, out=memory[10:10].reshape(0, 6, 6, 5))
+
+
+def test_out_may_lie_between_the_elements_of_an_operand() -> None:
+    features = np.zeros((2, 12, 6, 5), "f")
+    features[:, :4] = X
+    assert_is_y(dnn_conv(features[:, :4], W, 1, out=features[:, 4:10]))
+    np.testing.assert_array_equal(features[:, :4], X)
+    assert_is_y(features[:, 4:10])
+    with pytest.raises(InvalidProblem, match="out overlaps img in memory"):
+        dnn_conv(features[:, :4], W, 1, out=features[:, 3:9])
 
 
 # Types

@@ -53,6 +53,7 @@ def test_defaults_are_left_out_of_the_text_and_equal_to_being_given() -> None:
         (EXAMPLE + ":e:selu", "'selu' is not one of bias, relu"),
         (EXAMPLE + ":e:relu+bias", "in that order"),
         (EXAMPLE + ":e:relu+tanh", "at most one"),
+        (EXAMPLE + ":a3", "'a3'.*expected one of a1, a2, a4, a8, a16"),
         (EXAMPLE + ":a4:krsc", "'krsc'.*not understood there"),
         (EXAMPLE.replace("fwd", "bwd_filter") + ":e:bias", "gradients take beta"),
         (EXAMPLE.replace("g1", "g3"), "input channels: 64 is not a multiple of groups 3"),

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from nbdnn.cudnn.graph import Plan
 from nbdnn.cudnn.handle import Handle
 from nbdnn.cudnn.library import library
 from nbdnn.device import Gpu
+from nbdnn.kept import keep
 
 _log = logging.getLogger("nbdnn")
 
@@ -61,10 +60,4 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, text: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-        os.replace(file.name, path)
-    except OSError as error:
-        _log.warning("compiled plans cannot be kept in %s: %s", path.parent, error)
+    keep(path, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)

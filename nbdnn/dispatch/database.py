@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,13 @@ from nbdnn.config import database_path as default_path
 from nbdnn.dispatch.measurement import AnyRecord, LayerChoice, Measurement, checked, key, utc_now
 from nbdnn.dispatch.sqlite_file import Action, DamagedFile, SqliteFile
 from nbdnn.dispatch.tables import select, upsert_and_look
-from nbdnn.errors import DatabaseError, NbdnnWarning
+from nbdnn.errors import DatabaseError, warn_once
 
 __all__ = ["SHIPPED", "Database", "LayerChoice", "Measurement", "default_path", "utc_now"]
 
 SHIPPED = Path(__file__).with_name("data") / "shipped.db"
 Mode = Literal["read-write", "read-only", "off"]
 T = TypeVar("T")
-
-_warned: set[Path] = set()
 
 
 class Database:
@@ -129,15 +126,8 @@ class Database:
                     raise
                 damage, aside = error, file.set_aside(error.identity)
             if aside is not None:
-                _warn(file.path, f"{damage}; it is kept as {aside}, and a new one is begun")
+                warn_once(file.path, f"{damage}; it is kept as {aside}, and a new one is begun")
             return use()
         except DatabaseError as error:
-            _warn(file.path, f"{error}; going on without it, what is measured is kept in memory only")
+            warn_once(file.path, f"{error}; going on without it, what is measured is kept in memory only")
             return default
-
-
-def _warn(path: Path, text: str) -> None:
-    """Once per process and file: a broken place would otherwise say so at every call."""
-    if path not in _warned:
-        _warned.add(path)
-        warnings.warn(text, NbdnnWarning, stacklevel=2)

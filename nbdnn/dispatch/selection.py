@@ -15,7 +15,7 @@ from nbdnn.device import Device
 from nbdnn.dispatch import events, registry, workspace
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.measurement import Measurement, is_current
-from nbdnn.errors import UnsupportedProblem
+from nbdnn.errors import InvalidProblem, UnsupportedProblem
 from nbdnn.problem import Problem
 
 # bwd_data 'small' is the fastest with a workspace of at most this: what one core keeps in its L2 cache anyway.
@@ -73,8 +73,11 @@ class Refused(NamedTuple):
 def survey(problem: Problem, device: Device, filters: Filters) -> tuple[list[Option], list[Refused]]:
     """Everything that may run, in registry order and each candidate's default config first; and what may not.
 
-    CudnnError where the flag dnn.enabled demands cuDNN on a GPU and it is not there.
+    InvalidProblem where there is nothing to run. CudnnError where the flag dnn.enabled demands cuDNN on a GPU and it is
+    not there.
     """
+    if empty := [operand for operand in problem.operands if not operand.size_elems]:
+        raise InvalidProblem(f"{problem} has no work for anybody: {empty[0].name} has shape {empty[0].shape}")
     if device.kind == "cuda" and config.current()["dnn.enabled"] is True:
         from nbdnn.cudnn.library import library
 

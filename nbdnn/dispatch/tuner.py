@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,15 @@ _FIRST_SAMPLES = 3
 
 # Two measurements at once would measure each other.
 _one_at_a_time = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _one_at_a_time
+    _one_at_a_time = threading.RLock()  # the thread that had the other one does not exist here
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 Progress = Callable[[int, int, str], None]
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from database_records import DEVICE, PROBLEM, contents, finish, layer_choice, measurement, sql, start
 
-from nbdnn import config
+from nbdnn import config, errors
 from nbdnn.dispatch import connections, database, sqlite_file
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.exchange import write_shipped
@@ -453,7 +453,7 @@ def test_an_impossible_place(tmp_path: Path, place: str) -> None:
         "proc": Path("/proc/nbdnn/tuning.db"),
     }[place]
     (tmp_path / "file").touch()
-    database._warned.discard(path)
+    errors._warned.discard(path)
     before = contents(tmp_path)
     db = opened(path)
     with one_warning(path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -175,3 +178,28 @@ def test_explain_tells_time_reason_and_choice(monkeypatch: pytest.MonkeyPatch, f
     assert (bad.source, bad.reason, bad.chosen) == ("failed", "RuntimeError: out of luck", False)
     assert (short.supported, short.reason, short.workspace_bytes) == (False, "height is 6", None)
     assert "* " in str(before) and "height is 6" in str(before)
+
+
+def test_a_child_measures_though_another_thread_did_at_the_fork(
+    monkeypatch: pytest.MonkeyPatch, database: Database, tmp_path: Path
+) -> None:
+    register(monkeypatch, Fake("only", 100))
+    measuring, forked = threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        measuring.set()
+        forked.wait()
+
+    thread = threading.Thread(target=tune, args=(database,), kwargs={"progress": hold})
+    thread.start()
+    measuring.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a child that waits for a thread it does not have
+        try:
+            os._exit(0 if tune(Database(tmp_path / "child.db")).measured == 1 else 1)
+        finally:
+            os._exit(2)
+    forked.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

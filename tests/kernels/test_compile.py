@@ -56,6 +56,19 @@ def test_a_source_edited_meanwhile_is_not_kept(tmp_path: Path) -> None:
     assert kept(60) == 0
 
 
+def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "two.py").write_text(
+        "from nbdnn.kernels.cpu import compile as c\n"
+        "def task(args, ctx, index, worker):\n    pass\n"
+        "c.compile_task(task, 1), c.compile_task(task, 2)\n"
+    )
+    environment = {**os.environ, "NBDNN_CACHE_DIR": str(tmp_path / "file")}
+    command = [sys.executable, str(tmp_path / "two.py")]
+    done = subprocess.run(command, env=environment, check=True, timeout=300, capture_output=True, text=True)
+    assert done.stderr.count("NbdnnWarning") == done.stderr.count(f"cannot be kept in {tmp_path / 'file' / 'cpu'}") == 1
+
+
 def test_kernels_of_different_processes_are_told_apart(tmp_path: Path) -> None:
     """One function with other constants, compiled in two processes: a third process loads both, and each is itself.
 

@@ -12,7 +12,7 @@ import pytest
 from libraries import library
 
 from nbdnn import config
-from nbdnn.errors import CudaError
+from nbdnn.errors import CudaError, NbdnnWarning
 from nbdnn.kernels.cuda import compile as cuda_compile
 from nbdnn.kernels.cuda import conv_direct
 from nbdnn.kernels.cuda.compile import Source, cache_dir, compile_kernel
@@ -95,15 +95,12 @@ def test_a_file_names_what_it_was_compiled_for(empty_cache: Path, monkeypatch: p
     assert len(list(empty_cache.iterdir())) == 4
 
 
-def test_a_folder_that_cannot_be_written_costs_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(cuda_compile, "cache_dir", lambda: tmp_path / "file")
     monkeypatch.setattr(cuda_compile, "_kernels", {})
-    with caplog.at_level(logging.WARNING, "nbdnn"):
+    with pytest.warns(NbdnnWarning, match="cannot be kept"):
         assert compile_kernel(direct(), "sm_90a").cubin
-    assert "cannot be kept" in caplog.text
 
 
 def test_a_source_edited_meanwhile_is_not_kept(

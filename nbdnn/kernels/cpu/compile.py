@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import os
 import pickle
 import secrets
 import sys
-import tempfile
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from numba.core.bytecode import FunctionIdentity
 from numba.core.ccallback import CFunc
 
 from nbdnn import config
+from nbdnn.kept import keep
 from nbdnn.source import changed_since_start, transitive_hash
 
 TASK_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
@@ -106,11 +105,4 @@ class DiskCache:
         if changed_since_start(self._module):
             _log.warning("%s is not kept on disk: its source has changed since it was loaded", self._label)
             return
-        path = self._path(result.target_context, signature)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(serialize.dumps(result._reduce()))
-            os.replace(file.name, path)
-        except OSError as error:
-            _log.warning("compiled kernels cannot be kept in %s: %s", path.parent, error)
+        keep(self._path(result.target_context, signature), serialize.dumps(result._reduce()))

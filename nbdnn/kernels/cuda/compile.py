@@ -17,10 +17,8 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Hashable
 from functools import cache
@@ -29,6 +27,7 @@ from typing import Any, NamedTuple
 
 from nbdnn import config
 from nbdnn.errors import CudaError
+from nbdnn.kept import keep
 from nbdnn.source import changed_since_start, transitive_hash
 
 Builder = Callable[..., tuple[Callable[..., None], tuple]]
@@ -164,13 +163,7 @@ def _save(path: Path, kernel: Kernel, source: Source) -> None:
         return
     facts = {**kernel._asdict(), "digest": kernel.digest}
     del facts["cubin"]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(json.dumps(facts).encode() + b"\n" + kernel.cubin)
-        os.replace(file.name, path)
-    except OSError as error:
-        _log.warning("compiled kernels cannot be kept in %s: %s", path.parent, error)
+    keep(path, json.dumps(facts).encode() + b"\n" + kernel.cubin)
 
 
 def _compiled(source: Source, arch: str) -> Kernel:

@@ -1,0 +1,25 @@
+"""Files of the caches of compiled kernels and plans: written whole or not at all, and never in a program's way."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from nbdnn.errors import warn_once
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write the file. Where that cannot be done the folder is named in one warning, and each process compiles anew."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                file.write(content)
+                file.flush()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        warn_once(path.parent, f"what is compiled cannot be kept in {path.parent}: {error.strerror}")
