@@ -76,7 +76,7 @@ class Blocks(NamedTuple):
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import depthwise_planes, lanes_copy, ptx, ptx_lanes, ptx_tile, ptx_vector
+    from nbdnn.kernels.cuda import depthwise_planes, lanes_copy, ptx, ptx_lanes, ptx_tile, ptx_vector, ptx_vector_rows
 
     v = _Variant(*specialised_on)
     integer, word, real, tile, held = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"], v.tile, v.held
@@ -84,11 +84,11 @@ def _kernel(*specialised_on):
     block_rows, block_columns = tile.block_rows, tile.block_columns
     row_bytes, filters_at = held.row_bytes, held.shared_bytes
     copy_pixels, rows_inside = lanes_copy.copy_pixels(held, tile.threads), depthwise_planes.rows_inside(held.rows)
-    copy_filters, part, target = lanes_copy.copy_filters(taps, tile.threads), lanes_copy.Part, ptx_vector.Target
+    copy_filters, part, target = lanes_copy.copy_filters(taps, tile.threads), lanes_copy.Part, ptx_vector_rows.Target
     steps = ptx_lanes.Steps(row_bytes, plan.PIXEL_BYTES, plan.TAP_BYTES)
     correlate = ptx_lanes.correlate(rows, columns, v.taps_h, v.taps_w, v.reversed_, steps)
     zeros, arrived, has_bias = ptx_vector.zeros(rows * columns), ptx_tile.copy_async_wait(0), "bias" in v.epilogue
-    store = ptx_vector.store_rows(ptx_vector.End("f32", 1, tuple(range(columns)), v.epilogue), rows)
+    store = ptx_vector_rows.store_rows(ptx_vector_rows.End("f32", 1, tuple(range(columns)), v.epilogue), rows)
 
     def depthwise_lanes(image, w, out, bias, residual, alpha, beta, f):
         # 1. Which tile of which channels.
