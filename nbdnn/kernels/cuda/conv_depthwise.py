@@ -29,7 +29,7 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
 from nbdnn.kernels.cuda.depthwise_tile import Tile, Tiles, Variant
 from nbdnn.kernels.cuda.geometry import filter_strides, index_bits
-from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.problem_conv import ConvProblem
 
 _MOST_STRIDE_W = 8  # of bwd_data, where a tile is a multiple of it
@@ -254,9 +254,6 @@ class Depthwise(LaunchedCandidate[Tile]):
         v = self._variant(problem, config)
         integers = _tiles(problem, v)
         v = v._replace(bits=index_bits(problem, integers))
-        names = [operand.name for operand in problem.operands]
-        bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
-        image, w = (0, 1) if self.op == "conv_fwd" else (1, 0)
         a_block = integers.block_tiles if v.out_last else THREADS
         return [
             Launch(
@@ -266,7 +263,7 @@ class Depthwise(LaunchedCandidate[Tile]):
                     1,
                     1,
                 ),
-                pointers=(image, w, 2, bias, residual),
+                pointers=gather_pointers(problem),
                 scalars="f32",
                 integers=integers,
                 integer_bits=v.bits,

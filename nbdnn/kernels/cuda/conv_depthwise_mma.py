@@ -26,7 +26,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import planes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import unit_stride_gather, worth_measuring
-from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.kernels.cuda.planes_plan import Copied, Planes, Tile
 from nbdnn.problem_conv import ConvProblem
 
@@ -300,14 +300,11 @@ class DepthwiseMma(LaunchedCandidate[Tile]):
 
     def launches(self, problem: ConvProblem, config: Tile, device: Gpu) -> list[Launch]:
         v = _variant(problem, config)
-        names = [operand.name for operand in problem.operands]
-        bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
-        image, w = (0, 1) if self.op == "conv_fwd" else (1, 0)
         return [
             Launch(
                 source=Source(_kernel, v, v.threads, v.min_blocks),
                 grid=(self._grid(problem, config), 1, 1),
-                pointers=(image, w, 2, bias, residual),
+                pointers=gather_pointers(problem),
                 scalars="f32",
                 integers=_blocks(problem, config),
                 dynamic_shared_bytes=v.shared_bytes,

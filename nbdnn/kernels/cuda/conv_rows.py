@@ -12,7 +12,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import rows_filter, rows_forward, rows_sums
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.geometry import index_bits
-from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate, gather_pointers
 from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
 from nbdnn.kernels.cuda.rows_launch import (
     CONFIGS,
@@ -123,13 +123,11 @@ class ByRows(LaunchedCandidate[Config]):
 
 
 def _forward_launch(problem: ConvProblem, planned: Forwarded) -> Launch:
-    names = [operand.name for operand in problem.operands]
-    bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
     builder = rows_forward.fma_kernel if planned.variant.lines.math == "fma" else rows_forward.mma_kernel
     return Launch(
         source=Source(builder, planned.variant, planned.threads, planned.min_blocks),
         grid=planned.grid,
-        pointers=(0, 1, 2, bias, residual),
+        pointers=gather_pointers(problem),
         scalars="f32",
         integers=planned.integers,
         dynamic_shared_bytes=planned.shared_bytes,

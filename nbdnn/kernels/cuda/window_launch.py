@@ -11,7 +11,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import conv_windows, conv_windows_filter
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.geometry import index_bits
-from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate, gather_pointers
 from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
 from nbdnn.kernels.cuda.window_plan import (
     BLOCK_SHARED_BYTES,
@@ -255,14 +255,11 @@ class Windowed(LaunchedCandidate[Config]):
 
 
 def _forward_launch(problem: ConvProblem, planned: Forwarded) -> Launch:
-    names = [operand.name for operand in problem.operands]
-    bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
     builder = conv_windows.fma_kernel if planned.variant.shape.math == "fma" else conv_windows.mma_kernel
-    image_at, w_at = (1, 0) if problem.op == "conv_bwd_data" else (0, 1)
     return Launch(
         source=Source(builder, planned.variant, conv_windows.THREADS, min_blocks(planned.variant)),
         grid=planned.grid,
-        pointers=(image_at, w_at, 2, bias, residual),
+        pointers=gather_pointers(problem),
         scalars="f32",
         integers=planned.integers,
         dynamic_shared_bytes=planned.shared_bytes,
