@@ -9,21 +9,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from emulated import Block, install, result
+from emulated import result
+from emulated_ptx import Words, install
 from gpus import H200
 from libraries import library
 
-from nbdnn.kernels.cuda import (
-    add_parts,
-    conv_fma_gemm,
-    conv_fma_gemm_filter,
-    epilogue,
-    fma_filter,
-    fma_gather,
-    fma_store,
-    fma_tile,
-    quads,
-)
+from nbdnn.kernels.cuda import conv_fma_gemm, conv_fma_gemm_filter
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.fma_plan import Config
 from nbdnn.kernels.cuda.fma_tile import Tile
@@ -33,10 +24,9 @@ from nbdnn.problem_conv import CONV_OPS, ConvProblem
 CANDIDATES = {c.op: c for c in (conv_fma_gemm.FWD, conv_fma_gemm.BWD_DATA, conv_fma_gemm_filter.BWD_FILTER)}
 
 
-def run(problem: ConvProblem, config: Config, block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(monkeypatch: pytest.MonkeyPatch, problem: ConvProblem, config: Config, early: bool = False) -> None:
     """All blocks of all launches of a candidate: the output must be exact."""
-    install(block, (add_parts, epilogue, fma_filter, fma_gather, fma_store, fma_tile, quads), monkeypatch)
-    got, expected = result(CANDIDATES[problem.op], problem, config, H200, block)
+    got, expected = result(CANDIDATES[problem.op], problem, config, H200, install(monkeypatch, early))
     assert got == expected
 
 
@@ -72,7 +62,7 @@ TEXTS = [f"{op}:f32:{shape}" for op in CONV_OPS for shape, _ in EVERY_DIRECTION]
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_output_is_its_sum(text: str, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(parse(text), Config(Tile(64, 64), 1), Block(early), monkeypatch)
+    run(monkeypatch, parse(text), Config(Tile(64, 64), 1), early)
 
 
 @pytest.mark.parametrize("tile", [Tile(128, 128), Tile(128, 64), Tile(64, 128)], ids=str)
@@ -80,7 +70,7 @@ def test_every_output_is_its_sum(text: str, early: bool, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_every_tile_and_its_remainders(op: str, layout: str, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = parse(f"{op}:f32:n1c12h11w13:k132r1s2:p0x1:u1x1:d1x1:g1:cross:{layout}")
-    run(problem, Config(tile, 2), Block(early=layout == "nchw"), monkeypatch)
+    run(monkeypatch, problem, Config(tile, 2), early=layout == "nchw")
 
 
 @pytest.mark.parametrize("parts", [2, 5, 40])
@@ -90,16 +80,15 @@ def test_parts_are_added(op: str, layout: str, parts: int, monkeypatch: pytest.M
     """Also parts that have nothing to sum, and so many that slices of them are added first."""
     end = {"conv_fwd": "e:bias+relu+beta"}.get(op, "e:beta")
     problem = parse(f"{op}:f32:n2c9h7w6:k8r3s3:p1x1:u2x1:d1x1:g1:conv:{layout}:{end}")
-    run(problem, Config(Tile(64, 64), parts), Block(), monkeypatch)
+    run(monkeypatch, problem, Config(Tile(64, 64), parts))
 
 
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_a_copy_that_is_not_waited_for_is_seen(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = Block()
-    monkeypatch.setattr(block, "copy_async_wait", lambda groups: lambda: None)
+    monkeypatch.setattr(Words, "copy_async_wait", lambda words, groups: lambda: None)
     problem = parse(f"{op}:f32:n1c16h8w12:k32r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc")
     with pytest.raises(AssertionError):
-        run(problem, Config(Tile(64, 64), 1), block, monkeypatch)
+        run(monkeypatch, problem, Config(Tile(64, 64), 1))
 
 
 @pytest.mark.parametrize(

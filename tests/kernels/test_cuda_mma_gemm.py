@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import lanes
 import numpy as np
 import pytest
+from emulated import memory, result, run
+from emulated_ptx import install
 from gpus import H200
-from guarded import NUMPY_DTYPE, values
+from guarded import NUMPY_DTYPE
 from libraries import library
 
-from nbdnn import reference_conv
 from nbdnn.kernels.cuda import conv_mma_gemm, conv_mma_gemm_filter
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate
@@ -42,77 +40,61 @@ _SHAPES = (
 _ENDS = ("e:bias", "e:res+beta", "e:bias+relu+res+beta")
 
 
-@pytest.fixture
-def on_lanes() -> Iterator[None]:
-    with lanes.standing_in():
-        yield
-
-
 def candidate_of(problem: ConvProblem) -> MmaCandidate:
     (found,) = (c for c in CANDIDATES if c.op == problem.op and c.supports(problem, H200).ok)
     return found
 
 
-def check_on_lanes(problem: ConvProblem, config: Config) -> None:
+def check(monkeypatch: pytest.MonkeyPatch, problem: ConvProblem, config: Config, early: bool = False) -> None:
     """Sums of small integers, bit for bit, from operands and a workspace full of NaN."""
-    candidate, given, scalars = candidate_of(problem), values(problem, "integers"), (1.0, -1.0)
-    flat = [np.full(o.size_elems, np.nan, NUMPY_DTYPE[o.dtype]) for o in problem.operands]
-    shaped = {
-        o.name: np.lib.stride_tricks.as_strided(memory, o.shape, [step * memory.itemsize for step in o.strides])
-        for o, memory in zip(problem.operands, flat, strict=True)
-    }
-    for name, value in given.items():
-        shaped[name][...] = value
-    workspace = np.full(candidate.workspace_bytes(problem, config, H200) // 4, np.nan, np.float32)
-    raw = [memory.view(np.uint16) if memory.itemsize == 2 else memory for memory in flat]
-    for launch in candidate.launches(problem, config, H200):
-        lanes.run(launch, raw, workspace, scalars)
-    (out,) = (o.name for o in problem.operands if o.role == "out")
-    expected = reference_conv.compute(problem, given, scalars).astype(NUMPY_DTYPE[problem.dtype])
-    assert np.array_equal(shaped[out], expected)
+    got, expected = result(candidate_of(problem), problem, config, H200, install(monkeypatch, early))
+    assert got == expected
 
 
 @pytest.mark.parametrize(("dtype", "parts"), [("bf16", 1), ("f32", 3)])
 @pytest.mark.parametrize("shape", [shape for shape, _ in _SHAPES])
 @pytest.mark.parametrize("op", CONV_OPS)
-def test_every_product_counts_once(op: str, shape: str, dtype: str, parts: int, on_lanes: None) -> None:
-    check_on_lanes(parse(f"{op}:{dtype}:{shape}"), Config(_ONE_WARP, parts))
+def test_every_product_counts_once(
+    op: str, shape: str, dtype: str, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(monkeypatch, parse(f"{op}:{dtype}:{shape}"), Config(_ONE_WARP, parts))
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 @pytest.mark.parametrize("op", CONV_OPS)
-def test_several_warps_share_a_tile(op: str, dtype: str, on_lanes: None) -> None:
+def test_several_warps_share_a_tile(op: str, dtype: str, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, _ = _SHAPES[1]
-    check_on_lanes(parse(f"{op}:{dtype}:{shape}"), Config(_FOUR_WARPS, 1))
+    check(monkeypatch, parse(f"{op}:{dtype}:{shape}"), Config(_FOUR_WARPS, 1), early)
 
 
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 @pytest.mark.parametrize("op", CONV_OPS)
-def test_a_launch_as_it_is_chosen(op: str, dtype: str, on_lanes: None) -> None:
+def test_a_launch_as_it_is_chosen(op: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The default of a problem that fills the widest tile of most candidates less than once."""
     problem = parse(f"{op}:{dtype}:n2c64h6w6:k72r1s2:p0x0:u1x1:d1x1:g1:conv:nhwc")
     config, *_ = candidate_of(problem).configs(problem, H200)
-    check_on_lanes(problem, config)
+    check(monkeypatch, problem, config)
 
 
 @pytest.mark.parametrize("parts", [1, 9])
 @pytest.mark.parametrize("end", _ENDS)
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
-def test_the_epilogue_is_fused_whole(dtype: str, end: str, parts: int, on_lanes: None) -> None:
+def test_the_epilogue_is_fused_whole(dtype: str, end: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for shape, layout in (("h3w3", "nhwc"), ("h3w3", "nchw"), ("h2w4", "nchw")):
         text = f"conv_fwd:{dtype}:n2c16{shape}:k24r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}:{end}"
-        check_on_lanes(parse(text), Config(_ONE_WARP, parts))
+        check(monkeypatch, parse(text), Config(_ONE_WARP, parts))
 
 
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 @pytest.mark.parametrize("shape", ["n2c16h5w7:k24r3s2", "n2c24h6w4:k16r1s3"])
-def test_inputs_are_turned(dtype: str, shape: str, on_lanes: None) -> None:
+def test_inputs_are_turned(dtype: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both at once, one alone, and none."""
     for layouts, launches in (("nchw", 2), ("nchw:krsc", 2), ("nhwc:kcrs", 2), ("nhwc:ynchw", 1)):
         problem = parse(f"conv_fwd:{dtype}:{shape}:p1x1:u1x1:d1x1:g1:cross:{layouts}")
         config = Config(_ONE_WARP, 1)
         assert len(candidate_of(problem).launches(problem, config, H200)) == launches
-        check_on_lanes(problem, config)
+        check(monkeypatch, problem, config)
 
 
 @pytest.mark.parametrize(
@@ -127,19 +109,21 @@ def test_inputs_are_turned(dtype: str, shape: str, on_lanes: None) -> None:
         ("f32", "n2c4h9w9:k4", (1, 1)),
     ],
 )
-def test_every_element_is_turned(dtype: str, shape: str, words: tuple[int, int], on_lanes: None) -> None:
+def test_every_element_is_turned(
+    dtype: str, shape: str, words: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In tiles by loads of 16 and 8 bytes, and by words and elements, with remainders of channels and pixels."""
     problem = parse(f"conv_fwd:{dtype}:{shape}r2s2:p1x1:u1x1:d1x1:g1:cross:nchw")
-    numpy_dtype = np.float32 if dtype == "f32" else np.uint16
-    flat = [np.arange(o.size_elems).astype(numpy_dtype) for o in problem.operands]
-    workspace = np.zeros(turned_bytes(problem) // 4, np.float32)
+    counts = [np.arange(o.size_elems, dtype=np.uint16) for o in problem.operands]
+    operands = [memory(dtype, c.astype("f4") if dtype == "f32" else c.view(NUMPY_DTYPE[dtype])) for c in counts]
+    workspace = memory("f32", np.zeros(turned_bytes(problem) // 4))
     (launch,) = turn_inputs(problem, 0)
     assert launch.source.specialised_on[1:] == words
-    lanes.run(launch, flat, workspace, (1.0, 0.0))
-    for place, source, operand in zip(input_places(problem, 0), flat, problem.operands, strict=False):
-        at = (WORKSPACE - place) // source.itemsize
-        turned = workspace.view(numpy_dtype)[at : at + source.size].reshape(operand.shape[0], -1, operand.shape[1])
-        assert np.array_equal(turned.swapaxes(1, 2).ravel(), source)
+    run(install(monkeypatch), launch, operands, workspace)
+    for place, source, operand in zip(input_places(problem, 0), operands, problem.operands, strict=False):
+        turned = workspace.view(dtype, WORKSPACE - place).values()[: source.count]
+        turned = turned.reshape(operand.shape[0], -1, operand.shape[1])
+        assert np.array_equal(turned.swapaxes(1, 2).ravel(), source.values())
 
 
 def _tiles(op: str, dtype: str) -> tuple[MmaCandidate, ConvProblem, tuple[Tile, ...]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 
-import lanes
 import numpy as np
 import pytest
+from emulated import memory, operand_memory, run
+from emulated_ptx import install
 from gpus import H200
 from guarded import NUMPY_DTYPE, values
 from libraries import library
@@ -51,37 +51,23 @@ class Plain(Candidate[NoConfig, Gpu]):
         raise AssertionError("nothing runs here")
 
 
-@pytest.fixture
-def on_lanes() -> Iterator[None]:
-    with lanes.standing_in():
-        yield
-
-
 @pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
 @pytest.mark.parametrize(("shape", "quads"), [(shape, quads) for shape, quads, _ in _SHAPES])
-def test_the_output_is_finished_in_place(dtype: str, shape: str, quads: bool, on_lanes: None) -> None:
+def test_the_output_is_finished_in_place(dtype: str, shape: str, quads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small integers, whose sums are exact in 16 bits too; every element once."""
     for end in _ENDS:
         problem = parse(f"conv_fwd:{dtype}:{shape}:{end}")
         given, before = values(problem, "integers"), np.random.default_rng(0).integers(-9, 9, problem.y_shape)
-        flat = {o.name: np.zeros(o.size_elems, NUMPY_DTYPE[dtype]) for o in problem.operands}
-        for operand in problem.operands:
-            value = before if operand.name == "y" else given[operand.name]
-            shaped(operand, flat[operand.name])[...] = value
+        operands = [operand_memory(o, {**given, "y": before}[o.name], problem.align) for o in problem.operands]
         launch = finish_launch(problem)
         if "bias" in end:
             assert launch.source.specialised_on.quads == quads
-        raw = [memory.view(np.uint16) if memory.itemsize == 2 else memory for memory in flat.values()]
-        lanes.run(launch, raw, np.zeros(0, np.float32), (1.0, 0.0))
+        run(install(monkeypatch), launch, operands, memory("f32", np.zeros(0)))
         added = before + (given["bias"].astype("f8").reshape(-1, 1, 1) if "bias" in end else 0)
         added = added + (given["residual"].astype("f8") if "res" in end else 0)
-        expected = reference_conv.activate(problem.activation, added)
-        assert np.array_equal(shaped(problem.operands[2], flat["y"]).astype("f8"), expected), problem
-
-
-def shaped(operand, memory: np.ndarray) -> np.ndarray:
-    """The logical array of an operand's memory."""
-    return np.lib.stride_tricks.as_strided(memory, operand.shape, [s * memory.itemsize for s in operand.strides])
+        expected = operand_memory(problem.operands[2], reference_conv.activate(problem.activation, added), 4)
+        assert np.array_equal(operands[2].values(), expected.values()), problem
+        assert sorted(operands[2].written) == list(range(operands[2].count))
 
 
 def test_the_base_computes_what_it_can() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from emulated import Block, install, result
+from emulated import result
+from emulated_ptx import install
 from gpus import H200
 from libraries import library
 
-from nbdnn.kernels.cuda import conv_winograd, epilogue, fma_gather, fma_store, fma_tile, winograd_transforms
+from nbdnn.kernels.cuda import conv_winograd, winograd_transforms
 from nbdnn.kernels.cuda.compile import compile_kernel
 from nbdnn.problem import parse
 
@@ -30,17 +31,14 @@ SHAPES = (
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda candidate: candidate.id)
 def test_every_output_is_its_sum(candidate, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = parse(f"{candidate.op}:f32:{shape}")
-    block = Block()
-    install(block, (epilogue, fma_gather, fma_store, fma_tile), monkeypatch)
-    got, expected = result(candidate, problem, candidate.configs(problem, H200)[0], H200, block)
+    got, expected = result(candidate, problem, candidate.configs(problem, H200)[0], H200, install(monkeypatch))
     assert got == pytest.approx(expected, rel=1e-12, abs=1e-9)
 
 
 def test_the_epilogue_follows_the_transform(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = parse("conv_fwd:f32:n1c4h5w6:k6r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc:e:bias+relu+res+beta")
-    block = Block()
-    install(block, (epilogue, fma_gather, fma_store, fma_tile), monkeypatch)
-    got, expected = result(CANDIDATES[0], problem, CANDIDATES[0].configs(problem, H200)[0], H200, block)
+    config, *_ = CANDIDATES[0].configs(problem, H200)
+    got, expected = result(CANDIDATES[0], problem, config, H200, install(monkeypatch))
     assert got == pytest.approx(expected, rel=1e-12, abs=1e-9)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from emulated import Block, install, result
+from emulated import result
+from emulated_ptx import Words, install
 from gpus import H200
 from libraries import library
 
-from nbdnn.kernels.cuda import epilogue, fma_tile, winograd_filter_input, winograd_filter_output, winograd_product
 from nbdnn.kernels.cuda.compile import compile_kernel
 from nbdnn.kernels.cuda.conv_winograd_filter import BWD_FILTER, Config
 from nbdnn.kernels.cuda.fma_tile import Tile
@@ -27,10 +27,9 @@ SHAPES = (
 )
 
 
-def run(text: str, config: Config, block: Block, monkeypatch: pytest.MonkeyPatch, sms: int) -> None:
-    modules = (epilogue, fma_tile, winograd_filter_input, winograd_filter_output, winograd_product)
-    install(block, modules, monkeypatch)
-    got, expected = result(BWD_FILTER, parse(f"conv_bwd_filter:f32:{text}"), config, replace(H200, sms=sms), block)
+def run(monkeypatch: pytest.MonkeyPatch, text: str, config: Config, sms: int, early: bool = False) -> None:
+    problem, block = parse(f"conv_bwd_filter:f32:{text}"), install(monkeypatch, early)
+    got, expected = result(BWD_FILTER, problem, config, replace(H200, sms=sms), block)
     assert got == pytest.approx(expected, rel=1e-12, abs=1e-9)
 
 
@@ -38,7 +37,7 @@ def run(text: str, config: Config, block: Block, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("text", [shape for shape, _ in SHAPES])
 def test_every_output_is_its_sum(text: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one multiprocessor a block has several tiles of M; with many, several blocks share one."""
-    run(text, Config(Tile(64, 64)), Block(early=sms == 1), monkeypatch, sms)
+    run(monkeypatch, text, Config(Tile(64, 64)), sms, early=sms == 1)
 
 
 @pytest.mark.parametrize("sms", [1, 9], ids="{} multiprocessors".format)
@@ -48,7 +47,7 @@ def test_every_output_is_its_sum(text: str, sms: int, monkeypatch: pytest.Monkey
 def test_several_tiles_of_channels(tile: Tile, channels: str, sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of several tiles of M, tiles of several blocks, and channels beyond the last tile's edge."""
     text = f"n1{channels}r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc"
-    run(text, Config(tile), Block(), monkeypatch, sms)
+    run(monkeypatch, text, Config(tile), sms)
 
 
 @pytest.mark.parametrize(("extent", "products"), [("h8w8", 144), ("h7w8", 132), ("h7w7", 121), ("h14w13", 23 * 23)])
@@ -60,10 +59,9 @@ def test_what_is_zero_is_left_out(extent: str, products: int) -> None:
 
 
 def test_a_copy_that_is_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = Block()
-    monkeypatch.setattr(block, "copy_async_wait", lambda groups: lambda: None)
+    monkeypatch.setattr(Words, "copy_async_wait", lambda words, groups: lambda: None)
     with pytest.raises(AssertionError):
-        run(SHAPES[0][0], Config(Tile(64, 64)), block, monkeypatch, 1)
+        run(monkeypatch, SHAPES[0][0], Config(Tile(64, 64)), 1)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS, lower_rows, lower_task
-from nbdnn.kernels.cpu.micro_kernel import tile_product
+from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
 from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, pack_phase, packed_bytes
 from nbdnn.kernels.cpu.strips import own_rows, strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, prefetch, record, stack, struct
@@ -48,17 +48,6 @@ _PARAMS = record(
     *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "contiguous", "finished"),
     *("ahead_bytes", "in_offsets", "out_offsets", "worker_offset", "worker_bytes"),
 )
-
-
-@dataclass(frozen=True)
-class Config:
-    """mr pixels by nv vectors of output channels in registers (mr*nv + nv + 1 vector registers)."""
-
-    mr: int
-    nv: int
-
-    def __str__(self) -> str:
-        return f"{self.mr}x{self.nv}"
 
 
 @cache

@@ -29,7 +29,7 @@ from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Axis, Gather, geometry, spatial3, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.micro_kernel import tile_product
+from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
 from nbdnn.kernels.cpu.rows import convert_row, convert_rows, transpose
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -48,17 +48,6 @@ _PARAMS = record(
     *("m_rows", "m_table", "blocks", "block_rows", "splits", "split_chunks", "sums_offset", "sums_bytes"),
     *("w_k", "w_g", "m_offsets", "read_out", "worker_offset", "worker_bytes"),
 )
-
-
-@dataclass(frozen=True)
-class Config:
-    """mr taps by nv vectors of output channels in registers (mr*nv + nv + 1 vector registers)."""
-
-    mr: int
-    nv: int
-
-    def __str__(self) -> str:
-        return f"{self.mr}x{self.nv}"
 
 
 @cache

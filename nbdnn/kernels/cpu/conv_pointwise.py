@@ -31,7 +31,7 @@ from nbdnn.kernels.cpu.cost import COPY_NS, PACK_NS, TILE_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import EPILOGUE_FIELDS, Geometry, epilogue_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.micro_kernel import pixel_tile
+from nbdnn.kernels.cpu.micro_kernel import Config, pixel_tile
 from nbdnn.kernels.cpu.pack import copy_bytes, pack_phase, packed_bytes
 from nbdnn.kernels.cpu.vector import filled, pointer, prefetch, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -51,17 +51,6 @@ _PARAMS = record(
     *("in_pointer", "out_pointer", *EPILOGUE_FIELDS, "pixels", "block_pixels", "blocks", "chunk_panels", "panels"),
     *("c_in", "c_out", "panel_bytes", "copy_bytes", "row_offsets", "lane_offsets", "kind", "finished"),
 )
-
-
-@dataclass(frozen=True)
-class Config:
-    """mr pixels by nv vectors of output channels in registers."""
-
-    mr: int
-    nv: int
-
-    def __str__(self) -> str:
-        return f"{self.mr}x{self.nv}"
 
 
 @cache

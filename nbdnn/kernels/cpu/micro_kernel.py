@@ -7,6 +7,7 @@ Source: own, after Goto and van de Geijn (doi:10.1145/1356052.1356053) and the i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 from llvmlite import ir
@@ -31,6 +32,17 @@ from nbdnn.kernels.cpu.vector import (
 )
 
 _UNROLL = 4  # steps of k
+
+
+@dataclass(frozen=True)
+class Config:
+    """A tile in registers: mr rows (pixels, or taps) by nv vectors of output channels, mr*nv + nv + 1 registers."""
+
+    mr: int
+    nv: int
+
+    def __str__(self) -> str:
+        return f"{self.mr}x{self.nv}"
 
 
 @cache

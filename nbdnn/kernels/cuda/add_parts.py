@@ -14,7 +14,7 @@ from math import ceil
 from typing import NamedTuple
 
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, output_pointers
 from nbdnn.kernels.cuda.quads import QUAD
 from nbdnn.problem import Operand
 from nbdnn.problem_conv import ConvProblem
@@ -56,8 +56,7 @@ def add_parts(problem: ConvProblem, parts: int, turned: bool = False) -> Launch:
 
     turned: of a filter gradient with the taps last, whose parts have the channels last.
     """
-    out, names = _out(problem), [operand.name for operand in problem.operands]
-    bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
+    out = _out(problem)
     slices, run = _SLICES if parts >= _MANY else 1, _run(problem, out)
     along_channels = run > 1 and "bias" in problem.epilogue and out.strides[1] == 1
     variant = _Variant(problem.dtype, problem.epilogue, slices, run, along_channels, turned)
@@ -65,7 +64,7 @@ def add_parts(problem: ConvProblem, parts: int, turned: bool = False) -> Launch:
     return Launch(
         source=Source(_add_kernel, variant, _THREADS),
         grid=(ceil(out.size_elems / (_THREADS // slices * run)), 1, 1),
-        pointers=(WORKSPACE, names.index(out.name), bias, residual),
+        pointers=(WORKSPACE, *output_pointers(problem)),
         scalars="f32",
         integers=fields,
         dynamic_shared_bytes=4 * run * _THREADS if slices > 1 else 0,

@@ -50,7 +50,7 @@ class Held(NamedTuple):
 
 
 def _held_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_local, ptx_tile
+    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_cluster, ptx_local, ptx_tile
 
     v = Variant(*specialised_on)
     integer, small, u32, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
@@ -169,7 +169,7 @@ def _held_kernel(*specialised_on):
             at, place = moved(at, place, f)
             slot, r = u32(slot + u32(slot_bytes)), integer(r + rows_at_once)
         if blocks > 1:
-            ptx_local.cluster_wait()  # nobody's shared memory goes before all have read it
+            ptx_cluster.wait()  # nobody's shared memory goes before all have read it
 
     data, param = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype)
     fields = ptx.record(Walk, v.bits)

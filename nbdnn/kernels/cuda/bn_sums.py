@@ -134,10 +134,10 @@ def of_cluster(v: Variant):
     """Device function (thread, rank, count, a, b) -> (a, b) of the cluster's blocks, in their order: of what a thread
     has of its block's. The same in all of them. A block that ends takes its shared memory with it: wait for the cluster
     before."""
-    from nbdnn.kernels.cuda import ptx, ptx_local, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_cluster, ptx_tile
 
     integer, u32, real = ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
-    merge, read = merged(v.op, v.compute), ptx_local.LOAD_OF_BLOCK[v.compute]
+    merge, read = merged(v.op, v.compute), ptx_cluster.LOAD_OF_BLOCK[v.compute]
     channels, blocks = v.columns * v.sums, v.cluster
     size, size_bytes = 3 * channels, 4 if v.compute == "f32" else 8
 
@@ -146,8 +146,8 @@ def of_cluster(v: Variant):
         shared = ptx.cuda.shared.array(size, real)
         if thread < channels:
             shared[thread], shared[integer(thread + channels)], shared[integer(thread + 2 * channels)] = count, a, b
-        ptx_local.cluster_arrive()
-        ptx_local.cluster_wait()
+        ptx_cluster.arrive()
+        ptx_cluster.wait()
         total, first, second = real(0.0), real(0.0), real(0.0)
         if thread < channels:
             at = u32(ptx_tile.shared_address(shared) + u32(thread * size_bytes))
@@ -156,7 +156,7 @@ def of_cluster(v: Variant):
                 a_more = read(u32(at + u32(channels * size_bytes)), integer(rank))
                 b_more = read(u32(at + u32(2 * channels * size_bytes)), integer(rank))
                 total, first, second = merge(total, first, second, n, a_more, b_more)
-        ptx_local.cluster_arrive()
+        ptx_cluster.arrive()
         return first, second
 
     @ptx.inline

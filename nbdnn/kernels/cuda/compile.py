@@ -21,7 +21,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Hashable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,7 +176,9 @@ def _compiled(source: Source, arch: str) -> Kernel:
     return Kernel(cubin, entries.pop().decode(), **(usage if told else dict.fromkeys(_USAGE)))
 
 
+@lru_cache(maxsize=1)
 def _ltoir(source: Source, arch: str) -> bytes:
+    """Kept for who wants both machine code and PTX: Numba takes most of the time of either."""
     from numba import cuda
 
     major, minor, suffix = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch).groups()  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
 from nbdnn.kernels.cuda.depthwise_tile import Tile, Tiles, Variant
 from nbdnn.kernels.cuda.geometry import filter_strides, index_bits
-from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.problem_conv import ConvProblem
 
 _MOST_STRIDE_W = 8  # of bwd_data, where a tile is a multiple of it
@@ -40,7 +40,7 @@ _TAPS_IN_TURN = ((1, 7), (1, 8), (1, 4))
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import depthwise_tile, depthwise_weights, ptx, ptx_tile, ptx_vector
+    from nbdnn.kernels.cuda import depthwise_tile, depthwise_weights, ptx, ptx_tile, ptx_vector, ptx_vector_rows
     from nbdnn.kernels.cuda.geometry import input_reached
 
     v = Variant(*specialised_on)
@@ -48,7 +48,7 @@ def _kernel(*specialised_on):
     (tile_h, tile_w), step_h, step_w, lanes, taps = v.tile, v.step_h, v.step_w, v.lanes, v.taps
     zeros, reached, flat = ptx_vector.zeros(tile_h * tile_w * v.width), input_reached(v.forward, v.bits), v.flat
     planar_in, planar_out = not v.in_last, not v.out_last
-    source_type, target_type = ptx_vector.Source, ptx_vector.Target
+    source_type, target_type = ptx_vector_rows.Source, ptx_vector_rows.Target
     bias_at = depthwise_tile.bias_of(v)
 
     # 1. Where a thread is: (n and tile of the image, or -1; channel; where its weights are).
@@ -113,7 +113,7 @@ def _kernel(*specialised_on):
             tile_of(zeros(), w, where, f, source_of(image, at, row, column, f), target)
     else:
         plane_of = depthwise_tile.rows_in_turn(v) if v.unrolled else depthwise_tile.taps_in_turn(v)
-        store = ptx_vector.store_rows(end, tile_h)
+        store = ptx_vector_rows.store_rows(end, tile_h)
 
         @ptx.inline
         def gather(image, w, n, channel, d, start, row, column, target, f):
@@ -254,9 +254,6 @@ class Depthwise(LaunchedCandidate[Tile]):
         v = self._variant(problem, config)
         integers = _tiles(problem, v)
         v = v._replace(bits=index_bits(problem, integers))
-        names = [operand.name for operand in problem.operands]
-        bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
-        image, w = (0, 1) if self.op == "conv_fwd" else (1, 0)
         a_block = integers.block_tiles if v.out_last else THREADS
         return [
             Launch(
@@ -266,7 +263,7 @@ class Depthwise(LaunchedCandidate[Tile]):
                     1,
                     1,
                 ),
-                pointers=(image, w, 2, bias, residual),
+                pointers=gather_pointers(problem),
                 scalars="f32",
                 integers=integers,
                 integer_bits=v.bits,

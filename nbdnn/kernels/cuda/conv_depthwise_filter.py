@@ -32,17 +32,17 @@ _SUM_US = 2.0  # of the second kernel
 
 
 def _partial_sums(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_tile, ptx_vector
+    from nbdnn.kernels.cuda import ptx, ptx_tile, ptx_vector, ptx_vector_rows
 
     v = Variant(*specialised_on)
     integer, u32, real = ptx.INTEGER[v.bits], ptx.types.uint32, ptx.REAL["f32"]
     lanes, width, sums_held, team, exchanges = v.lanes, v.width, v.sums, v.team, v.team.bit_length() - 1
     (tile_h, tile_w), (rows, stride_h, _, dilation_h), (columns, stride_w, _, dilation_w) = v.tile, v.rows, v.columns
     planar_x, planar_y, load_shared = not v.x_last, not v.y_last, ptx_tile.LOAD_SHARED[1]
-    zeros, reached, source_type = ptx_vector.zeros(v.sums), input_reached(True, v.bits), ptx_vector.Source
-    multiply = ptx_vector.multiply_rows(ptx_vector.Rows(v.dtype, lanes, v.row.offsets, v.steps))
+    zeros, reached, source_type = ptx_vector.zeros(v.sums), input_reached(True, v.bits), ptx_vector_rows.Source
+    multiply = ptx_vector_rows.multiply_rows(ptx_vector_rows.Rows(v.dtype, lanes, v.row.offsets, v.steps))
     dy_offsets = tuple(range(0, tile_w, 1 if v.y_last else lanes))
-    load_dy = ptx_vector.load_rows(v.dtype, lanes, dy_offsets, tile_h)
+    load_dy = ptx_vector_rows.load_rows(v.dtype, lanes, dy_offsets, tile_h)
 
     @ptx.inline
     def digits(number, f):

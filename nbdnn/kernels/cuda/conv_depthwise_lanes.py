@@ -23,7 +23,7 @@ from nbdnn.kernels.cuda import lanes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import unit_stride_gather, worth_measuring
 from nbdnn.kernels.cuda.lanes_plan import LANES, Held, Tile
-from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.problem_conv import ConvProblem
 
 
@@ -76,7 +76,7 @@ class Blocks(NamedTuple):
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import depthwise_planes, lanes_copy, ptx, ptx_lanes, ptx_tile, ptx_vector
+    from nbdnn.kernels.cuda import depthwise_planes, lanes_copy, ptx, ptx_lanes, ptx_tile, ptx_vector, ptx_vector_rows
 
     v = _Variant(*specialised_on)
     integer, word, real, tile, held = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"], v.tile, v.held
@@ -84,11 +84,11 @@ def _kernel(*specialised_on):
     block_rows, block_columns = tile.block_rows, tile.block_columns
     row_bytes, filters_at = held.row_bytes, held.shared_bytes
     copy_pixels, rows_inside = lanes_copy.copy_pixels(held, tile.threads), depthwise_planes.rows_inside(held.rows)
-    copy_filters, part, target = lanes_copy.copy_filters(taps, tile.threads), lanes_copy.Part, ptx_vector.Target
+    copy_filters, part, target = lanes_copy.copy_filters(taps, tile.threads), lanes_copy.Part, ptx_vector_rows.Target
     steps = ptx_lanes.Steps(row_bytes, plan.PIXEL_BYTES, plan.TAP_BYTES)
     correlate = ptx_lanes.correlate(rows, columns, v.taps_h, v.taps_w, v.reversed_, steps)
     zeros, arrived, has_bias = ptx_vector.zeros(rows * columns), ptx_tile.copy_async_wait(0), "bias" in v.epilogue
-    store = ptx_vector.store_rows(ptx_vector.End("f32", 1, tuple(range(columns)), v.epilogue), rows)
+    store = ptx_vector_rows.store_rows(ptx_vector_rows.End("f32", 1, tuple(range(columns)), v.epilogue), rows)
 
     def depthwise_lanes(image, w, out, bias, residual, alpha, beta, f):
         # 1. Which tile of which channels.
@@ -160,14 +160,11 @@ class DepthwiseLanes(LaunchedCandidate[Tile]):
 
     def launches(self, problem: ConvProblem, config: Tile, device: Gpu) -> list[Launch]:
         v = _variant(problem, config)
-        names = [operand.name for operand in problem.operands]
-        bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
-        image, w = (0, 1) if self.op == "conv_fwd" else (1, 0)
         return [
             Launch(
                 source=Source(_kernel, v, config.threads, v.min_blocks),
                 grid=(self._grid(problem, config), 1, 1),
-                pointers=(image, w, 2, bias, residual),
+                pointers=gather_pointers(problem),
                 scalars="f32",
                 integers=_blocks(problem, config),
                 dynamic_shared_bytes=v.shared_bytes,

@@ -26,7 +26,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import planes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import unit_stride_gather, worth_measuring
-from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.kernels.cuda.planes_plan import Copied, Planes, Tile
 from nbdnn.problem_conv import ConvProblem
 
@@ -116,7 +116,7 @@ class Blocks(NamedTuple):
 
 def _end(v: _Variant):
     """How a lane's sums are stored: neighbours of two rows a tile, eight rows and eight columns apart."""
-    from nbdnn.kernels.cuda.ptx_vector import End
+    from nbdnn.kernels.cuda.ptx_vector_rows import End
 
     lanes = 1 if v.out_last else v.out_run
     columns = tuple(8 * j + i for j in range(v.tile.wide) for i in range(0, 2, lanes))
@@ -125,13 +125,13 @@ def _end(v: _Variant):
 
 def _put(v: _Variant):
     """Device function (sums, goal, plane, lane): to the output or, channels-last, finished to the plane's own place."""
-    from nbdnn.kernels.cuda import ptx, ptx_planes, ptx_vector
+    from nbdnn.kernels.cuda import ptx, ptx_planes, ptx_vector_rows
 
     word, rows, row_bytes = ptx.WORD, 2 * v.tile.high, v.planes.row_bytes
-    finish, store_pairs = ptx_vector.finish_rows, ptx_planes.store_pairs(rows, v.tile.wide, row_bytes)
+    finish, store_pairs = ptx_vector_rows.finish_rows, ptx_planes.store_pairs(rows, v.tile.wide, row_bytes)
 
     if not v.out_last:
-        store = ptx_vector.store_rows(_end(v), rows, 8)
+        store = ptx_vector_rows.store_rows(_end(v), rows, 8)
 
         @ptx.inline
         def put_planar(sums, goal, plane, lane):
@@ -182,13 +182,13 @@ def _empty(v: _Variant):
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import depthwise_planes, ptx, ptx_planes, ptx_tile, ptx_vector
+    from nbdnn.kernels.cuda import depthwise_planes, ptx, ptx_planes, ptx_tile, ptx_vector, ptx_vector_rows
 
     v = _Variant(*specialised_on)
     integer, word, planes, (tile_rows, tile_columns, tile_channels) = ptx.INTEGER[32], ptx.WORD, v.planes, v.tile
     high, wide, taps, shift, threads = v.tile.high, v.tile.wide, v.taps_h * v.taps_w, v.shift, v.threads
     plane_bytes, filters_at, last = planes.plane_bytes, planes.shared_bytes, v.out_last
-    part, side, target = depthwise_planes.Part, plan.Side, ptx_vector.Target
+    part, side, target = depthwise_planes.Part, plan.Side, ptx_vector_rows.Target
     copy_filters = depthwise_planes.copy_filters(tile_channels, taps, v.copy_bytes, threads)
     copy_in = depthwise_planes.copy_in(Copied(planes, v.in_last, v.run, threads))
     clear, channel_of = depthwise_planes.clear_zeros(planes, threads), depthwise_planes.channel_of(planes.vectors)
@@ -300,14 +300,11 @@ class DepthwiseMma(LaunchedCandidate[Tile]):
 
     def launches(self, problem: ConvProblem, config: Tile, device: Gpu) -> list[Launch]:
         v = _variant(problem, config)
-        names = [operand.name for operand in problem.operands]
-        bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
-        image, w = (0, 1) if self.op == "conv_fwd" else (1, 0)
         return [
             Launch(
                 source=Source(_kernel, v, v.threads, v.min_blocks),
                 grid=(self._grid(problem, config), 1, 1),
-                pointers=(image, w, 2, bias, residual),
+                pointers=gather_pointers(problem),
                 scalars="f32",
                 integers=_blocks(problem, config),
                 dynamic_shared_bytes=v.shared_bytes,

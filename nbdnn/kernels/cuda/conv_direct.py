@@ -30,7 +30,7 @@ from nbdnn.kernels.cuda.geometry import (
     input_reached,
     output_place,
 )
-from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.problem import DEFAULT_COMPUTE
 from nbdnn.problem_conv import ConvProblem
 
@@ -205,13 +205,10 @@ def _gather_launch(problem: ConvProblem) -> Launch:
     bits = index_bits(problem, integers)
     forward = problem.op == "conv_fwd"
     variant = _GatherVariant(forward, problem.dtype, problem.y_channels_last, problem.epilogue, bits)
-    names = [operand.name for operand in problem.operands]
-    bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
-    image, w = (0, 1) if forward else (1, 0)
     return Launch(
         source=Source(_gather_kernel, variant, _THREADS, _MIN_BLOCKS),
         grid=(ceil(integers.outputs / _THREADS), 1, 1),
-        pointers=(image, w, 2, bias, residual),
+        pointers=gather_pointers(problem),
         scalars=DEFAULT_COMPUTE[problem.dtype],
         integers=integers,
         integer_bits=bits,

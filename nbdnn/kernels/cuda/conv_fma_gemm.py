@@ -27,7 +27,7 @@ from nbdnn.kernels.cuda.fma_plan import Config, Product
 from nbdnn.kernels.cuda.fma_store import Store
 from nbdnn.kernels.cuda.fma_tile import STAGE_K, Copies, Tile
 from nbdnn.kernels.cuda.geometry import filter_strides
-from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate, gather_pointers
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.turn_filter import turn_filter, turned_elems, turned_strides
 from nbdnn.problem_conv import ConvProblem
@@ -125,10 +125,8 @@ def _parts_elems(problem: ConvProblem, config: Config) -> int:
 
 
 def _gather_launch(problem: ConvProblem, config: Config) -> Launch:
-    fields, tile, forward = _fields(problem, config), config.tile, problem.op == "conv_fwd"
-    names = [operand.name for operand in problem.operands]
-    bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
-    image, w = (0, 1) if forward else (1, 0)
+    fields, tile = _fields(problem, config), config.tile
+    image, w, *output = gather_pointers(problem)
     variant = _variant(problem, fields, config)
     tiles = ceil(_pixels(problem) / tile.m) * fields.tiles_n
     return Launch(
@@ -137,8 +135,7 @@ def _gather_launch(problem: ConvProblem, config: Config) -> Launch:
         pointers=(
             image,
             WORKSPACE if _is_turned(problem) else w,
-            WORKSPACE if variant.store.parts else 2,
-            *((NULL, NULL) if variant.store.parts else (bias, residual)),
+            *((WORKSPACE, NULL, NULL) if variant.store.parts else output),
         ),
         scalars="f32",
         integers=fields,

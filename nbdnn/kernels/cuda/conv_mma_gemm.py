@@ -29,9 +29,8 @@ from nbdnn.kernels.cuda.add_parts import add_parts
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.gemm_gather import GatherTiles, gather_tiles, pixels, residues, tiles_m
 from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate, Work, data_type, fitting, parts_bytes, staged
-from nbdnn.kernels.cuda.gemm_store import epilogue_pointers
 from nbdnn.kernels.cuda.gemm_tile import CHUNK_BYTES, Tile
-from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, output_pointers
 from nbdnn.kernels.cuda.quads import QUAD
 from nbdnn.kernels.cuda.turn_channels import input_places, is_planar, turn_inputs
 from nbdnn.problem import ITEMSIZE
@@ -307,7 +306,7 @@ class MmaGemm(MmaCandidate):
         product = Launch(
             source=Source(_kernel, variant, chosen.threads, chosen.min_blocks),
             grid=(residues(problem) * problem.groups * integers.tiles_m * integers.tiles_n, parts, 1),
-            pointers=(*((first, second) if forward else (second, first)), 2, *epilogue_pointers(problem), WORKSPACE),
+            pointers=(*((first, second) if forward else (second, first)), *output_pointers(problem), WORKSPACE),
             scalars="f32",
             integers=integers,
             dynamic_shared_bytes=chosen.shared_bytes,

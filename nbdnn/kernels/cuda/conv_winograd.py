@@ -28,7 +28,7 @@ from nbdnn.kernels.cuda.fma_plan import Config, Product
 from nbdnn.kernels.cuda.fma_store import Store
 from nbdnn.kernels.cuda.fma_tile import STAGE_K, Copies, Tile
 from nbdnn.kernels.cuda.geometry import filter_strides
-from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate, output_pointers
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.winograd_transforms import (
     THREADS,
@@ -154,13 +154,11 @@ def _input_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
 
 
 def _output_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
-    names = [operand.name for operand in problem.operands]
-    bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
     fields = _image_fields(problem.operands[2].shape, problem.y_channels_last, plan, plan.m_start, [0, 0])
     return Launch(
         source=Source(output_kernel, Variant(m, problem.y_channels_last, problem.epilogue), THREADS),
         grid=(ceil(fields.plane / THREADS), 1, 1),
-        pointers=(WORKSPACE, 2, bias, residual),
+        pointers=(WORKSPACE, *output_pointers(problem)),
         scalars="f32",
         integers=fields,
     )

@@ -63,7 +63,7 @@ class Variant(NamedTuple):
 
     @property
     def steps(self):
-        """For `ptx_vector.Rows`: each row of x with every row of dy that a tap takes there."""
+        """For `ptx_vector_rows.Rows`: each row of x with every row of dy that a tap takes there."""
         reaches, row = plan.reaches(True, self.rows, self.tile[0]), self.row
         of_dy, of_taps = self.tile[1] * self.width, self.columns.taps * self.width
         return tuple(

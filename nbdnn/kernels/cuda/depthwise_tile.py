@@ -1,7 +1,7 @@
 """The device functions of depthwise kernels: how a thread's tile is summed and stored.
 
 State, all in registers: sums, a tuple with those of a tile's rows, columns and lanes. A source says where its inputs
-are and a target where it goes. Everything that is known beforehand is unrolled by `ptx_vector`. Source: own.
+are and a target where it goes. Everything that is known beforehand is unrolled by `ptx_vector_rows`. Source: own.
 """
 
 from __future__ import annotations
@@ -177,14 +177,14 @@ class Tiles(NamedTuple):
 
 def end_of(v: Variant):
     """How the tile's rows are stored."""
-    from nbdnn.kernels.cuda.ptx_vector import End
+    from nbdnn.kernels.cuda.ptx_vector_rows import End
 
     return End(v.dtype, v.lanes, tuple(range(0, v.tile.columns, 1 if v.out_last else v.lanes)), v.epilogue)
 
 
 def rows_of(v: Variant):
     """The products of a whole tile: each row of the input with the weights of every row of the tile that it reaches."""
-    from nbdnn.kernels.cuda.ptx_vector import Rows
+    from nbdnn.kernels.cuda.ptx_vector_rows import Rows
 
     row, reaches = v.row, v.row_reaches
     sums_of_row, weights_of_row = v.tile.columns * v.width, v.columns.taps * v.width
@@ -237,7 +237,7 @@ def bias_of(v: Variant):
 
 def _filter_row(v: Variant):
     """Device function (sums, w, where, tap_step, f, source, target) -> sums of a row of the filter and of the input."""
-    from nbdnn.kernels.cuda import ptx, ptx_vector
+    from nbdnn.kernels.cuda import ptx, ptx_vector_rows
 
     integer, where_type = ptx.INTEGER[v.bits], ptx.types.uint32 if v.out_last else ptx.INTEGER[v.bits]
     piece = v.piece
@@ -248,7 +248,9 @@ def _filter_row(v: Variant):
         columns = v.columns._replace(taps=taps)
         row = plan.row(plan.reaches(v.forward, columns, v.tile.columns), v.lanes, v.out_last)
         weights = depthwise_weights.weights_of(v, taps)
-        multiply = ptx_vector.multiply_rows(ptx_vector.Rows(v.dtype, v.lanes, row.offsets, ((0, row.products, ()),)))
+        multiply = ptx_vector_rows.multiply_rows(
+            ptx_vector_rows.Rows(v.dtype, v.lanes, row.offsets, ((0, row.products, ()),))
+        )
 
         @ptx.inline
         def add(sums, w, where, f, source, target):
@@ -283,9 +285,9 @@ def _filter_row(v: Variant):
 @cache
 def _moved_source():
     """Device function (source, row, column) -> the source from there on."""
-    from nbdnn.kernels.cuda import ptx, ptx_vector
+    from nbdnn.kernels.cuda import ptx, ptx_vector_rows
 
-    source_type = ptx_vector.Source
+    source_type = ptx_vector_rows.Source
 
     @ptx.inline
     def moved(s, row, column):
@@ -320,9 +322,9 @@ def taps_in_turn(v: Variant):
 
 def rows_in_turn(v: Variant, end=None):
     """The same by rows of the input, with all weights in registers; with an end, also stores the tile."""
-    from nbdnn.kernels.cuda import ptx, ptx_vector
+    from nbdnn.kernels.cuda import ptx, ptx_vector_rows
 
-    multiply, weights = ptx_vector.multiply_rows(rows_of(v), end), depthwise_weights.weights_of(v, v.taps)
+    multiply, weights = ptx_vector_rows.multiply_rows(rows_of(v), end), depthwise_weights.weights_of(v, v.taps)
 
     @ptx.inline
     def plane(sums, w, where, f, source, target):

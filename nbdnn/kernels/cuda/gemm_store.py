@@ -17,9 +17,7 @@ from __future__ import annotations
 from functools import cache
 
 from nbdnn.kernels.cuda.gemm_tile import Tile
-from nbdnn.kernels.cuda.launch import NULL
 from nbdnn.kernels.cuda.quads import QUAD, bias_quad, finish_quad, store_quad
-from nbdnn.problem_conv import ConvProblem
 
 
 @cache
@@ -139,10 +137,3 @@ def planar_store(dtype: str, tokens: tuple[str, ...], tile: Tile, run: int):
             element = integer(element + threads)
 
     return store
-
-
-def epilogue_pointers(problem: ConvProblem) -> tuple[int, int]:
-    """Places of bias and residual among the operands, or of a null pointer."""
-    names = [operand.name for operand in problem.operands]
-    bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
-    return bias, residual

@@ -18,6 +18,7 @@ from nbdnn import driver
 from nbdnn.candidate import Candidate, ConfigT
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Kernel, Source, compile_kernel
+from nbdnn.problem import Problem
 
 # Places of a kernel's pointers beyond the problem's operands; below WORKSPACE those of `in_workspace`.
 WORKSPACE, NULL = -2, -1
@@ -52,6 +53,19 @@ class Launch(NamedTuple):
 def in_workspace(offset_bytes: int) -> int:
     """The place of a pointer to so many bytes behind the workspace's beginning."""
     return WORKSPACE - offset_bytes
+
+
+def output_pointers(problem: Problem) -> tuple[int, int, int]:
+    """Places of a convolution's output, bias and residual; NULL of what it does not have."""
+    names = [operand.name for operand in problem.operands]
+    bias, residual = (names.index(name) if name in names else NULL for name in ("bias", "residual"))
+    return 2, bias, residual
+
+
+def gather_pointers(problem: Problem) -> tuple[int, ...]:
+    """Places of what a forward or bwd_data gathers, of its filter, and of `output_pointers`."""
+    image, w = (1, 0) if problem.op == "conv_bwd_data" else (0, 1)
+    return image, w, *output_pointers(problem)
 
 
 class Program:

@@ -1,4 +1,4 @@
-"""Vectors of neighbouring elements in local arrays, and what blocks of a cluster know of each other.
+"""Vectors of neighbouring elements in local arrays.
 
 A vector of 2 to 16 bytes is moved by one instruction; its elements are of the compute type in a local array, which
 becomes registers where the loops over it have known ends. Shared addresses are 32 bits.
@@ -13,7 +13,6 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
-from nbdnn.kernels.cuda import ptx
 from nbdnn.kernels.cuda.ptx import EFFECT, F16, F32, I32, I64, asm
 from nbdnn.problem import ITEMSIZE
 
@@ -127,40 +126,3 @@ def copy_to_shared(dtype: str, lanes: int):
         return signature(types.none, types.uint32, base, index), codegen
 
     return copy
-
-
-def _of_cluster(step):
-    @intrinsic
-    def effect(typingctx):
-        def codegen(context, builder, sig, args):
-            asm(builder, ir.VoidType(), f"barrier.cluster.{step}.aligned;", "~{memory}", [], EFFECT)
-            return context.get_dummy_value()
-
-        return signature(types.none), codegen
-
-    return effect
-
-
-# All threads of a cluster arrive, then all may wait: what was written to shared memory before is seen after.
-cluster_arrive, cluster_wait = _of_cluster("arrive"), _of_cluster("wait")
-
-
-def _load_of_block(compute):
-    real = ptx.REAL[compute]
-    letter = "f" if compute == "f32" else "d"
-    text = f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, $1, $2; ld.shared::cluster.{compute} $0, [there]; }}"
-
-    @intrinsic
-    def load_element(typingctx, address, rank):
-        """What the block of that rank in the cluster has at a shared address of this one."""
-
-        def codegen(context, builder, sig, args):
-            result = F32 if compute == "f32" else _F64
-            return asm(builder, result, text, f"={letter},r,r,~{{memory}}", list(args), EFFECT)
-
-        return signature(real, types.uint32, types.int32), codegen
-
-    return load_element
-
-
-LOAD_OF_BLOCK = {compute: _load_of_block(compute) for compute in ("f32", "f64")}

@@ -328,35 +328,3 @@ def across(formula: Callable, first: int, end: int):
         return signature(numbers, numbers), codegen
 
     return exchanged
-
-
-# ---- clusters of blocks ----------------------------------------------------------------------------------------------
-
-
-def _whole_cluster(text):
-    @intrinsic
-    def come_together(typingctx):
-        def codegen(context, builder, sig, args):
-            asm(builder, ir.VoidType(), text, "~{memory}", [], EFFECT)
-            return context.get_dummy_value()
-
-        return signature(types.none), codegen
-
-    return come_together
-
-
-# What was written before the arrival is seen after the wait, in all blocks.
-cluster_arrive = _whole_cluster("barrier.cluster.arrive.release.aligned;")
-cluster_wait = _whole_cluster("barrier.cluster.wait.acquire.aligned;")
-
-
-@intrinsic
-def store_to_block(typingctx, where, block, value):
-    """A float32 to a shared address in a block of the cluster, by its number there."""
-
-    def codegen(context, builder, sig, args):
-        text = "{ .reg .b32 there; mapa.shared::cluster.u32 there, $0, $1; st.shared::cluster.f32 [there], $2; }"
-        asm(builder, ir.VoidType(), text, "r,r,f,~{memory}", list(args), EFFECT)
-        return context.get_dummy_value()
-
-    return signature(types.none, types.uint32, types.int32, types.float32), codegen

@@ -6,7 +6,8 @@ from math import ceil
 from typing import NamedTuple
 
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda import rows_forward
+from nbdnn.kernels.cuda import rows_filter, rows_forward, rows_sums
+from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.rows_plan import (
     ENTRY_BYTES,
     GROUP,
@@ -21,7 +22,7 @@ from nbdnn.kernels.cuda.rows_plan import (
     rows,
     tile,
 )
-from nbdnn.kernels.cuda.rows_sums import Sums
+from nbdnn.kernels.cuda.window_candidate import Planned, Totals
 from nbdnn.kernels.cuda.window_plan import Image, image
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -69,16 +70,7 @@ CONFIGS = {"conv_fwd": (_FORWARD_MMA, _FORWARD_FMA), "conv_bwd_filter": (_FILTER
 SMALLEST = (Config(64, 64, 16, 1, 2),)  # what has no room for this is not supported
 
 
-class Forwarded(NamedTuple):
-    variant: Forward
-    integers: Rows
-    grid: tuple[int, int, int]
-    threads: int
-    min_blocks: int
-    shared_bytes: int
-
-
-def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Forwarded:
+def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Planned:
     """The kernel of a conv_fwd."""
     seen = image(problem)
     form = lines(seen, problem, math)
@@ -113,28 +105,17 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> For
         sets=0,
         all_sets=0,
     )
-    grid = block.blocks, chunks, 1
-    integers = rows(seen, form, tiled, block)
-    return Forwarded(
-        variant, integers, grid, rows_forward.THREADS, config.blocks, slabs_at + config.stages * slab_bytes
+    builder = rows_forward.fma_kernel if math == "fma" else rows_forward.mma_kernel
+    return Planned(
+        source=Source(builder, variant, rows_forward.THREADS, config.blocks),
+        integers=rows(seen, form, tiled, block),
+        grid=(block.blocks, chunks, 1),
+        shared_bytes=slabs_at + config.stages * slab_bytes,
+        most_blocks=_warps_at_once(variant.registers) // (rows_forward.THREADS // 32),
     )
 
 
-class Gradients(NamedTuple):
-    variant: Gradient
-    integers: Rows
-    grid: tuple[int, int, int]
-    threads: int
-    min_blocks: int
-    shared_bytes: int
-    sums: Sums
-
-    @property
-    def workspace_bytes(self) -> int:
-        return self.sums.blocks * self.sums.elements * 4
-
-
-def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Gradients:
+def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Planned:
     """The kernels of a bwd_filter."""
     seen = image(problem)
     form = lines(seen, problem, math)
@@ -144,8 +125,8 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> G
     grid_z = ceil(every / _MOST_SETS)
     sets = ceil(every / grid_z)
     variant = Gradient(form, config.stages, filters, sets * 32)
-    room = warps_at_once(variant.registers) // config.blocks
-    splits = max(1, min(room, 2 * _WARPS if config.blocks == 1 else _WARPS) // sets)
+    warps = _warps_at_once(variant.registers)
+    splits = max(1, min(warps // config.blocks, 2 * _WARPS if config.blocks == 1 else _WARPS) // sets)
     variant = variant._replace(threads=sets * splits * 32)
     tiled = tile(seen, form, config.pixels, config.width)
     # Groups are summed several at once: beside the last ones lie zeros.
@@ -167,16 +148,22 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> G
         sets=sets,
         all_sets=sets * grid_z,
     )
-    shared_bytes = max(slabs_at + config.stages * slab_bytes, sets * variant.set_sums * 4)
-    grid = block.blocks, chunks, grid_z
+    builder = rows_filter.fma_kernel if math == "fma" else rows_filter.mma_kernel
     integers = rows(seen, form, tiled, block)
-    totals = _sums(seen, variant, integers, chunks)
-    return Gradients(variant, integers, grid, variant.threads, config.blocks, shared_bytes, totals)
+    of_sums = Source(rows_sums.sum_kernel, (problem.dtype, problem.epilogue), rows_sums.SUM_THREADS)
+    return Planned(
+        source=Source(builder, variant, variant.threads, config.blocks),
+        integers=integers,
+        grid=(block.blocks, chunks, grid_z),
+        shared_bytes=max(slabs_at + config.stages * slab_bytes, sets * variant.set_sums * 4),
+        most_blocks=warps // (variant.threads // 32),
+        totals=Totals(of_sums, _sums(seen, variant, integers, chunks)),
+    )
 
 
-def _sums(seen: Image, variant: Gradient, f: Rows, chunks: int) -> Sums:
+def _sums(seen: Image, variant: Gradient, f: Rows, chunks: int) -> rows_sums.Sums:
     form: Lines = variant.lines
-    return Sums(
+    return rows_sums.Sums(
         blocks=f.blocks,
         elements=chunks * f.all_sets * variant.set_sums,
         filters=variant.filters,
@@ -207,7 +194,7 @@ def _blocks(seen: Image, tiled: Tile, config: Config, others: int, device: Gpu) 
     return min(seen.n * tiled.tiles_h * tiled.tiles_w, max(1, config.blocks * device.sms // others))
 
 
-def warps_at_once(registers: int) -> int:
+def _warps_at_once(registers: int) -> int:
     """Warps of a multiprocessor, for which there are so many registers a thread."""
     return 4 * (_REGISTERS // (32 * registers))
 

@@ -69,14 +69,14 @@ def block_threads(config: Config) -> int:
 @cache
 def _joined(threads: int, blocks: int):
     """Device function (maximum, total of exp(x - maximum)) of each warp -> the same of the row, for all of them."""
-    from nbdnn.kernels.cuda import ptx, ptx_tile, ptx_tuples
+    from nbdnn.kernels.cuda import ptx, ptx_cluster, ptx_tile, ptx_tuples
 
     integer, real, u32 = ptx.INTEGER[32], ptx.REAL["f32"], ptx.WORD
     warps = threads // _WARP
     parts = warps * blocks
     both, rounds = 2 * parts, ceil(parts / _WARP)
     largest, summed = (ptx_tuples.across(formula, 1, _WARP) for formula in (ptx_tuples.larger, ptx_tuples.total))
-    power, to_block, nothing = ptx_tuples.each(ptx_tuples.power, 2), ptx_tuples.store_to_block, -math.inf
+    power, to_block, nothing = ptx_tuples.each(ptx_tuples.power, 2), ptx_cluster.store_to_block, -math.inf
 
     @ptx.inline
     def passed_on(values, part, lane, maximum, total):
@@ -86,13 +86,13 @@ def _joined(threads: int, blocks: int):
                 values[parts + part] = total
             ptx.cuda.syncthreads()
         else:
-            ptx_tuples.cluster_wait()
+            ptx_cluster.wait()
             if lane < blocks:
                 here = ptx_tile.shared_address(values)
                 to_block(u32(here + u32(4 * part)), lane, maximum)
                 to_block(u32(here + u32(4 * (parts + part))), lane, total)
-            ptx_tuples.cluster_arrive()
-            ptx_tuples.cluster_wait()
+            ptx_cluster.arrive()
+            ptx_cluster.wait()
 
     @ptx.inline
     def joined(rank, maximum, total):
@@ -151,7 +151,7 @@ def _placed(v: Variant):
 
 
 def _forward_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_tuples, ptx_vector
+    from nbdnn.kernels.cuda import ptx, ptx_cluster, ptx_tuples, ptx_vector
 
     v = Variant(*specialised_on)
     threads, blocks = v.config
@@ -171,7 +171,7 @@ def _forward_kernel(*specialised_on):
 
     def softmax_rows(x, y, f):
         if blocks > 1:
-            ptx_tuples.cluster_arrive()
+            ptx_cluster.arrive()
         g = grid()
         parts = load(placed(x, g, f))
 
@@ -207,7 +207,7 @@ def _forward_kernel(*specialised_on):
 
 
 def _backward_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_tuples, ptx_vector
+    from nbdnn.kernels.cuda import ptx, ptx_cluster, ptx_tuples, ptx_vector
 
     v = Variant(*specialised_on)
     threads, blocks = v.config
@@ -223,7 +223,7 @@ def _backward_kernel(*specialised_on):
 
     def softmax_rows_gradient(dy, y, dx, f):
         if blocks > 1:
-            ptx_tuples.cluster_arrive()
+            ptx_cluster.arrive()
         g = grid()
         gradients, outputs = load(placed(dy, g, f)), load(placed(y, g, f))
         sums = summed(dot(gradients, outputs, zeros()))

@@ -19,9 +19,8 @@ from typing import NamedTuple
 from nbdnn.candidate import Candidate, Runner, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.gemm_store import epilogue_pointers
 from nbdnn.kernels.cuda.geometry import index_bits
-from nbdnn.kernels.cuda.launch import Launch, Program
+from nbdnn.kernels.cuda.launch import Launch, Program, output_pointers
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.quads import QUAD
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -119,7 +118,7 @@ def finish_launch(problem: ConvProblem) -> Launch:
     return Launch(
         source=Source(_finish_kernel, variant, _THREADS),
         grid=(ceil(out.size_elems / (_THREADS * (2 * QUAD if quads else 1))), 1, 1),
-        pointers=(2, *epilogue_pointers(problem)),
+        pointers=output_pointers(problem),
         scalars="",
         integers=fields,
         integer_bits=variant.bits,

@@ -1,0 +1,161 @@
+"""What the methods by windows of an image share: which of their configs find room, what they cost, how they start."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from math import inf
+from typing import NamedTuple, Protocol, TypeVar
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.geometry import index_bits
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate, gather_pointers
+from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
+from nbdnn.kernels.cuda.window_sums import SUM_ELEMENTS
+from nbdnn.problem_conv import ConvProblem
+
+_LAUNCH_US = 3.0
+
+
+class Totals(NamedTuple):
+    """The kernel that adds what the blocks of a bwd_filter leave in the workspace.
+
+    integers: begin with the blocks that share the tiles, and the elements that each leaves.
+    """
+
+    source: Source
+    integers: tuple[int, ...]
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.integers[0] * self.integers[1] * 4
+
+
+class Planned(NamedTuple):
+    """The kernel of a problem and config. most_blocks: of a multiprocessor at once, for which there are registers."""
+
+    source: Source
+    integers: tuple[int, ...]
+    grid: tuple[int, int, int]
+    shared_bytes: int
+    most_blocks: int
+    totals: Totals | None = None
+
+
+class Shares(NamedTuple):
+    """Priors for the guess: parts of the units' rates, and of a copy's."""
+
+    fma: float
+    tensor: float
+    copy: float
+
+
+class _Blocks(Hashable, Protocol):
+    @property
+    def blocks(self) -> int:
+        """Of a multiprocessor at once."""
+
+
+ConfigT = TypeVar("ConfigT", bound=_Blocks)
+
+
+class ByWindows(LaunchedCandidate[ConfigT]):
+    """A convolution by windows. math: 'fma', or 'tf32'; 16-bit data take matrix units in any case.
+
+    smallest: configs for where no other finds room; what has no room for the last of them is not supported.
+    """
+
+    shares: Shares
+    smallest: tuple[ConfigT, ...]
+    most_shared_bytes: float = inf  # of a block
+
+    def __init__(self, op: str, math: str = "fma") -> None:
+        self.op, self.math = op, math
+        if math == "tf32":
+            self.algorithm = f"{self.algorithm}_tf32"
+
+    @abstractmethod
+    def plan(self, problem: ConvProblem, config: ConfigT, device: Gpu) -> Planned:
+        """What a config means."""
+
+    @abstractmethod
+    def choices(self, problem: ConvProblem) -> tuple[ConfigT, ...]:
+        """Every config worth measuring where it finds room, the default first."""
+
+    def units_math(self, problem: ConvProblem) -> str:
+        return "mma" if problem.dtype in ("f16", "bf16") else self.math
+
+    def refused(self, problem: ConvProblem) -> str:
+        """Why no tile can be right, or ''."""
+        if problem.ndim != 2:
+            return f"the image has {problem.ndim} spatial axes, this kernel takes 2"
+        if problem.dtype == "f64" or (self.math == "tf32" and problem.dtype != "f32"):
+            return f"the data are {problem.dtype}"
+        return ""
+
+    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
+        if reason := self.refused(problem):
+            return Support(False, reason)
+        smallest = self.smallest[-1]
+        return self._fits(problem, self.plan(problem, smallest, device), smallest, device)
+
+    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[ConfigT, ...]:
+        """Those that fit, and are not another by a different name; else the first of the smallest."""
+        different: dict[Planned, ConfigT] = {}
+        for config in self.choices(problem):
+            planned = self.plan(problem, config, device)
+            if config.blocks <= planned.most_blocks and self._fits(problem, planned, config, device).ok:
+                different.setdefault(planned, config)
+        if different:
+            return tuple(different.values())
+        planned_smallest = ((config, self.plan(problem, config, device)) for config in self.smallest)
+        return (next(config for config, of in planned_smallest if self._fits(problem, of, config, device).ok),)
+
+    def workspace_bytes(self, problem: ConvProblem, config: ConfigT, device: Gpu) -> int:
+        totals = self.plan(problem, config, device).totals
+        return totals.workspace_bytes if totals else 0
+
+    def flops(self, problem: ConvProblem) -> float:
+        """Those that the units do."""
+        return problem.flops
+
+    def estimate(self, problem: ConvProblem, config: ConfigT, device: Gpu) -> float:
+        math = self.units_math(problem)
+        if math == "fma":
+            flops_per_s = self.shares.fma * fma_flops_per_s(device, "f32")
+        else:
+            flops_per_s = self.shares.tensor * tensor_flops_per_s(device, problem.dtype, math == "tf32")
+        moved_us = problem.min_bytes / (self.shares.copy * copy_bytes_per_s(device)) * 1e6
+        launches = 2 if self.op == "conv_bwd_filter" else 1
+        return launches * _LAUNCH_US + max(self.flops(problem) / flops_per_s * 1e6, moved_us)
+
+    def launches(self, problem: ConvProblem, config: ConfigT, device: Gpu) -> list[Launch]:
+        planned = self.plan(problem, config, device)
+        product = Launch(
+            source=planned.source,
+            grid=planned.grid,
+            pointers=(0, 1, WORKSPACE) if planned.totals else gather_pointers(problem),
+            scalars="" if planned.totals else "f32",
+            integers=planned.integers,
+            dynamic_shared_bytes=planned.shared_bytes,
+        )
+        if planned.totals is None:
+            return [product]
+        source, integers = planned.totals
+        grid = integers[1] // SUM_ELEMENTS, 1, 1
+        return [product, Launch(source, grid, pointers=(WORKSPACE, 2), scalars="f32", integers=integers)]
+
+    def _fits(self, problem: ConvProblem, planned: Planned, config: ConfigT, device: Gpu) -> Support:
+        """Whether a config's blocks find room, and int32 holds every index."""
+        needed = planned.shared_bytes
+        if needed > self.most_shared_bytes:
+            return Support(False, f"a tile takes {needed} bytes of shared memory, a block has {self.most_shared_bytes}")
+        if (room := blocks_at_once(needed, device)) < config.blocks:
+            return Support(False, f"{config.blocks} blocks of {needed} bytes, a multiprocessor has room for {room}")
+        if max(planned.grid[1:]) > 65535:
+            return Support(False, f"a grid of {planned.grid} blocks, of which 65535 are possible on two axes")
+        if (bits := index_bits(problem, planned.integers)) > 32:
+            return Support(False, f"indices take {bits} bits, this kernel has 32")
+        return YES
