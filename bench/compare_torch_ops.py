@@ -23,12 +23,13 @@ from nbdnn.workloads import Layer
 
 FAMILIES = {"softmax": "softmax", "batch normalisation": "bn", "pooling": "pool", "dropout": "dropout"}
 # Of the largest difference between the two sides' results: a bfloat16 is rounded twice.
-_TOLERANCES = {"f32": 1e-4, "bf16": 2e-2}
+_TOLERANCES = {"f32": 1e-3, "bf16": 2e-2}
 
 
 def tensors(problem: Problem) -> list[torch.Tensor]:
     """Random inputs of the problem, in operand order."""
-    given = zip(Operands(problem, 1).arrays(), problem.operands, strict=True)
+    operands = Operands(problem, 1)  # which the arrays are views of
+    given = zip(operands.arrays(), problem.operands, strict=True)
     inputs = [(torch.from_numpy(array).clone(), operand.dtype) for array, operand in given if operand.role == "in"]
     return [tensor.view(torch.bfloat16) if dtype == "bf16" else tensor for tensor, dtype in inputs]
 
@@ -44,7 +45,7 @@ def against_peers(family: ModuleType, layers: Sequence[Layer], comparison: Compa
                 results = [call() for call in calls]
                 mine, other = (result if isinstance(result, torch.Tensor) else result[0] for result in results)
                 tolerance = _TOLERANCES[problem.dtype]
-                torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(mine, other.reshape(mine.shape), rtol=tolerance, atol=tolerance)
             (mine_us, other_us), busy = interleaved(calls, comparison.rounds)
         comparison.add(section, layer, mine_us, other_us, candidate, busy)
 

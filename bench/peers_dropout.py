@@ -12,7 +12,7 @@ import nbdnn
 from nbdnn.problem_dropout import DropoutProblem
 
 _ELEMENTS = (1 << 16, 1 << 20, 1 << 25, 1 << 27)
-_CPU_ELEMENTS = (1 << 14, 1 << 18, 1 << 20, 1 << 23)
+_CPU_ELEMENTS = (1 << 16, 1 << 18, 1 << 20, 1 << 23)
 _OPS = ("dropout_fwd", "dropout_bwd")
 
 
