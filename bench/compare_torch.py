@@ -186,6 +186,11 @@ class Comparison:
         self.rows.append(Row(section, layer.name, str(layer.problem), layer.count, mine, other, candidate, busy))
 
 
+def convolutions(name: str, batch: int = 1, *, train: bool = False) -> list[Layer]:
+    """Those of a network's different problems."""
+    return [layer for layer in workload(name, batch, train=train) if isinstance(layer.problem, ConvProblem)]
+
+
 def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
     """Every section by name. `quick` keeps every third layer."""
 
@@ -193,14 +198,14 @@ def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
         return layers[::3] if quick else layers
 
     def forward(name: str, batch: int):
-        return lambda comparison, section: comparison.against_torch(section, some(workload(name, batch)))
+        return lambda comparison, section: comparison.against_torch(section, some(convolutions(name, batch)))
 
     def backward(name: str, wanted: Callable[[ConvProblem], bool]):
-        gradients = [n for n in workload(name, 8, train=True) if n.problem.op != "conv_fwd" and wanted(n.problem)]
+        gradients = [n for n in convolutions(name, 8, train=True) if n.problem.op != "conv_fwd" and wanted(n.problem)]
         return lambda comparison, section: comparison.against_torch(section, some(gradients))
 
     def sixteen_bit(dtype: torch.dtype):
-        return lambda comparison, section: comparison.against_float32(section, dtype, some(workload("resnet50", 1)))
+        return lambda comparison, section: comparison.against_float32(section, dtype, some(convolutions("resnet50", 1)))
 
     return {
         "resnet50 forward, batch 1": forward("resnet50", 1),
@@ -213,7 +218,7 @@ def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
         "resnet50 bfloat16 against float32, batch 1": sixteen_bit(torch.bfloat16),
         "resnet50 float16 against float32, batch 1": sixteen_bit(torch.float16),
         "guess against best, resnet50 and mobilenet_v2": lambda comparison, section: comparison.guess(
-            section, some([*workload("resnet50"), *workload("mobilenet_v2")])
+            section, some([*convolutions("resnet50"), *convolutions("mobilenet_v2")])
         ),
     }
 
