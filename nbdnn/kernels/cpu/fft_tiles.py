@@ -175,7 +175,7 @@ def product_task(dtype: str, vl: int):
     """All rows of one frequency times one panel: index = frequency * panels + panel. dtype: the compute type."""
     i64, args_at, params_at, row_slots = pointer("i64"), struct(ARGS), struct(PRODUCT), stack(MR * 8)
     row_bytes = PANEL_VECTORS * vl * ITEMSIZE[dtype]
-    begin, add = (micro_kernel(dtype, MR, PANEL_VECTORS, vl, None, row_bytes, more) for more in (False, True))
+    begin, add = (micro_kernel(dtype, MR, PANEL_VECTORS, vl, None, row_bytes, more, dtype) for more in (False, True))
 
     def multiply(args, ctx, index, worker):
         a, f, slots = args_at(args), params_at(ctx), row_slots()

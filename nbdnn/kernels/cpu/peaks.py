@@ -66,7 +66,7 @@ def _best(program: Program, pointers: tuple[int, ...]) -> float:
 @cache
 def _burn_task(compute: str, vl: int):
     """One register tile, multiplied by the same two vectors over and over."""
-    micro = micro_kernel(compute, _MR, _NV, vl, 0, 0, False)
+    micro = micro_kernel(compute, _MR, _NV, vl, 0, 0, False, compute)
     pitch = _NV * vl * ITEMSIZE[compute]
     i64, rows_of, tile_of = pointer("i64"), stack(8 * _MR), stack(_MR * pitch)
 
