@@ -169,7 +169,13 @@ def test_bench_shows_every_candidate_and_explain_what_is_chosen(db: str) -> None
     chosen = next(row for row in rows if row["chosen"])
     assert [row["candidate"] for row in explained if row["chosen"]] == [chosen["candidate"]]
     assert chosen["candidate"] in nbdnn("explain", PROBLEM, "--db", db).stdout
-    assert f"{PROBLEM}: floor" in nbdnn("bench", PROBLEM, "--db", db).stdout
+    whole = nbdnn("bench", PROBLEM, "--db", db).stdout
+    assert f"{PROBLEM}: floor" in whole
+    assert "budget" not in whole
+
+
+def test_bench_says_what_the_budget_left_out(db: str) -> None:
+    assert "The budget ended before every candidate" in nbdnn("bench", PROBLEM, "--db", db, "--budget", "0").stdout
 
 
 def test_info_names_what_a_report_needs(db: str) -> None:
