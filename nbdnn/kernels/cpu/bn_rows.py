@@ -1,6 +1,6 @@
 """Batch normalisation on the CPU where neighbours are of different channels: NHWC, and every per-activation mode.
 
-    a line:  a row of channels; of few channels several rows, which lie one after the other, up to 64 elements
+    a line:  a row of channels; of few channels several rows, which lie one after the other, up to 256 elements
     sums     a task a part of the lines x a block of columns, a sum a lane
     finish   a task some channels: merges the parts, and the lanes that are of one channel
     scale    as the first
@@ -29,7 +29,7 @@ from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem
 
-_LEAST_WIDTH, _BLOCK = 64, 2048  # columns of a line, and of a task
+_LEAST_WIDTH, _BLOCK = 256, 2048  # columns of a line, and of a task
 _LINES_AT_ONCE = 4
 _MOST_LINES = 2048  # of a part: sums in float32 lose no more digits than that
 _FINISHED_CHANNELS = 256  # of a task
