@@ -7,9 +7,9 @@ also torch.compile(max-autotune-no-cudagraphs), on operands of the same layout; 
 beside it stands the best of its own kernels alone. Both are captured into graphs and replayed in turn, each call on the
 next of several copies of the operands. The floor is a copy of as many bytes.
 
-A family of ops has a module ``peers_<family>.py`` with ``rows()``, the texts of its problems, and ``peer(problem)``,
-PyTorch's function of the problem's inputs. The JSON file keeps every row with the versions it was measured with: a row
-that is there is not measured again, unless --again says so.
+A family of ops has a module ``peers_<family>.py`` with ``rows()``, the texts of its problems, and ``peer(problem,
+device)``, PyTorch's function of the problem's inputs. The JSON file keeps every row with the versions it was measured
+with: a row that is there is not measured again, unless --again says so.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def main() -> None:
                     continue
                 if args.again or text not in known:
                     problem = parse(text)
-                    known[text] = measure(problem, module.peer(problem), device, how)
+                    known[text] = measure(problem, module.peer(problem, "cuda"), device, how)
                     torch.cuda.empty_cache()
                     if args.json:
                         args.json.write_text(json.dumps([asdict(result) for result in known.values()], indent=1) + "\n")

@@ -32,6 +32,7 @@ from nbdnn.device import cpu_device
 from nbdnn.dispatch import dispatcher
 from nbdnn.dispatch.timing import settle
 from nbdnn.dispatch.tuner import tune
+from nbdnn.problem import Problem
 from nbdnn.problem_conv import ConvProblem
 from nbdnn.workloads import Layer, workload
 
@@ -140,49 +141,54 @@ class Comparison:
     rows: list[Row]
 
     def against_torch(self, section: str, layers: Sequence[Layer]) -> None:
-        for layer in self._each(section, layers):
+        for layer in self.each(section, layers):
             forms = [layer.problem, replace(layer.problem, layout="nhwc", w_layout="", y_layout="")]
-            candidates = [self._tune(form) for form in forms]
+            candidates = [self.tune(form) for form in forms]
             arrays = [torch.from_numpy(array) for array in arrays_of(layer.problem)]
             with torch.inference_mode():
                 calls = [*(ours(form, arrays) for form in forms), *theirs(layer.problem, arrays)]
                 self._check(layer.problem, *(call() for call in calls[1:3]))
                 times, busy = interleaved(calls, self.rounds)
             mine, best, form = min(zip(times, candidates, forms, strict=False))
-            self._add(section, layer, mine, min(times[2:]), f"{best}, {form.layout}", busy)
+            self.add(section, layer, mine, min(times[2:]), f"{best}, {form.layout}", busy)
 
     def against_float32(self, section: str, dtype: torch.dtype, layers: Sequence[Layer]) -> None:
         """nbdnn's 16-bit forward beside its own float32: a ratio above 1 is what 16 bits win."""
         short = {torch.float16: "f16", torch.bfloat16: "bf16"}[dtype]
-        for layer in self._each(section, layers):
+        for layer in self.each(section, layers):
             narrow = replace(layer.problem, dtype=short, compute="")
-            candidate, _ = self._tune(narrow), self._tune(layer.problem)
+            candidate, _ = self.tune(narrow), self.tune(layer.problem)
             wide = [torch.from_numpy(array) for array in arrays_of(layer.problem)]
             calls = [ours(narrow, [array.to(dtype) for array in wide]), ours(layer.problem, wide)]
             (mine, other), busy = interleaved(calls, self.rounds)
-            self._add(section, replace(layer, problem=narrow), mine, other, candidate, busy)
+            self.add(section, replace(layer, problem=narrow), mine, other, candidate, busy)
 
     def guess(self, section: str, layers: Sequence[Layer]) -> None:
         """The guess of an empty database beside the best measured: the ratio is what not tuning costs."""
-        for layer in self._each(section, layers):
+        for layer in self.each(section, layers):
             result = tune(layer.problem, cpu_device(), dispatcher.database(), budget_s=self.budget_s)
             best, default = result.rows[result.best.key], result.rows[result.guess.key]
             busy = "noisy" in (best.status, default.status)
-            self._add(section, layer, best.median_us, default.median_us, f"{result.guess} for {result.best}", busy)
+            self.add(section, layer, best.median_us, default.median_us, f"{result.guess} for {result.best}", busy)
 
-    def _each(self, section: str, layers: Sequence[Layer]) -> Iterator[Layer]:
+    def each(self, section: str, layers: Sequence[Layer]) -> Iterator[Layer]:
         with progress_bar() as bar:
             yield from bar.track(layers, description=section)
 
-    def _tune(self, problem: ConvProblem) -> str:
+    def tune(self, problem: Problem) -> str:
         return str(tune(problem, cpu_device(), dispatcher.database(), budget_s=self.budget_s).best)
 
     def _check(self, problem: ConvProblem, mine: torch.Tensor, other: torch.Tensor | tuple) -> None:
         other = other if isinstance(other, torch.Tensor) else next(each for each in other if each is not None)
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3 * problem.reduction_length**0.5)
 
-    def _add(self, section: str, layer: Layer, mine: float, other: float, candidate: str, busy: bool) -> None:
+    def add(self, section: str, layer: Layer, mine: float, other: float, candidate: str, busy: bool) -> None:
         self.rows.append(Row(section, layer.name, str(layer.problem), layer.count, mine, other, candidate, busy))
+
+
+def convolutions(name: str, batch: int = 1, *, train: bool = False) -> list[Layer]:
+    """Those of a network's different problems."""
+    return [layer for layer in workload(name, batch, train=train) if isinstance(layer.problem, ConvProblem)]
 
 
 def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
@@ -192,14 +198,14 @@ def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
         return layers[::3] if quick else layers
 
     def forward(name: str, batch: int):
-        return lambda comparison, section: comparison.against_torch(section, some(workload(name, batch)))
+        return lambda comparison, section: comparison.against_torch(section, some(convolutions(name, batch)))
 
     def backward(name: str, wanted: Callable[[ConvProblem], bool]):
-        gradients = [n for n in workload(name, 8, train=True) if n.problem.op != "conv_fwd" and wanted(n.problem)]
+        gradients = [n for n in convolutions(name, 8, train=True) if n.problem.op != "conv_fwd" and wanted(n.problem)]
         return lambda comparison, section: comparison.against_torch(section, some(gradients))
 
     def sixteen_bit(dtype: torch.dtype):
-        return lambda comparison, section: comparison.against_float32(section, dtype, some(workload("resnet50", 1)))
+        return lambda comparison, section: comparison.against_float32(section, dtype, some(convolutions("resnet50", 1)))
 
     return {
         "resnet50 forward, batch 1": forward("resnet50", 1),
@@ -212,7 +218,7 @@ def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
         "resnet50 bfloat16 against float32, batch 1": sixteen_bit(torch.bfloat16),
         "resnet50 float16 against float32, batch 1": sixteen_bit(torch.float16),
         "guess against best, resnet50 and mobilenet_v2": lambda comparison, section: comparison.guess(
-            section, some([*workload("resnet50"), *workload("mobilenet_v2")])
+            section, some([*convolutions("resnet50"), *convolutions("mobilenet_v2")])
         ),
     }
 
@@ -254,9 +260,11 @@ def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 def summary(by_section: dict[str, list[Row]]) -> list[tuple[str, ...]]:
     """One line a section: of the rows that are certain, their number, geometric mean, lowest, and those under 0.8."""
-    forward = [row for name, rows in by_section.items() if " forward" in name for row in rows]
+    everything = dict(by_section)
+    for kind in ("forward", "backward"):
+        everything[f"all {kind}s"] = [row for name, rows in by_section.items() if f" {kind}" in name for row in rows]
     lines = []
-    for name, rows in {**by_section, "all forwards": forward}.items():
+    for name, rows in everything.items():
         if ratios := [row.ratio for row in rows if not row.busy]:
             under = sum(ratio < 0.8 for ratio in ratios)
             lines.append((name, str(len(ratios)), f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f}", str(under)))
@@ -273,8 +281,9 @@ def markdown(by_section: dict[str, list[Row]], environment: dict[str, str]) -> s
     return "\n".join(parts)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(description: str | None, sections: Callable[[bool], dict[str, Callable[[Comparison, str], None]]]) -> None:
+    """The command: compare in every section that is asked for. sections: by name, of whether it shall be quick."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", action="append", metavar="TEXT", help="only sections with this in their name")
     parser.add_argument("--quick", action="store_true", help="every third layer, fewer rounds")
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of tuning a problem (default 20)")
@@ -307,4 +316,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, sections)

@@ -1,11 +1,13 @@
-"""Rows of batch normalisation for the bench of GPUs, and PyTorch's function for each."""
+"""Batch normalisation beside PyTorch: the rows of `compare_gpu_ops.py` and `compare_torch_ops.py`, and both calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
+import nbdnn
 from nbdnn.problem_bn import BN_OPS, BnProblem
 
 # What follows op and dtype; parameters of 16-bit data are float32, as PyTorch's are.
@@ -18,15 +20,46 @@ _SHAPES = (
     "n4c64d16h56w56:spatial:ndhwc",
     "n4096c4096h1w1:per-activation:nchw",
 )
+_CPU_SHAPES = (
+    "n8c64h56w56:spatial:nchw",
+    "n8c64h56w56:spatial:nhwc",
+    "n8c256h56w56:spatial:nchw",
+    "n8c256h56w56:spatial:nhwc",
+    "n8c512h7w7:spatial:nchw",
+    "n8c512h7w7:spatial:nhwc",
+    "n2c32d16h56w56:spatial:ncdhw",
+    "n2c32d16h56w56:spatial:ndhwc",
+    "n256c2048h1w1:per-activation:nchw",
+)
 _PARAMS = {"f32": "", "f16": ":pf32", "bf16": ":pf32"}
 
 
 def rows() -> list[str]:
-    """Problem texts."""
-    return [f"{op}:{dtype}:{shape}{end}" for op in BN_OPS for shape in _SHAPES for dtype, end in _PARAMS.items()]
+    """The texts of the problems on a GPU."""
+    return _texts(BN_OPS, _SHAPES, _PARAMS)
 
 
-def peer(problem: BnProblem) -> Callable[..., object]:
+def cpu_rows() -> list[str]:
+    """Without the gradient of inference, whose peer leaves out two of its five results."""
+    return [*_texts(BN_OPS[:3], _CPU_SHAPES, ("f32",)), *_texts(BN_OPS[:3], _CPU_SHAPES[:2], ("bf16",))]
+
+
+def _texts(ops: Sequence[str], shapes: Sequence[str], dtypes: Iterable[str]) -> list[str]:
+    return [f"{op}:{dtype}:{shape}{_PARAMS[dtype]}" for op in ops for shape in shapes for dtype in dtypes]
+
+
+def ours(problem: BnProblem) -> Callable[..., object]:
+    """nbdnn's function of the same inputs as the peer's."""
+    function = {
+        "bn_train": nbdnn.dnn_batch_normalization_train,
+        "bn_infer": nbdnn.dnn_batch_normalization_test,
+        "bn_bwd": nbdnn.dnn_batch_normalization_grad,
+        "bn_infer_bwd": nbdnn.dnn_batch_normalization_test_grad,
+    }[problem.op]
+    return partial(function, mode=problem.mode, epsilon=problem.scalars[0])
+
+
+def peer(problem: BnProblem, device: str) -> Callable[..., object]:
     """PyTorch's function of the problem's inputs, in the order of its operands; the gradient of inference by autograd's
     function with given statistics, which has no gradients of these."""
     epsilon, factor = problem.scalars

@@ -41,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
         everything += rows
         if not args.json:
             _print(layer, rows, device)
+            if not result.complete:
+                print("The budget ended before every candidate was measured: the same command goes on with the others.")
     if args.json:
         print(json.dumps(everything, indent=2))
     return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nbdnn import config, driver
 from nbdnn.device import Device, cpu_device, gpu
 from nbdnn.errors import CudaError, InvalidProblem
-from nbdnn.problem import ITEMSIZE, OPS, parse
+from nbdnn.problem import FAMILIES, ITEMSIZE, OPS, parse
 from nbdnn.workloads import WORKLOADS, Layer, merged, workload
 
 if TYPE_CHECKING:
@@ -33,7 +33,10 @@ def add_targets(parser: argparse.ArgumentParser) -> None:
     )
     of_workloads.add_argument("--train", action="store_true", help="the gradients as well")
     parser.add_argument(
-        "--only", metavar="TEXT", help="only problems with this in their text or layer name; * and ? as in file names"
+        "--only",
+        metavar="TEXT,...",
+        help=f"only problems of a family ({', '.join(FAMILIES)}) or op, or with this in their text or layer name; "
+        "* and ? as in file names",
     )
 
 
@@ -84,12 +87,21 @@ def layers(args: argparse.Namespace) -> list[Layer]:
     """The problems that the arguments name, equal ones once."""
     found = merged([layer for target in args.target for layer in _resolve(target, args)])
     if args.only:
-        pattern = args.only if set("*?[") & set(args.only) else f"*{args.only}*"
-        chosen = [n for n in found if fnmatchcase(str(n.problem), pattern) or fnmatchcase(n.name, pattern)]
+        chosen = [
+            layer for layer in found if any(_matches(layer, wanted) for wanted in filter(None, args.only.split(",")))
+        ]
         if not chosen:
             raise InvalidProblem(f"none of {len(found)} problems matches --only {args.only!r}")
         return chosen
     return found
+
+
+def _matches(layer: Layer, wanted: str) -> bool:
+    """Whether a layer is of a family or op, or else has a text, or matches a pattern."""
+    if wanted in (*FAMILIES, *OPS):
+        return layer.problem.op in FAMILIES.get(wanted, (wanted,))
+    pattern = wanted if set("*?[") & set(wanted) else f"*{wanted}*"
+    return fnmatchcase(str(layer.problem), pattern) or fnmatchcase(layer.name, pattern)
 
 
 def _resolve(target: str, args: argparse.Namespace) -> list[Layer]:

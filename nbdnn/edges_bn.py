@@ -40,5 +40,7 @@ def edges(op: str) -> list[BnProblem]:
             if op == "bn_train":
                 problems += [replace(problem, running=True) for problem in (plain, *narrow[2:])]
     if op == "bn_train":
+        # Sums of 2048 lines, as many as the CPU's have.
+        problems.append(BnProblem(op, "bf16", 1, 256, (128, 128), "spatial", "nhwc", "f32"))
         problems += [BnProblem(op, "f32", 1, 6, (1, 1), mode) for mode in MODES]  # variance 0
     return list(dict.fromkeys(problems))

@@ -43,7 +43,7 @@ def db(tmp_path: Path) -> str:
         (["autotune", "resnet50", "--batch", "0"], "argument --batch: '0' is not a whole number"),
         (["autotune", "resnet50", "--budget", "-1"], "argument --budget: '-1' is not a number of seconds"),
         (["autotune", "resnet50", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
-        (["autotune", "resnet50", "--only", "17x17"], "none of 23 problems matches --only '17x17'"),
+        (["autotune", "resnet50", "--only", "17x17"], "none of 38 problems matches --only '17x17'"),
         (["explain", "conv_fwd:f32:n1"], "'n1' in 'conv_fwd:f32:n1': expected dims"),
         (["explain", PROBLEM.replace("f32", "f31")], "error: dtype 'f31' is not one of f16"),
         (["explain", PROBLEM.replace("n1", "n0")], r"no work for anybody: x has shape \(0, 8, 10, 12\)"),
@@ -121,6 +121,25 @@ def test_autotune_measures_once_and_says_so(db: str, tmp_path: Path) -> None:
     assert "Nothing was measured" in nbdnn("autotune", str(problems), "--db", db).stdout
 
 
+@pytest.mark.parametrize(
+    ("only", "ops", "count"),
+    [
+        ("conv", {"conv_fwd"}, 23),  # a family, though layers of others have such names
+        ("pool,softmax", {"pool_fwd", "softmax_fwd"}, 3),
+        ("bn_infer,maxpool", {"bn_infer", "pool_fwd"}, 13),  # an op, and the name of a layer
+        ("layer1.0.bn", {"bn_infer"}, 2),  # names, where no other layer posed the problem before
+        ("*r3s3*:u2x2*", {"conv_fwd", "pool_fwd"}, 4),
+    ],
+)
+def test_only_chooses_by_family_op_and_text(
+    only: str, ops: set[str], count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "resnet50", "--only", only, "--json"]) == 0
+    chosen = {row["problem"] for row in json.loads(capsys.readouterr().out)}
+    assert {problem.partition(":")[0] for problem in chosen} == ops
+    assert len(chosen) == count
+
+
 @pytest.mark.parametrize("fault", ["off", "read-only", "not a file"])
 def test_autotune_does_not_say_kept_where_nothing_is(
     db: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
@@ -153,7 +172,13 @@ def test_bench_shows_every_candidate_and_explain_what_is_chosen(db: str) -> None
     chosen = next(row for row in rows if row["chosen"])
     assert [row["candidate"] for row in explained if row["chosen"]] == [chosen["candidate"]]
     assert chosen["candidate"] in nbdnn("explain", PROBLEM, "--db", db).stdout
-    assert f"{PROBLEM}: floor" in nbdnn("bench", PROBLEM, "--db", db).stdout
+    whole = nbdnn("bench", PROBLEM, "--db", db).stdout
+    assert f"{PROBLEM}: floor" in whole
+    assert "budget" not in whole
+
+
+def test_bench_says_what_the_budget_left_out(db: str) -> None:
+    assert "The budget ended before every candidate" in nbdnn("bench", PROBLEM, "--db", db, "--budget", "0").stdout
 
 
 def test_info_names_what_a_report_needs(db: str) -> None:

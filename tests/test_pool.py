@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cells import check
 from edge_cases import edges
 from gpus import DEVICE
 from libraries import library
 
 from nbdnn import InvalidProblem, InvalidType, dnn_pool, dnn_pool_grad, empty_cache, events, ops
 from nbdnn.array import view
+from nbdnn.candidate import NoConfig
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
+from nbdnn.kernels.cpu import pool_max_channels, pool_max_planes
 from nbdnn.problem import FAMILIES, parse
 from nbdnn.problem_pool import MODES
 
@@ -294,6 +298,18 @@ def test_supports_what_it_must(id: str, device: Cpu) -> None:
             problem = parse(":".join(filter(None, (candidate.op, dtype, _SHAPES[name], mode, layout, end))))
             support = candidate.supports(problem, on)
             assert support.ok, f"{problem}: {support.reason}"
+
+
+@pytest.mark.parametrize("narrow", [("avx512", 64), ("avx2", 32), ("neon", 16)], ids=lambda narrow: narrow[0])
+def test_gradients_in_blocks_of_one_row(narrow: tuple[str, int], device: Cpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows reach into several blocks, and the last blocks have rows that no window reaches; whole images fit one."""
+    isa, vector_bytes = narrow
+    narrower = replace(device, isa=isa, vector_bytes=min(vector_bytes, device.vector_bytes))
+    for module in (pool_max_channels, pool_max_planes):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 1)
+    for problem in edges("pool_bwd", "cpu"):
+        if problem.dtype == "f32" and problem.is_max:
+            check(registry.candidate("pool_bwd/cpu/rows"), problem, NoConfig(), narrower)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
 import pytest
 from edge_cases import edges
 
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import Operand, dense_strides, parse
+from nbdnn.problem import Operand, Problem, dense_strides, parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem
-from nbdnn.workloads import WORKLOADS, workload
+from nbdnn.workloads import WORKLOADS, network, workload
 
 EXAMPLE = "conv_fwd:f32:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
 WITH_EVERYTHING = (
@@ -132,6 +134,11 @@ def test_frozen_and_hashable() -> None:
     assert len({problem, parse(EXAMPLE)}) == 1
 
 
+def problems_of(name: str, *options: Any, **more: Any) -> Counter[Problem]:
+    """How often a network poses each problem."""
+    return Counter({layer.problem: layer.count for layer in workload(name, *options, **more)})
+
+
 @pytest.mark.parametrize(
     ("name", "convolutions", "different", "multiplications"),
     [
@@ -144,16 +151,65 @@ def test_frozen_and_hashable() -> None:
 def test_workloads_are_the_published_networks(
     name: str, convolutions: int, different: int, multiplications: float
 ) -> None:
-    layers = workload(name)
-    assert (sum(layer.count for layer in layers), len(layers)) == (convolutions, different)
-    assert sum(layer.count * layer.problem.flops / 2 for layer in layers) == pytest.approx(multiplications, rel=1e-3)
-    gradients = sum(layer.count for layer in workload(name, train=True)) - convolutions
-    assert gradients == 2 * convolutions - 1
+    forward = {p: count for p, count in problems_of(name).items() if isinstance(p, ConvProblem)}
+    assert (sum(forward.values()), len(forward)) == (convolutions, different)
+    assert sum(count * p.flops / 2 for p, count in forward.items()) == pytest.approx(multiplications, rel=1e-3)
+    training = sum(count for p, count in problems_of(name, train=True).items() if isinstance(p, ConvProblem))
+    assert training == 3 * convolutions - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "inference", "training"),
+    [
+        (
+            "resnet50",
+            {"bn_infer": 53, "pool_fwd": 2, "softmax_fwd": 1},
+            {"bn_train": 53, "bn_bwd": 53, "pool_fwd": 2, "pool_bwd": 2, "softmax_fwd": 1, "softmax_bwd": 1},
+        ),
+        (
+            "mobilenet_v2",
+            {"bn_infer": 52, "pool_fwd": 1, "softmax_fwd": 1},
+            {"bn_train": 52, "bn_bwd": 52, "pool_fwd": 1, "pool_bwd": 1, "dropout_fwd": 1, "dropout_bwd": 1}
+            | {"softmax_fwd": 1, "softmax_bwd": 1},
+        ),
+        (
+            "vgg16",
+            {"pool_fwd": 5, "softmax_fwd": 1},
+            {"pool_fwd": 5, "pool_bwd": 5, "dropout_fwd": 2, "dropout_bwd": 2, "softmax_fwd": 1, "softmax_bwd": 1},
+        ),
+        ("unet3d", {"softmax_fwd": 1}, {"softmax_fwd": 1, "softmax_bwd": 1}),
+    ],
+)
+def test_workloads_have_the_other_layers(name: str, inference: dict[str, int], training: dict[str, int]) -> None:
+    for train, expected in ((False, inference), (True, training)):
+        counts: Counter[str] = Counter()
+        for problem, count in problems_of(name, train=train).items():
+            if not isinstance(problem, ConvProblem):
+                counts[problem.op] += count
+        assert counts == expected
+
+
+def test_layers_fit_one_another() -> None:
+    """Of the first layers and the last: shapes, and what training changes."""
+    texts = {layer.name: str(layer.problem) for layer in network("resnet50", 2)}
+    assert texts["bn1"] == "bn_infer:f32:n2c64h112w112:spatial:nchw"
+    assert texts["maxpool"] == "pool_fwd:f32:n2c64h112w112:r3s3:p1x1:u2x2:max:nchw"
+    assert texts["layer2.0.downsample.bn"] == "bn_infer:f32:n2c512h28w28:spatial:nchw"
+    assert texts["avgpool"] == "pool_fwd:f32:n2c2048h7w7:r7s7:p0x0:u1x1:average_inc_pad:nchw"
+    assert texts["softmax"] == "softmax_fwd:f32:n2c1000h1w1:accurate:channel:nchw"
+    trained = {layer.name: str(layer.problem) for layer in network("resnet50", 2, "bf16", train=True)}
+    assert trained["bn1"] == "bn_train:bf16:n2c64h112w112:spatial:nchw:pf32:run"
+    assert trained["bn1.bwd"] == "bn_bwd:bf16:n2c64h112w112:spatial:nchw:pf32"
+    assert trained["softmax.bwd"] == "softmax_bwd:bf16:n2c1000h1w1:log:channel:nchw"
+    assert str(network("unet3d", layout="nhwc")[-1].problem) == (
+        "softmax_fwd:f32:n1c3d128h128w128:accurate:channel:ndhwc"
+    )
 
 
 def test_workload_takes_batch_dtype_and_layout() -> None:
     for name in WORKLOADS:
-        problems: list[ConvProblem] = [layer.problem for layer in workload(name, 4, "bf16", "nhwc")]
-        assert {(p.n, p.dtype, p.channels_last, p.w_channels_last) for p in problems} == {(4, "bf16", True, True)}
+        problems: list[Any] = [layer.problem for layer in workload(name, 4, "bf16", "nhwc")]
+        assert {(p.n, p.dtype, p.layout[-1]) for p in problems} == {(4, "bf16", "c")}
+        assert all(p.w_channels_last for p in problems if isinstance(p, ConvProblem))
     with pytest.raises(InvalidProblem, match="'alexnet' is not one of resnet50"):
         workload("alexnet")

@@ -1,6 +1,6 @@
 """Batch normalisation on the CPU where neighbours are of different channels: NHWC, and every per-activation mode.
 
-    a line:  a row of channels; of few channels several rows, which lie one after the other, up to 64 elements
+    a line:  a row of channels; of few channels several rows, which lie one after the other, up to 256 elements
     sums     a task a part of the lines x a block of columns, a sum a lane
     finish   a task some channels: merges the parts, and the lanes that are of one channel
     scale    as the first
@@ -29,7 +29,7 @@ from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem
 
-_LEAST_WIDTH, _BLOCK = 64, 2048  # columns of a line, and of a task
+_LEAST_WIDTH, _BLOCK = 256, 2048  # columns of a line, and of a task
 _LINES_AT_ONCE = 4
 _MOST_LINES = 2048  # of a part: sums in float32 lose no more digits than that
 _FINISHED_CHANNELS = 256  # of a task
@@ -137,14 +137,17 @@ def _sums_task(v: Variant):
             total[j], second[j] = real(0.0), real(0.0)
 
     @njit(**DEVICE)
-    def opened(pointers, start, n, scratch):
+    def opened(pointers, start, step, lines, n, scratch):
+        """Where some lines of x and of dy are in the compute type, and how many bytes apart."""
+        x, dy = pointers[0] + start, pointers[dy_place] + start
         if is_wide:
-            return pointers[0] + start, pointers[dy_place] + start
-        widen_row(scratch, pointers[0] + start, n)
-        if is_train:
-            return scratch, scratch
-        widen_row(scratch + row_bytes, pointers[dy_place] + start, n)
-        return scratch, scratch + row_bytes
+            return x, dy, step
+        wide_dy = scratch if is_train else scratch + _LINES_AT_ONCE * row_bytes
+        for k in range(lines):
+            widen_row(scratch + k * row_bytes, x + k * step, n)
+            if not is_train:
+                widen_row(wide_dy + k * row_bytes, dy + k * step, n)
+        return scratch, wide_dy, row_bytes
 
     def sums_of_part(args, ctx, index, worker):
         pointers, given, f = i64(args), args_at(args), at(ctx)
@@ -154,15 +157,15 @@ def _sums_task(v: Variant):
         start_sums(sums, pointers, given, f, first, column, n)
         step, line = f.width * itemsize, first
         full = min(last, f.lines - 1)
-        if is_wide:
-            while line + _LINES_AT_ONCE <= full:
-                start = (line * f.width + column) * itemsize
-                add_lines(sums, pointers[0] + start, pointers[dy_place] + start, step, n)
-                line += _LINES_AT_ONCE
+        while line + _LINES_AT_ONCE <= full:
+            start = (line * f.width + column) * itemsize
+            x, dy, apart = opened(pointers, start, step, _LINES_AT_ONCE, n, scratch)
+            add_lines(sums, x, dy, apart, n)
+            line += _LINES_AT_ONCE
         while line < last:
             there = n if line < f.lines - 1 else min(n, f.tail - column)
             if there > 0:
-                x, dy = opened(pointers, (line * f.width + column) * itemsize, there, scratch)
+                x, dy, _ = opened(pointers, (line * f.width + column) * itemsize, step, 1, there, scratch)
                 add_line(sums, x, dy, there)
             line += 1
         pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
@@ -273,7 +276,7 @@ class Rows(Candidate[NoConfig, Cpu]):
         wanted = max(ceil(device.threads * _TASKS_PER_THREAD / blocks), ceil(lines / _MOST_LINES))
         parts = min(lines, wanted)
         sums, coefficients = np.empty((parts, 2, width)), np.empty(4 * width * size + 64, np.uint8)
-        scratch_bytes = 5 * _BLOCK * size
+        scratch_bytes = (3 + 2 * _LINES_AT_ONCE) * _BLOCK * size
         scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
         ctx = filled(
             _FIELDS,

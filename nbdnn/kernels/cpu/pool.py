@@ -4,8 +4,8 @@
     dx[i, j] = sum over q of line[q],        line[q] = sum over p of dy[p, q] / count[p, q],  windows that cover it
 
 A task is a run of output rows; a row is the pixels of one channel, or channels-last the channels of all its pixels, so
-that either layout is joined by whole vectors. The gradient of a maximum finds each window's first maximum again and
-adds to it in a block of rows that stays in cache; windows that reach into several blocks are searched in each.
+that either layout is joined by whole vectors. The gradient of a maximum is in `pool_max_channels.py` and
+`pool_max_planes.py`.
 
 Traffic: x and y (dy and dx) once from memory; rows of overlapping windows again from cache. Sums in float32 (float64).
 Source: own.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from functools import cache
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +22,10 @@ from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
-from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.pool_maximum import max_gradient_task
+from nbdnn.kernels.cpu.pool_axes import Axes, axes_of, whole_lines
+from nbdnn.kernels.cpu.pool_max_channels import max_of_channels
+from nbdnn.kernels.cpu.pool_max_planes import max_of_planes
 from nbdnn.kernels.cpu.pool_rows import (
     FIELDS,
     across,
@@ -42,8 +42,6 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
 _TASKS_PER_THREAD = 8
-_LONG_ROW = 1 << 14  # elements: a line that stays in the second-level cache
-_BLOCK_BYTES = 128 << 10  # of a gradient that is summed in cache
 _NS_PER_ELEM, _NS_PER_TAP = 0.25, 0.15  # one thread: priors for the guess
 
 
@@ -146,94 +144,40 @@ class Rows(Candidate[NoConfig, Cpu]):
         return kernel_us(device, 0.0, elements * _NS_PER_ELEM + problem.flops * _NS_PER_TAP, device.threads)
 
     def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:
-        vl, axes = device.lanes(problem.compute), _axes(problem)
+        vl, axes = device.lanes(problem.compute), axes_of(problem)
         known = known_step(axes.step[-1])
         if self.op == "pool_fwd":
             task = _forward_task(problem.dtype, problem.is_max, known, vl)
         elif problem.is_max:
-            task = max_gradient_task(problem.dtype, vl)
+            return (max_of_channels if problem.channels_last else max_of_planes)(problem, axes, device)
         else:
             task = _sum_gradient_task(problem.dtype, known, vl)
         tasks, ctx, scratch = _placed(problem, axes, device)
         return Program([Phase(task, tasks, ctx)], [scratch])
 
 
-class _Axes(NamedTuple):
-    """Extents of x and y, and the windows between them, three of each."""
-
-    extent: tuple[int, ...]
-    out: tuple[int, ...]
-    taps: tuple[int, ...]
-    step: tuple[int, ...]
-    pad: tuple[int, ...]
-
-
-def _axes(problem: PoolProblem) -> _Axes:
-    """With rows that windows take as a whole made one: a global pooling of planes is one window of one long row."""
-    extents, windows = (spatial3(problem.spatial), spatial3(problem.out_spatial)), spatial3(problem.window)
-    axes = _Axes(*extents, windows, spatial3(problem.stride), spatial3(problem.pad, 0))
-    while not problem.channels_last and axes.extent[1] > 1 and axes.taps[2] == axes.extent[2] <= _LONG_ROW:
-        if axes.pad[2]:
-            break
-        width = axes.extent[2]
-        axes = _Axes(
-            (1, axes.extent[0], axes.extent[1] * width),
-            (1, axes.out[0], axes.out[1]),
-            (1, axes.taps[0], axes.taps[1] * width),
-            (1, axes.step[0], axes.step[1] * width),
-            (0, axes.pad[0], axes.pad[1] * width),
-        )
-    return axes
-
-
-def _placed(problem: PoolProblem, axes: _Axes, device: Cpu) -> tuple[int, np.ndarray, np.ndarray]:
-    """(tasks, their record, the workers' scratch) of a problem."""
+def _placed(problem: PoolProblem, axes: Axes, device: Cpu) -> tuple[int, np.ndarray, np.ndarray]:
+    """(tasks, their record, the workers' scratch) of a problem that needs no search."""
     inner, real_bytes = problem.c if problem.channels_last else 1, ITEMSIZE[problem.compute]
-    in_d, in_h, in_w = axes.extent
-    planes, width, pad_w, step_w = problem.n * problem.c // max(inner, 1), in_w * inner, axes.pad[2], axes.step[2]
-    line_bytes, found_bytes = _lines((in_w + 2 * pad_w) * inner * real_bytes), _lines(axes.out[2] * inner * real_bytes)
-    phase_bytes = _lines(((in_w + pad_w) // step_w + 1) * real_bytes) if inner == 1 else 0
-    row_bytes = phase_bytes * step_w if inner == 1 else width * real_bytes
-    aside_offset = 2 * found_bytes + (row_bytes if inner == 1 else 0)
-    block_h = min(in_h, max(1, _BLOCK_BYTES // row_bytes))
-    block_d = min(in_d, max(1, _BLOCK_BYTES // (in_h * row_bytes)))
-    blocks_d, blocks_h = ceil(in_d / block_d), ceil(in_h / block_h)
-    if problem.op == "pool_bwd" and problem.is_max:
-        rows, rows_a_task, tasks = 0, 0, planes * blocks_d * blocks_h
-        scratch_bytes = _lines(aside_offset + (1 + block_d * block_h) * row_bytes)
-    else:
-        target = axes.out if problem.op == "pool_fwd" else axes.extent
-        rows = planes * target[0] * target[1]
-        rows_a_task = ceil(rows / (device.threads * _TASKS_PER_THREAD))
-        tasks, scratch_bytes = ceil(rows / rows_a_task), line_bytes + found_bytes
+    line_bytes = whole_lines((axes.extent[2] + 2 * axes.pad[2]) * inner * real_bytes)
+    scratch_bytes = line_bytes + whole_lines(axes.out[2] * inner * real_bytes)
+    target = axes.out if problem.op == "pool_fwd" else axes.extent
+    rows = problem.n * problem.c // inner * target[0] * target[1]
+    rows_a_task = ceil(rows / (device.threads * _TASKS_PER_THREAD))
     scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
-    names = ("in", axes.extent), ("out", axes.out), ("taps", axes.taps), ("step", axes.step), ("pad", axes.pad)
     ctx = filled(
         FIELDS,
-        **{f"{name}_{axis}": value for name, values in names for axis, value in zip("dhw", values, strict=True)},
+        **axes.fields(),
         rows=rows,
         rows_a_task=rows_a_task,
         inner=inner,
         averages=problem.mode.startswith("average"),
         excludes_pad=problem.mode == "average_exc_pad",
-        blocks_d=blocks_d,
-        blocks_h=blocks_h,
-        block_d=block_d,
-        block_h=block_h,
         scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
         scratch_bytes=scratch_bytes,
         line_bytes=line_bytes,
-        found_bytes=found_bytes,
-        phase_bytes=phase_bytes,
-        row_bytes=row_bytes,
-        aside_offset=aside_offset,
     )
-    return tasks, ctx, scratch
-
-
-def _lines(size_bytes: int) -> int:
-    """Rounded up to whole cache lines."""
-    return -(-size_bytes // 64) * 64
+    return ceil(rows / rows_a_task), ctx, scratch
 
 
 FWD, BWD = Rows("pool_fwd"), Rows("pool_bwd")

@@ -18,10 +18,9 @@ from nbdnn.problem import DEFAULT_COMPUTE
 
 # What a task of pooling is told. inner: neighbouring elements of one position; bytes are those of the workers' scratch.
 FIELDS = record(
-    *("rows", "rows_a_task", "inner", "averages", "excludes_pad", "blocks_d", "blocks_h", "block_d", "block_h"),
+    *("rows", "rows_a_task", "inner", "averages", "excludes_pad", "scratch", "scratch_bytes", "line_bytes"),
     *("in_d", "in_h", "in_w", "out_d", "out_h", "out_w", "taps_d", "taps_h", "taps_w", "step_d", "step_h", "step_w"),
-    *("pad_d", "pad_h", "pad_w", "scratch", "scratch_bytes", "line_bytes", "found_bytes", "phase_bytes", "row_bytes"),
-    "aside_offset",
+    *("pad_d", "pad_h", "pad_w"),
 )
 _KNOWN_STEPS = (1, 2)
 

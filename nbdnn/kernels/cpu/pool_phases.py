@@ -1,0 +1,170 @@
+"""Rows taken apart into `step` phases and put together again, for the taps of windows that lie `step` apart.
+
+    phase[f][j] = row[j*step + f]           neighbours in a phase are the same tap of neighbouring windows
+
+With loads and stores of vectors that a mask may cut short.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.vector import (
+    I32,
+    I64,
+    WIDEN,
+    convert,
+    lanes_between,
+    masked,
+    pointer,
+    row_types,
+    vector_at,
+)
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+
+
+def element(builder, start, i, type_, size_bytes: int):
+    return vector_at(builder, builder.add(start, builder.mul(i, I64(size_bytes))), type_)
+
+
+def by_vectors(builder, n, vl: int, step) -> None:
+    """step(i, mask) for every vl elements, the last of them under a mask; no other is: what a masked store wrote is not
+    forwarded to the load of the next tap."""
+    whole = builder.and_(n, I64(-vl))
+    with cgutils.for_range_slice(builder, I64(0), whole, I64(vl), I64) as (i, _):
+        step(i, None)
+    with builder.if_then(builder.icmp_signed("<", whole, n)):
+        step(whole, lanes_between(builder, vl, 0, None, builder.sub(n, whole)))
+
+
+def load(builder, slot, type_, size_bytes: int, mask):
+    if mask is None:
+        return builder.load(slot, align=size_bytes)
+    return masked(builder, type_)(slot, size_bytes, mask)
+
+
+def store(builder, value, slot, size_bytes: int, mask) -> None:
+    if mask is None:
+        builder.store(value, slot, align=size_bytes)
+    else:
+        masked(builder, value.type)(value, slot, size_bytes, mask)
+
+
+@cache
+def interleave_row(compute: str, target: str, vl: int):
+    """Intrinsic (to, a, b, n): n elements of `target` dtype, by turns of the lines a and b of the compute type.
+
+    Whole vectors are read of both: what was stored just before is not forwarded to a masked load.
+    """
+    read, write, read_bytes, write_bytes = row_types(compute, target, vl)
+    orders = ([lane // 2 + lane % 2 * vl + half for lane in range(vl)] for half in (0, vl // 2))
+    halves = [ir.Constant(ir.VectorType(I32, vl), order) for order in orders]
+
+    def codegen(context, builder, sig, args):
+        to, *lines, n = args
+
+        def step(i, mask):
+            at = builder.ashr(i, I64(1))
+            a, b = (builder.load(element(builder, line, at, read, read_bytes), align=read_bytes) for line in lines)
+            for half, order in enumerate(halves):
+                there = builder.add(i, I64(half * vl))
+                inside = None if mask is None else lanes_between(builder, vl, 0, None, builder.sub(n, there))
+                value = convert(builder, builder.shuffle_vector(a, b, order), compute, target, vl)
+                store(builder, value, element(builder, to, there, write, write_bytes), write_bytes, inside)
+
+        by_vectors(builder, n, 2 * vl, step)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def interleave(typingctx, to, a, b, n):
+        return signature(types.none, *[types.int64] * 4), codegen
+
+    return interleave
+
+
+@cache
+def deinterleave_row(source: str, compute: str, vl: int):
+    """Intrinsic (a, b, start, n): n elements of `source` dtype, by turns to the lines a and b of the compute type."""
+    read, write, read_bytes, write_bytes = row_types(source, compute, vl)
+    parities = [ir.Constant(ir.VectorType(I32, vl), list(range(parity, 2 * vl, 2))) for parity in (0, 1)]
+
+    def codegen(context, builder, sig, args):
+        *lines, start, n = args
+
+        def step(i, mask):
+            parts = []
+            for half in (0, 1):
+                at = builder.add(i, I64(half * vl))
+                inside = None if mask is None else lanes_between(builder, vl, 0, None, builder.sub(n, at))
+                part = load(builder, element(builder, start, at, read, read_bytes), read, read_bytes, inside)
+                parts.append(convert(builder, part, source, compute, vl))
+            left, at = builder.sub(n, i), builder.ashr(i, I64(1))
+            for parity, (line, order) in enumerate(zip(lines, parities, strict=True)):
+                there = builder.ashr(builder.add(left, I64(1 - parity)), I64(1))
+                inside = None if mask is None else lanes_between(builder, vl, 0, None, there)
+                value = builder.shuffle_vector(*parts, order)
+                store(builder, value, element(builder, line, at, write, write_bytes), write_bytes, inside)
+
+        by_vectors(builder, n, 2 * vl, step)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def deinterleave(typingctx, a, b, start, n):
+        return signature(types.none, *[types.int64] * 4), codegen
+
+    return deinterleave
+
+
+@cache
+def phases_of_row(dtype: str, vl: int):
+    """Compiled-in function (phases, start, pitch, step, first, n): a row of x to its phases, of whose elements, in
+    turn, it begins at number `first`."""
+    compute = DEFAULT_COMPUTE[dtype]
+    data, wide, widen, real_bytes = pointer(dtype), pointer(compute), WIDEN[dtype], ITEMSIZE[compute]
+    deinterleave, widen_row = deinterleave_row(dtype, compute, vl), convert_row(dtype, compute, vl)
+
+    @njit(**DEVICE)
+    def take_apart(phases, start, pitch, step, first, n):
+        if step == 1:
+            widen_row(phases + first * real_bytes, start, n)
+        elif step == 2:
+            a = phases + first % 2 * pitch + first // 2 * real_bytes
+            b = phases + (first + 1) % 2 * pitch + (first + 1) // 2 * real_bytes
+            deinterleave(a, b, start, n)
+        else:
+            for i in range(n):
+                wide(phases + (first + i) % step * pitch)[(first + i) // step] = widen(data(start)[i])
+
+    return take_apart
+
+
+@cache
+def row_of_phases(dtype: str, vl: int):
+    """Compiled-in function (to, phases, pitch, step, first, n, line): a row of dx of its phases, which begin at number
+    `first` of their elements taken in turn."""
+    compute = DEFAULT_COMPUTE[dtype]
+    wide, real_bytes = pointer(compute), ITEMSIZE[compute]
+    interleave, narrow_row = interleave_row(compute, dtype, vl), convert_row(compute, dtype, vl)
+
+    @njit(**DEVICE)
+    def put_together(to, phases, pitch, step, first, n, line):
+        if step == 1:
+            narrow_row(to, phases + first * real_bytes, n)
+        elif step == 2:
+            a = phases + first % 2 * pitch + first // 2 * real_bytes
+            b = phases + (first + 1) % 2 * pitch + (first + 1) // 2 * real_bytes
+            interleave(to, a, b, n)
+        else:
+            for i in range(n):
+                wide(line)[i] = wide(phases + (first + i) % step * pitch)[(first + i) // step]
+            narrow_row(to, line, n)
+
+    return put_together
