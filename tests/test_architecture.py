@@ -29,6 +29,7 @@ LEAVES = (
     "expected",
     "problem",
     "reference",
+    "rnn_parameters",
     "source",
     "tolerance",
     "workloads",
