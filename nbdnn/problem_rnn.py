@@ -41,7 +41,7 @@ _DIMS = re.compile(r"t(\d+)b(\d+)i(\d+)h(\d+)l(\d+)")
 # Of each op: what is read, what is written.
 _NAMES = {
     "rnn_fwd": (["x", "hx", "cx", "w"], ["y", "hy", "cy", "tape"]),
-    "rnn_bwd": (["x", "hx", "cx", "w", "y", "tape", "dy", "dhy", "dcy"], ["dx", "dhx", "dcx", "dw"]),
+    "rnn_bwd": (["x", "hx", "cx", "w", "y", "tape", "dy", "dhy", "dcy"], ["dw", "dx", "dhx", "dcx"]),
 }
 _OPTIONAL = ("hx", "cx", "dhy", "dcy")
 
@@ -117,8 +117,8 @@ class RnnProblem(Problem):
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
-        """rnn_fwd: x, hx, cx, w, y, hy, cy, tape (in training); rnn_bwd: x, hx, cx, w, y, tape, dy, dhy, dcy, dx, dhx,
-        dcx, dw. Those of the cell (cx, cy, dcy, dcx) are an LSTM's only."""
+        """rnn_fwd: x, hx, cx, w, y, hy, cy, tape (in training); rnn_bwd: x, hx, cx, w, y, tape, dy, dhy, dcy, dw, dx,
+        dhx, dcx. Those of the cell (cx, cy, dcy, dcx) are an LSTM's only."""
         inputs, outputs = _NAMES[self.op]
         shapes = {
             "x": self.x_shape,

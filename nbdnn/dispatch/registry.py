@@ -34,6 +34,7 @@ def _cpu_lists() -> _Lists:
         conv_winograd_filter,
         dropout,
         pool,
+        rnn_direct,
         softmax_columns,
         softmax_rows,
     )
@@ -82,6 +83,8 @@ def _cpu_lists() -> _Lists:
         "dropout_bwd": (dropout.BWD,),
         "pool_fwd": (pool.FWD,),
         "pool_bwd": (pool.BWD,),
+        "rnn_fwd": (rnn_direct.FWD,),
+        "rnn_bwd": (rnn_direct.BWD,),
     }
 
 
