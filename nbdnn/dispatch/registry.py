@@ -35,6 +35,7 @@ def _cpu_lists() -> _Lists:
         dropout,
         pool,
         rnn_direct,
+        rnn_packed,
         softmax_columns,
         softmax_rows,
     )
@@ -83,7 +84,7 @@ def _cpu_lists() -> _Lists:
         "dropout_bwd": (dropout.BWD,),
         "pool_fwd": (pool.FWD,),
         "pool_bwd": (pool.BWD,),
-        "rnn_fwd": (rnn_direct.FWD,),
+        "rnn_fwd": (rnn_packed.FWD, rnn_direct.FWD),
         "rnn_bwd": (rnn_direct.BWD,),
     }
 
