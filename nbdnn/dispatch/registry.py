@@ -36,6 +36,7 @@ def _cpu_lists() -> _Lists:
         pool,
         rnn_direct,
         rnn_packed,
+        rnn_packed_gradient,
         softmax_columns,
         softmax_rows,
     )
@@ -85,7 +86,7 @@ def _cpu_lists() -> _Lists:
         "pool_fwd": (pool.FWD,),
         "pool_bwd": (pool.BWD,),
         "rnn_fwd": (rnn_packed.FWD, rnn_direct.FWD),
-        "rnn_bwd": (rnn_direct.BWD,),
+        "rnn_bwd": (rnn_packed_gradient.BWD, rnn_direct.BWD),
     }
 
 

@@ -26,9 +26,7 @@ from nbdnn.kernels.cpu.vector import call_task, filled, pointer, record, stack, 
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 
 # Rows of a register tile for 1, 2, ... vectors of columns: mr*nv + nv + 1 of 32 vector registers, or of 16.
-_ROWS = {"avx512": (14, 12, 8, 6), "other": (12, 6, 4)}
-# Vectors of columns of one row alone: as many sums at once as hide the latency of a multiply-add.
-_OF_ONE_ROW = 8
+_ROWS = {"avx512": (14, 12, 8, 6, 4, 4, 3, 2), "other": (12, 6, 4, 2, 2)}
 _BLOCK_ROWS = 96  # of a task: for so many a panel is read once
 _TASKS_PER_THREAD = 4
 
@@ -39,7 +37,10 @@ _MULTIPLY = record(
     *("item_bytes", "product"),
 )
 _TURN = record(*place_fields("w", "to"), "table", "gates", "k_len", "hidden", "unit_vectors", "chunks", "chunk_panels")
-_COPY = record(*place_fields("w", "to"), "table", "blocks", "block_rows", "row_length", "panels")
+_COPY = record(
+    *place_fields("w", "to"),
+    *("table", "blocks", "block_rows", "row_length", "pitch", "panels", "first_row", "k_len"),
+)
 
 
 class Tile(NamedTuple):
@@ -63,12 +64,25 @@ class Tile(NamedTuple):
 
 def tile_for(vectors: int, rows: int, compute: str, device: Cpu) -> Tile:
     """The tile for rows of so many vectors of columns: nv divides their number."""
-    most, vl = _ROWS.get(device.isa, _ROWS["other"]), device.lanes(compute)
-    wide = [nv for nv in range(1, _OF_ONE_ROW + 1) if vectors % nv == 0]
-    if rows < 3:
-        return Tile(rows, max(nv for nv in wide if nv * rows <= _OF_ONE_ROW), vl, compute)
-    nv = max((nv for nv in wide if nv <= len(most)), key=lambda nv: nv * most[nv - 1])
-    return Tile(ceil(rows / ceil(rows / most[nv - 1])), nv, vl, compute)
+    return _tile([nv for nv in range(1, vectors + 1) if vectors % nv == 0], rows, compute, device)
+
+
+def tile_of_columns(columns: int, rows: int, compute: str, device: Cpu) -> Tile:
+    """The tile for rows of so many columns, of which the last panel may lack some."""
+    vectors = ceil(columns / device.lanes(compute))
+    fewest_empty = sorted(range(1, 5), key=lambda nv: (ceil(vectors / nv) * nv, -nv))
+    return _tile(fewest_empty[:1], rows, compute, device)
+
+
+def _tile(widths: list[int], rows: int, compute: str, device: Cpu) -> Tile:
+    """Of these numbers of vectors the one with the most sums in registers, then with the most rows."""
+    most = _ROWS.get(device.isa, _ROWS["other"])
+
+    def even(nv: int) -> int:
+        return ceil(rows / ceil(rows / most[nv - 1]))
+
+    nv = max((nv for nv in widths if nv <= len(most)), key=lambda nv: (even(nv) * nv, even(nv)))
+    return Tile(even(nv), nv, device.lanes(compute), compute)
 
 
 @cache
@@ -225,7 +239,7 @@ def _copy_task(dtype: str, width: int, vl: int):
         f = at(ctx)
         direction, first = index // f.panels, index % f.panels * width
         w, count = find(args, f.w_operand, f.w_offset), min(width, f.row_length - first)
-        to = find(args, f.to_operand, f.to_offset) + index * f.blocks * f.block_rows * width * acc
+        to = find(args, f.to_operand, f.to_offset) + (index * f.k_len + f.first_row) * width * acc
         for block in range(f.blocks):
             start = i64(f.table)[direction * f.blocks + block]
             there = count if start >= 0 else 0
@@ -233,25 +247,36 @@ def _copy_task(dtype: str, width: int, vl: int):
                 if there < width:
                     fill(to, width)
                 if there > 0:
-                    convert(to, w + (start + row * f.row_length + first) * item, there)
+                    convert(to, w + (start + row * f.pitch + first) * item, there)
                 to += width * acc
 
     return compile_task(copy_panel, (dtype, width, vl))
 
 
-def copied(
-    dtype: str, w: Place, to: Place, offsets: np.ndarray, rows: int, row_length: int, panels: int, tile: Tile
-) -> Phase:
-    """Pack matrices (rows, row_length) at `offsets` (directions, blocks; -1: zeros): k runs through a direction's."""
-    directions, blocks = offsets.shape
+class Rows(NamedTuple):
+    """Blocks of `count` rows of `length` elements, `pitch` apart, at `offsets` (directions, blocks; -1: zeros)."""
+
+    place: Place
+    offsets: np.ndarray
+    count: int
+    length: int
+    pitch: int
+
+
+def copied(rows: Rows, to: Place, panels: int, tile: Tile, first_row: int = 0, k_len: int | None = None) -> Phase:
+    """Pack rows from k = first_row on: of each direction so many panels of k_len rows, default as many as there are."""
+    directions, blocks = rows.offsets.shape
     ctx = filled(
         _COPY,
-        **place_values(w=w, to=to),
-        table=offsets.ctypes.data,
+        **place_values(w=rows.place, to=to),
+        table=rows.offsets.ctypes.data,
         blocks=blocks,
-        block_rows=rows,
-        row_length=row_length,
+        block_rows=rows.count,
+        row_length=rows.length,
+        pitch=rows.pitch,
         panels=panels,
+        first_row=first_row,
+        k_len=blocks * rows.count if k_len is None else k_len,
     )
-    alone = offsets.size * rows * row_length < FEW_ELEMS
-    return Phase(_copy_task(dtype, tile.columns, tile.vl), directions * panels, ctx, alone)
+    alone = rows.offsets.size * rows.count * rows.length < FEW_ELEMS
+    return Phase(_copy_task(rows.place.dtype, tile.columns, tile.vl), directions * panels, ctx, alone)
