@@ -22,22 +22,22 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import PACK_NS, kernel_us
-from nbdnn.kernels.cpu.crew import crew_bytes, first_patience, take_step
 from nbdnn.kernels.cpu.launch import Phase
+from nbdnn.kernels.cpu.rnn_chain import CHAIN, CHAIN_FIELDS, Chains, along_chain
 from nbdnn.kernels.cpu.rnn_gates import backward_step, slots
 from nbdnn.kernels.cpu.rnn_memory import BackwardSequences
 from nbdnn.kernels.cpu.rnn_parameter_gradients import ParameterGradients
 from nbdnn.kernels.cpu.rnn_product import (
     PRODUCT,
     Rows,
+    Tile,
     block_rows,
-    chunks_of,
     copied,
     multiplied,
     tile_for,
     tile_of_columns,
 )
-from nbdnn.kernels.cpu.rnn_program import NOWHERE, SequenceProgram, address_of, converted, place_fields, place_values
+from nbdnn.kernels.cpu.rnn_program import SequenceProgram, address_of, place_fields, place_values
 from nbdnn.kernels.cpu.rnn_split import Split, Splits, gate_ns, splits, step_us
 from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.vector import call_task, filled, pointer, record, stack, struct
@@ -46,11 +46,10 @@ from nbdnn.problem_rnn import SAVED, RnnProblem
 from nbdnn.rnn_parameters import GATES
 
 _STEPS = record(
-    *place_fields("r", "hx", "cx", "out", "saved", "dy", "dh", "carried", "gates", "crews"),
-    *("steps", "batch", "directions", "hidden", "groups", "parts", "chunk_units", "chunk_bytes", "crew_bytes"),
-    *("first_recurrence", "product"),
+    *CHAIN_FIELDS,
+    *place_fields("r", "hx", "cx", "out", "saved", "dy", "dh", "carried", "gates"),
+    *("steps", "directions", "hidden", "part_bytes", "first_recurrence", "product"),
 )
-_CHAIN = record("args", "ctx", "direction", "first", "end")
 _SKIP = record(*place_fields("gates", "dx"), "hidden", "directions")
 
 
@@ -58,7 +57,7 @@ _SKIP = record(*place_fields("gates", "dx"), "hidden", "directions")
 def _part(mode: str, compute: str, vl: int):
     """Compiled-in function (step, part, chain): one step back of a chunk of units, for the images of a chain; one more
     than there are steps leaves the gradient of hx."""
-    at, find, chain_at, values = struct(_STEPS), address_of(), struct(_CHAIN), pointer(compute)
+    at, find, chain_at, values = struct(_STEPS), address_of(), struct(CHAIN), pointer(compute)
     product, room, gates = struct(PRODUCT), stack(PRODUCT.itemsize), backward_step(mode, compute, vl)
     acc, saved_rows, total, recurrences = ITEMSIZE[compute], SAVED[mode], slots(mode).total, len(GATES[mode])
     is_lstm, is_gru = mode == "lstm", mode == "gru"
@@ -67,8 +66,8 @@ def _part(mode: str, compute: str, vl: int):
     def part_of_step(step, part, chain):
         c = chain_at(chain)
         f, args, direction = at(c.ctx), c.args, c.direction
-        row_bytes, first_unit = f.hidden * acc, part * f.chunk_units
-        n, unit_bytes = min(f.chunk_units, f.hidden - first_unit), first_unit * acc
+        row_bytes, first_unit = f.hidden * acc, part * f.part_units
+        n, unit_bytes = min(f.part_units, f.hidden - first_unit), first_unit * acc
         gradients, pitch = find(args, f.gates_operand, f.gates_offset), f.directions * total * row_bytes
         state = (direction * f.batch + c.first) * row_bytes + unit_bytes
         dh, carried = find(args, f.dh_operand, f.dh_offset) + state, 0
@@ -81,7 +80,7 @@ def _part(mode: str, compute: str, vl: int):
             p = product(address)
             row = (later * f.batch + c.first) * pitch + (direction * total + f.first_recurrence) * row_bytes
             p.x, p.x_step, p.k_len, p.rows = gradients + row, pitch, recurrences * f.hidden, c.end - c.first
-            p.w = find(args, f.r_operand, f.r_offset) + (direction * f.parts + part) * f.chunk_bytes
+            p.w = find(args, f.r_operand, f.r_offset) + (direction * f.parts + part) * f.part_bytes
             p.y, p.y_step, p.columns = dh, row_bytes, n
             call_task(f.product, address, 0, 0, 0)
         if step == f.steps:
@@ -115,23 +114,11 @@ def _part(mode: str, compute: str, vl: int):
 
 @cache
 def _steps_task(mode: str, compute: str, vl: int):
-    """All steps of a chain, or of a thread's part of it: index counts directions, groups of images, and parts."""
-    at, find, chain_at, room = struct(_STEPS), address_of(), struct(_CHAIN), stack(_CHAIN.itemsize)
-    part_of_step = _part(mode, compute, vl)
-    take = take_step(part_of_step)
+    """All steps of a chain, or of a thread's part of it."""
+    along = along_chain(_part(mode, compute, vl))
 
     def run(args, ctx, index, worker):
-        f, address = at(ctx), room()
-        chain, mine = index // f.parts, index % f.parts
-        c, group = chain_at(address), chain % f.groups
-        c.args, c.ctx, c.direction = args, ctx, chain // f.groups
-        c.first, c.end = group * f.batch // f.groups, (group + 1) * f.batch // f.groups
-        crew, patience = find(args, f.crews_operand, f.crews_offset) + chain * f.crew_bytes, first_patience()
-        for step in range(f.steps + 1):
-            if f.parts == 1:
-                part_of_step(step, 0, address)
-            else:
-                patience = take(crew, f.parts, mine, step, patience, address)
+        along(args, ctx, index)
 
     return compile_task(run, (mode, compute, vl))
 
@@ -160,29 +147,26 @@ class _Backward:
     """The phases of a gradient, from the last layer to the first."""
 
     def __init__(self, problem: RnnProblem, split: Split, device: Cpu) -> None:
-        self._problem, self._device, self._split = problem, device, split
+        self._problem, self._device = problem, device
         self._sequences = sequences = BackwardSequences(problem, device)
         compute, hidden, take = problem.compute, problem.hidden, sequences.workspace.take
-        vl, self._slots, self._recurrences = device.lanes(compute), slots(problem.mode), len(GATES[problem.mode])
-        self._chunks = chunks_of(hidden, split.parts, vl)
-        self._tile = tile_for(self._chunks.unit_vectors, ceil(problem.batch / split.groups), compute, device)
+        self._slots, self._recurrences = slots(problem.mode), len(GATES[problem.mode])
+        self._chains = chains = Chains(problem, split, sequences.workspace, device)
+        self._tile = tile_for(chains.unit_vectors, chains.images, compute, device)
         self._columns = problem.directions * self._slots.total * hidden
         self._gates = take(problem.steps * problem.batch * self._columns)
-        self._chunk_elems = self._recurrences * hidden * self._chunks.units(vl)
-        self._r = take(problem.directions * self._chunks.count * self._chunk_elems)
+        self._part_elems = self._recurrences * hidden * chains.part_units
+        self._r = take(problem.directions * chains.parts * self._part_elems)
         # Of a GRU's gradients the last, of its recurrence alone, is none of a: the last direction's is left away.
         self._rows = self._columns - (self._slots.total - self._recurrences) * hidden
         widths = [problem.parameters.inputs_of(layer) for layer in range(problem.layers)]
         tiles = [self._wide_tile(width) for width in widths]
         panels = [ceil(width / tile.columns) * tile.columns for width, tile in zip(widths, tiles, strict=True)]
         self._w = take(max(panels) * self._rows)
-        self._chains = problem.directions * split.groups
-        self._crew_elems = crew_bytes(self._chunks.count) // ITEMSIZE[compute]
-        self._crews = take(self._chains * self._crew_elems)
         self._parameters = ParameterGradients(problem, sequences, self._gates, device)
         self.workspace_bytes = sequences.workspace.size_bytes
 
-    def _wide_tile(self, width: int):
+    def _wide_tile(self, width: int) -> Tile:
         rows = block_rows(self._problem.steps * self._problem.batch)
         return tile_of_columns(width, rows, self._problem.compute, self._device)
 
@@ -191,12 +175,8 @@ class _Backward:
         phases, keep = list(sequences.before), list[np.ndarray]()
         for layer in reversed(range(problem.layers)):
             packed, offsets = self._packed_r(layer)
-            phases.append(packed)
-            if self._chunks.count > 1:
-                zeros = NOWHERE._replace(dtype=problem.compute)
-                phases.append(converted(zeros, self._crews, self._chains, self._crew_elems, self._device))
             inputs, of_inputs = self._inputs(layer)
-            phases += [self._steps(layer), *inputs, *self._parameters.phases(layer)]
+            phases += [packed, *self._chains.before(), self._steps(layer), *inputs, *self._parameters.phases(layer)]
             keep += [offsets, of_inputs]
         return SequenceProgram(problem, [*phases, *sequences.after()], [*keep, *self._parameters.keep])
 
@@ -208,7 +188,7 @@ class _Backward:
         hidden = self._problem.hidden
         offsets = np.array([[part.offset for part in parts[self._recurrences :]] for parts in self._matrices(layer)])
         rows = Rows(self._sequences.w, np.ascontiguousarray(offsets, np.int64), hidden, hidden, hidden)
-        panels = self._chunks.count * self._chunks.unit_vectors // self._tile.nv
+        panels = self._chains.parts * self._chains.unit_vectors // self._tile.nv
         return copied(rows, self._r, panels, self._tile), rows.offsets
 
     def _inputs(self, layer: int) -> tuple[list[Phase], np.ndarray]:
@@ -234,11 +214,12 @@ class _Backward:
         return [packed, product], offsets
 
     def _steps(self, layer: int) -> Phase:
-        problem, sequences, item = self._problem, self._sequences, ITEMSIZE[self._problem.compute]
+        problem, sequences, chains = self._problem, self._sequences, self._chains
         state = layer * problem.directions * problem.batch * problem.hidden
         outputs, saved = sequences.of_tape(layer)
         ctx = filled(
             _STEPS,
+            **chains.values(problem.steps + 1),
             **place_values(
                 r=self._r,
                 hx=sequences.hx.beyond(state),
@@ -249,22 +230,16 @@ class _Backward:
                 dh=sequences.dh.beyond(state),
                 carried=(sequences.dc if problem.has_cell else sequences.carried).beyond(state),
                 gates=self._gates,
-                crews=self._crews,
             ),
             steps=problem.steps,
-            batch=problem.batch,
             directions=problem.directions,
             hidden=problem.hidden,
-            groups=self._split.groups,
-            parts=self._chunks.count,
-            chunk_units=self._chunks.units(self._tile.vl),
-            chunk_bytes=self._chunk_elems * item,
-            crew_bytes=self._crew_elems * item,
+            part_bytes=self._part_elems * ITEMSIZE[problem.compute],
             first_recurrence=self._slots.of_recurrences[0],
-            product=self._tile.task().address,
+            product=self._tile.address(),
         )
         task = _steps_task(problem.mode, problem.compute, self._tile.vl)
-        return Phase(task, self._chains * self._chunks.count, ctx)
+        return Phase(task, chains.tasks, ctx)
 
 
 @lru_cache(maxsize=256)

@@ -58,8 +58,11 @@ class Tile(NamedTuple):
     def panel_elems(self, k_len: int) -> int:
         return k_len * self.columns
 
-    def task(self) -> CFunc:
-        return _product_task(self.compute, self.mr, self.nv, self.vl)
+    def address(self) -> int:
+        """Of the compiled task that multiplies with it: its arguments are the address of a PRODUCT."""
+        address = _product_task(self.compute, self.mr, self.nv, self.vl).address
+        assert address is not None
+        return address
 
 
 def tile_for(vectors: int, rows: int, compute: str, device: Cpu) -> Tile:
@@ -158,7 +161,7 @@ def multiplied(
         panel_columns=tile.columns,
         panel_bytes=tile.panel_elems(k_len) * item,
         item_bytes=item,
-        product=tile.task().address,
+        product=tile.address(),
     )
     alone = rows * k_len * columns < FEW_ELEMS
     return Phase(_multiply_task(), blocks * ceil(panels / group_panels), ctx, alone)
@@ -191,28 +194,15 @@ def _turn_task(dtype: str, nv: int, vl: int):
     return compile_task(turn_panel, (dtype, nv, vl))
 
 
-class Chunks(NamedTuple):
-    """Hidden units in `count` chunks of so many vectors of vl units, the last of them with fewer."""
-
-    count: int
-    unit_vectors: int
-
-    def units(self, vl: int) -> int:
-        return self.unit_vectors * vl
-
-
-def chunks_of(hidden: int, count: int, vl: int) -> Chunks:
-    vectors = ceil(hidden / vl)
-    unit_vectors = ceil(vectors / count)
-    return Chunks(ceil(vectors / unit_vectors), unit_vectors)
-
-
 def turned(
-    dtype: str, w: Place, to: Place, offsets: np.ndarray, k_len: int, hidden: int, chunks: Chunks, tile: Tile
+    w: Place, to: Place, offsets: np.ndarray, k_len: int, hidden: int, chunks: int, unit_vectors: int, tile: Tile
 ) -> Phase:
-    """Pack matrices (hidden, k_len) at `offsets` (directions, gates): columns are [direction][chunk][gate][unit]."""
+    """Pack matrices (hidden, k_len) at `offsets` (directions, gates): columns are [direction][chunk][gate][unit].
+
+    Chunks are of so many vectors of units.
+    """
     directions, gates = offsets.shape
-    chunk_panels = gates * chunks.unit_vectors // tile.nv
+    chunk_panels = gates * unit_vectors // tile.nv
     ctx = filled(
         _TURN,
         **place_values(w=w, to=to),
@@ -220,12 +210,12 @@ def turned(
         gates=gates,
         k_len=k_len,
         hidden=hidden,
-        unit_vectors=chunks.unit_vectors,
-        chunks=chunks.count,
+        unit_vectors=unit_vectors,
+        chunks=chunks,
         chunk_panels=chunk_panels,
     )
     alone = offsets.size * k_len * hidden < FEW_ELEMS
-    return Phase(_turn_task(dtype, tile.nv, tile.vl), directions * chunks.count * chunk_panels, ctx, alone)
+    return Phase(_turn_task(w.dtype, tile.nv, tile.vl), directions * chunks * chunk_panels, ctx, alone)
 
 
 @cache
@@ -254,11 +244,11 @@ def _copy_task(dtype: str, width: int, vl: int):
 
 
 class Rows(NamedTuple):
-    """Blocks of `count` rows of `length` elements, `pitch` apart, at `offsets` (directions, blocks; -1: zeros)."""
+    """Blocks of `block_rows` rows of `length` elements, `pitch` apart, at `offsets` (directions, blocks; -1: zeros)."""
 
     place: Place
     offsets: np.ndarray
-    count: int
+    block_rows: int
     length: int
     pitch: int
 
@@ -271,12 +261,12 @@ def copied(rows: Rows, to: Place, panels: int, tile: Tile, first_row: int = 0, k
         **place_values(w=rows.place, to=to),
         table=rows.offsets.ctypes.data,
         blocks=blocks,
-        block_rows=rows.count,
+        block_rows=rows.block_rows,
         row_length=rows.length,
         pitch=rows.pitch,
         panels=panels,
         first_row=first_row,
-        k_len=blocks * rows.count if k_len is None else k_len,
+        k_len=blocks * rows.block_rows if k_len is None else k_len,
     )
-    alone = rows.offsets.size * rows.count * rows.length < FEW_ELEMS
+    alone = rows.offsets.size * rows.block_rows * rows.length < FEW_ELEMS
     return Phase(_copy_task(rows.place.dtype, tile.columns, tile.vl), directions * panels, ctx, alone)
