@@ -21,7 +21,7 @@ _MORE = (
     (3, 4, 12, 70, 1),  # several vectors of units and a rest
     (2, 7, 33, 130, 1),  # several panels of units, and chunks for two threads
     (37, 2, 4, 6, 1),  # many steps
-    (70, 9, 6, 8, 1),  # more rows (steps x batch) than a gradient of parameters sums at once
+    (70, 16, 6, 8, 1),  # more rows (steps x batch) than a gradient of parameters sums at once
 )
 _DTYPES = ("f16", "bf16", "f64")
 

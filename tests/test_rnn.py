@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,8 @@ import pytest
 from libraries import library
 
 import nbdnn
-from nbdnn import InvalidProblem, InvalidType, RNNBlock, ops, reference_rnn
+from nbdnn import InvalidProblem, InvalidType, RNNBlock, UnsupportedProblem, ops, reference_rnn
+from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.rnn_parameters import GATES
 
@@ -384,3 +386,23 @@ def test_a_lstm_learns_to_copy() -> None:
         w -= 1.0 * block.grad(tape, dy)[0]
     assert 1.2 < np.mean(losses[:5]) < 1.6
     assert np.mean(losses[-20:]) < 0.05
+
+
+@pytest.mark.parametrize("op", IDS)
+def test_supports_what_it_must(op: str, device: Cpu) -> None:
+    """Every mode, direction, input and dtype: whoever computes recurrent networks on a CPU."""
+    assert IDS[op] == [f"{op}/cpu/packed", f"{op}/cpu/direct"]
+    for dtype, mode, direction, kind in product(
+        ("f16", "bf16", "f32", "f64"), GATES, ("uni", "bi"), ("linear", "skip")
+    ):
+        for end in ("", ":a2", *([":train"] if op == "rnn_fwd" else [])):
+            problem = nbdnn.problem.parse(f"{op}:{dtype}:t3b2i9h9l2:{mode}:{direction}:{kind}{end}")
+            for id in IDS[op]:
+                assert registry.candidate(id).supports(problem, device).ok, f"{id}: {problem}"
+
+
+def test_too_little_workspace_is_said() -> None:
+    block = RNNBlock("float32", 8, 2, "gru")
+    given = drawn(block)
+    with pytest.raises(UnsupportedProblem, match=r"workspace"):
+        block.apply(given["w"], given["x"], workspace_limit=0)
