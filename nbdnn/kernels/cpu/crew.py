@@ -2,7 +2,7 @@
 
     for step:  do my part;  wait until all parts of the step are done
 
-A region and its barrier cost 4 us, this wait 0.2: a step of a recurrent network may take 2. No thread is sure to come:
+A region and its barrier cost 4 us, this wait 0.1: a step of a recurrent network may take 2. No thread is sure to come:
 a layer of threads may run the tasks of a region one after the other. So whoever has waited too long does the parts that
 nobody has begun, and who comes late finds them done: the wait is only ever for a part that a running thread has begun.
 A part stays with its thread otherwise, and what it reads in each step stays in that core's cache.

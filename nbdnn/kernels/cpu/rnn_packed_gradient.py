@@ -48,9 +48,9 @@ from nbdnn.rnn_parameters import GATES
 _STEPS = record(
     *CHAIN_FIELDS,
     *place_fields("r", "hx", "cx", "out", "saved", "dy", "dh", "carried", "gates"),
-    *("steps", "directions", "hidden", "part_bytes", "first_recurrence", "product"),
+    *("steps", "directions", "hidden", "gates_pitch", "part_bytes", "first_recurrence", "product"),
 )
-_SKIP = record(*place_fields("gates", "dx"), "hidden", "directions")
+_SKIP = record(*place_fields("gates", "dx"), "hidden", "directions", "gates_pitch")
 
 
 @cache
@@ -68,7 +68,7 @@ def _part(mode: str, compute: str, vl: int):
         f, args, direction = at(c.ctx), c.args, c.direction
         row_bytes, first_unit = f.hidden * acc, part * f.part_units
         n, unit_bytes = min(f.part_units, f.hidden - first_unit), first_unit * acc
-        gradients, pitch = find(args, f.gates_operand, f.gates_offset), f.directions * total * row_bytes
+        gradients = find(args, f.gates_operand, f.gates_offset) + direction * total * row_bytes
         state = (direction * f.batch + c.first) * row_bytes + unit_bytes
         dh, carried = find(args, f.dh_operand, f.dh_offset) + state, 0
         if is_lstm or is_gru:
@@ -78,8 +78,8 @@ def _part(mode: str, compute: str, vl: int):
         if step:
             address = room()
             p = product(address)
-            row = (later * f.batch + c.first) * pitch + (direction * total + f.first_recurrence) * row_bytes
-            p.x, p.x_step, p.k_len, p.rows = gradients + row, pitch, recurrences * f.hidden, c.end - c.first
+            row = (later * f.batch + c.first) * f.gates_pitch + f.first_recurrence * row_bytes
+            p.x, p.x_step, p.k_len, p.rows = gradients + row, f.gates_pitch, recurrences * f.hidden, c.end - c.first
             p.w = find(args, f.r_operand, f.r_offset) + (direction * f.parts + part) * f.part_bytes
             p.y, p.y_step, p.columns = dh, row_bytes, n
             call_task(f.product, address, 0, 0, 0)
@@ -106,7 +106,7 @@ def _part(mode: str, compute: str, vl: int):
             gates(
                 n, saved, row_bytes, out + place * row_bytes, before,
                 find(args, f.dy_operand, f.dy_offset) + place * row_bytes + unit_bytes, dh + shift, carried + shift,
-                gradients + place * total * row_bytes + unit_bytes, row_bytes,
+                gradients + (t * f.batch + image) * f.gates_pitch + unit_bytes, row_bytes,
             )  # fmt: skip
 
     return part_of_step
@@ -131,7 +131,7 @@ def _skip_task(mode: str, compute: str):
 
     def add_gates(args, ctx, index, worker):
         f = at(ctx)
-        row = find(args, f.gates_operand, f.gates_offset) + index * f.directions * total * f.hidden * acc
+        row = find(args, f.gates_operand, f.gates_offset) + index * f.gates_pitch
         dx = find(args, f.dx_operand, f.dx_offset) + index * f.hidden * acc
         fill(dx, f.hidden)
         for direction in range(f.directions):
@@ -154,7 +154,8 @@ class _Backward:
         self._chains = chains = Chains(problem, split, sequences.workspace, device)
         self._tile = tile_for(chains.unit_vectors, chains.images, compute, device)
         self._columns = problem.directions * self._slots.total * hidden
-        self._gates = take(problem.steps * problem.batch * self._columns)
+        self._gates_pitch = self._columns + device.lanes(compute)  # as in `rnn_packed.py`
+        self._gates = take(problem.steps * problem.batch * self._gates_pitch)
         self._part_elems = self._recurrences * hidden * chains.part_units
         self._r = take(problem.directions * chains.parts * self._part_elems)
         # Of a GRU's gradients the last, of its recurrence alone, is none of a: the last direction's is left away.
@@ -163,11 +164,11 @@ class _Backward:
         tiles = [self._wide_tile(width) for width in widths]
         panels = [ceil(width / tile.columns) * tile.columns for width, tile in zip(widths, tiles, strict=True)]
         self._w = take(max(panels) * self._rows)
-        self._parameters = ParameterGradients(problem, sequences, self._gates, device)
+        self._parameters = ParameterGradients(problem, sequences, self._gates, self._gates_pitch, device)
         self.workspace_bytes = sequences.workspace.size_bytes
 
     def _wide_tile(self, width: int) -> Tile:
-        rows = block_rows(self._problem.steps * self._problem.batch)
+        rows = block_rows(self._problem.steps * self._problem.batch, self._device)
         return tile_of_columns(width, rows, self._problem.compute, self._device)
 
     def program(self) -> SequenceProgram:
@@ -197,8 +198,12 @@ class _Backward:
         rows, dx, width = problem.steps * problem.batch, sequences.of_inputs(layer), problem.parameters.inputs_of(layer)
         if problem.skip and layer == 0:
             ctx = filled(
-                _SKIP, **place_values(gates=self._gates, dx=dx), hidden=hidden, directions=problem.directions
-            )  # fmt: skip
+                _SKIP,
+                **place_values(gates=self._gates, dx=dx),
+                hidden=hidden,
+                directions=problem.directions,
+                gates_pitch=self._gates_pitch * ITEMSIZE[problem.compute],
+            )
             return [Phase(_skip_task(problem.mode, problem.compute), rows, ctx)], np.empty(0, np.int64)
         blocks = []
         for parts in self._matrices(layer):
@@ -209,7 +214,7 @@ class _Backward:
         packed = copied(
             Rows(sequences.w, offsets, hidden, width, width), self._w, ceil(width / tile.columns), tile
         )  # fmt: skip
-        pitches = self._columns, width
+        pitches = self._gates_pitch, width
         product = multiplied(self._gates, self._w, dx, tile, rows, self._rows, width, pitches, self._device)
         return [packed, product], offsets
 
@@ -234,6 +239,7 @@ class _Backward:
             steps=problem.steps,
             directions=problem.directions,
             hidden=problem.hidden,
+            gates_pitch=self._gates_pitch * ITEMSIZE[problem.compute],
             part_bytes=self._part_elems * ITEMSIZE[problem.compute],
             first_recurrence=self._slots.of_recurrences[0],
             product=self._tile.address(),

@@ -34,10 +34,11 @@ from nbdnn.rnn_parameters import GATES
 _ROWS_A_TIME = 1024  # steps times batch: a panel of 4 vectors of 16 floats has 256 KiB
 _PAD = 16  # elements between turned rows, which else would lie a page apart
 _TURN_COLUMNS = 64  # of a task
+_TURN_ROWS = 64  # whose pages are still known when the next vector of columns is turned
 _ADD_ELEMS_A_TASK = 1 << 15
 _TURN = record(
     *place_fields("gates", "to", "dw"),
-    *("first", "rows", "columns", "to_pitch", "hidden", "table", "adds"),
+    *("first", "rows", "columns", "pitch", "to_pitch", "hidden", "table", "adds"),
 )
 _ADD = record(*place_fields("source", "to"), "elements")
 
@@ -61,9 +62,11 @@ def _turn_task(compute: str, vl: int):
     def turn_columns(args, ctx, index, worker):
         f = at(ctx)
         first, count = index * _TURN_COLUMNS, min(_TURN_COLUMNS, f.columns - index * _TURN_COLUMNS)
-        source = find(args, f.gates_operand, f.gates_offset) + (f.first * f.columns + first) * acc
+        source = find(args, f.gates_operand, f.gates_offset) + (f.first * f.pitch + first) * acc
         to = find(args, f.to_operand, f.to_offset) + first * f.to_pitch * acc
-        turn(to, f.to_pitch * acc, source, f.columns * acc, f.rows, count)
+        for row in range(0, f.rows, _TURN_ROWS):
+            rows = min(_TURN_ROWS, f.rows - row)
+            turn(to + row * acc, f.to_pitch * acc, source + row * f.pitch * acc, f.pitch * acc, rows, count)
         dw = values(find(args, f.dw_operand, f.dw_offset))
         for row in range(count):
             found = total(to + row * f.to_pitch * acc, f.rows)
@@ -95,10 +98,14 @@ def _add_task(compute: str):
 class ParameterGradients:
     """The phases of every layer; takes its part of the workspace when it is made."""
 
-    def __init__(self, problem: RnnProblem, sequences: BackwardSequences, gates: Place, device: Cpu) -> None:
-        self._problem, self._sequences, self._gates, self._device = problem, sequences, gates, device
+    def __init__(
+        self, problem: RnnProblem, sequences: BackwardSequences, gates: Place, gates_pitch: int, device: Cpu
+    ) -> None:  # fmt: skip
+        self._problem, self._sequences, self._device = problem, sequences, device
+        self._gates, self._gates_pitch = gates, gates_pitch
         self._slots, take = slots(problem.mode), sequences.workspace.take
-        self._steps = max(1, min(problem.steps, _ROWS_A_TIME // problem.batch))
+        times = ceil(problem.steps * problem.batch / _ROWS_A_TIME)
+        self._steps = ceil(problem.steps / times)
         rows = self._steps * problem.batch
         self._pitch = rows + _PAD
         self._columns = problem.directions * self._slots.total * problem.hidden
@@ -149,6 +156,7 @@ class ParameterGradients:
             first=first * problem.batch,
             rows=rows,
             columns=self._columns,
+            pitch=self._gates_pitch,
             to_pitch=self._pitch,
             hidden=problem.hidden,
             table=self._kept(table).ctypes.data,
@@ -179,7 +187,7 @@ class ParameterGradients:
 
     def _tile(self, columns: int, rows: int = 1) -> Tile:
         """Panels are the same for any number of rows."""
-        return tile_of_columns(columns, block_rows(rows), self._problem.compute, self._device)
+        return tile_of_columns(columns, block_rows(rows, self._device), self._problem.compute, self._device)
 
     def _states(self, layer: int, direction: int, tile: Tile, first: int, end: int) -> list[Phase]:
         """Panels of the states that steps began with: outputs of the step before, and hx."""

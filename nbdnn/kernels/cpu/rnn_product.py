@@ -132,20 +132,22 @@ def _multiply_task():
     return compile_task(multiply_block, ())
 
 
-def _blocks(rows: int) -> int:
-    return max(1, ceil(rows / _BLOCK_ROWS))
+def _blocks(rows: int, device: Cpu) -> int:
+    """As many for each thread, where there are more than threads."""
+    blocks = max(1, ceil(rows / _BLOCK_ROWS))
+    return blocks if blocks < device.threads else ceil(blocks / device.threads) * device.threads
 
 
-def block_rows(rows: int) -> int:
+def block_rows(rows: int, device: Cpu) -> int:
     """The most rows of a task's block, where blocks share them evenly."""
-    return ceil(rows / _blocks(rows))
+    return ceil(rows / _blocks(rows, device))
 
 
 def multiplied(
     x: Place, w: Place, y: Place, tile: Tile, rows: int, k_len: int, columns: int, pitches: tuple[int, int], device: Cpu
 ) -> Phase:
     """Rows of x by a packed matrix; pitches of x and y in elements. The tile is one for `block_rows`."""
-    item, blocks, panels = ITEMSIZE[tile.compute], _blocks(rows), ceil(columns / tile.columns)
+    item, blocks, panels = ITEMSIZE[tile.compute], _blocks(rows, device), ceil(columns / tile.columns)
     groups = min(panels, ceil(device.threads * _TASKS_PER_THREAD / blocks))
     group_panels = ceil(panels / groups)
     ctx = filled(
