@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -399,6 +400,23 @@ def test_supports_what_it_must(op: str, device: Cpu) -> None:
             problem = nbdnn.problem.parse(f"{op}:{dtype}:t3b2i9h9l2:{mode}:{direction}:{kind}{end}")
             for id in IDS[op]:
                 assert registry.candidate(id).supports(problem, device).ok, f"{id}: {problem}"
+
+
+@pytest.mark.parametrize("mode", ["lstm", "gru"])
+def test_several_threads_may_call_at_once(mode: str) -> None:
+    """Also where each call is a crew of threads, of which there are not enough for all."""
+    block = RNNBlock("float32", 96, 1, mode)
+    given = drawn(block, steps=40, batch=1, width=32)
+    expected = run(block, given)
+
+    def calls(_: int) -> bool:
+        found = [run(block, given) for _ in range(20)]
+        return all(
+            np.array_equal(a, b) for each in found for a, b in zip(sum(each, ()), sum(expected, ()), strict=True)
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(calls, range(4)))
 
 
 def test_too_little_workspace_is_said() -> None:

@@ -327,9 +327,13 @@ class _Backward:
         return Phase(_parameters_task(problem.compute), len(rows) * problem.hidden, ctx), table
 
 
-@lru_cache(maxsize=256)
 def _method(problem: RnnProblem, device: Cpu) -> _Forward | _Backward:
     return (_Forward if problem.op == "rnn_fwd" else _Backward)(problem, device)
+
+
+@lru_cache(maxsize=256)
+def _workspace_bytes(problem: RnnProblem, device: Cpu) -> int:
+    return _method(problem, device).workspace_bytes
 
 
 class Direct(Candidate[NoConfig, Cpu]):
@@ -344,7 +348,7 @@ class Direct(Candidate[NoConfig, Cpu]):
         return YES
 
     def workspace_bytes(self, problem: RnnProblem, config: NoConfig, device: Cpu) -> int:
-        return _method(problem, device).workspace_bytes
+        return _workspace_bytes(problem, device)
 
     def estimate(self, problem: RnnProblem, config: NoConfig, device: Cpu) -> float:
         images = problem.batch * (problem.directions if self.op == "rnn_fwd" else 1)

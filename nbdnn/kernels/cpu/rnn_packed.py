@@ -196,8 +196,8 @@ class _Forward:
 
 
 @lru_cache(maxsize=256)
-def _forward(problem: RnnProblem, split: Split, device: Cpu) -> _Forward:
-    return _Forward(problem, split, device)
+def _workspace_bytes(problem: RnnProblem, split: Split, device: Cpu) -> int:
+    return _Forward(problem, split, device).workspace_bytes
 
 
 class Packed(Candidate[Split, Cpu]):
@@ -212,7 +212,7 @@ class Packed(Candidate[Split, Cpu]):
         return splits(problem, device)
 
     def workspace_bytes(self, problem: RnnProblem, config: Split, device: Cpu) -> int:
-        return _forward(problem, config, device).workspace_bytes
+        return _workspace_bytes(problem, config, device)
 
     def estimate(self, problem: RnnProblem, config: Split, device: Cpu) -> float:
         fmas = problem.flops / 4 / device.lanes(problem.compute)
@@ -221,7 +221,7 @@ class Packed(Candidate[Split, Cpu]):
         return products + step_us(problem, config, fmas, device)
 
     def prepare(self, problem: RnnProblem, config: Split, device: Cpu) -> SequenceProgram:
-        return _forward(problem, config, device).program()
+        return _Forward(problem, config, device).program()
 
 
 FWD = Packed()

@@ -249,8 +249,8 @@ class _Backward:
 
 
 @lru_cache(maxsize=256)
-def _backward(problem: RnnProblem, split: Split, device: Cpu) -> _Backward:
-    return _Backward(problem, split, device)
+def _workspace_bytes(problem: RnnProblem, split: Split, device: Cpu) -> int:
+    return _Backward(problem, split, device).workspace_bytes
 
 
 class PackedGradient(Candidate[Split, Cpu]):
@@ -265,7 +265,7 @@ class PackedGradient(Candidate[Split, Cpu]):
         return splits(problem, device)
 
     def workspace_bytes(self, problem: RnnProblem, config: Split, device: Cpu) -> int:
-        return _backward(problem, config, device).workspace_bytes
+        return _workspace_bytes(problem, config, device)
 
     def estimate(self, problem: RnnProblem, config: Split, device: Cpu) -> float:
         fmas = problem.flops / 8 / device.lanes(problem.compute)
@@ -274,7 +274,7 @@ class PackedGradient(Candidate[Split, Cpu]):
         return products + step_us(problem, config, fmas, device)
 
     def prepare(self, problem: RnnProblem, config: Split, device: Cpu) -> SequenceProgram:
-        return _backward(problem, config, device).program()
+        return _Backward(problem, config, device).program()
 
 
 BWD = PackedGradient()
