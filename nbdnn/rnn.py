@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from nbdnn.array import dtype_named
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem_rnn import RnnProblem
 from nbdnn.rnn_parameters import GATES, Parameters
@@ -245,6 +242,10 @@ class RNNBlock:
 
 def _dtype(given: Any) -> str:
     """The dtype, such as 'f32', that a user calls 'float32', np.float32 or torch.float32."""
+    import numpy as np  # here: whoever only imports nbdnn does not wait for it
+
+    from nbdnn.array import dtype_named
+
     if isinstance(given, str):
         return dtype_named(given)
     name = str(given)
