@@ -33,6 +33,7 @@ bench: .venv/installed-dev
 # PyTorch is the yardstick here and a dependency of nothing else.
 compare: .venv/installed-interop
 	$(BIN)/python bench/compare_torch.py
+	$(BIN)/python bench/compare_torch_rnn.py
 
 clean:
 	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -95,7 +95,7 @@ def forward(problem: RnnProblem, operands: Arrays) -> _Found:
             states.append(h)
             cells.append(c)
         below = joined(outputs)
-        tape += [_flat(below), *([_flat(_stack_directions(saved))] if saved else [])]
+        tape += [_flat(below), *([_flat(stacked(saved, axis=2))] if saved else [])]
     found = {"y": below, "hy": stacked(states), "tape": joined(tape)}
     return found | ({"cy": stacked([c for c in cells if c is not None])} if problem.has_cell else {})
 
@@ -129,8 +129,8 @@ def backward(problem: RnnProblem, operands: Arrays) -> _Found:
         below = _of_tape(problem, operands["tape"], layer - 1)[0] if layer else operands["x"].astype(np.float64)
         arriving = exact(np.zeros(below.shape))
         for direction in range(problem.directions):
-            p, width = layer * problem.directions + direction, slice(direction * problem.hidden, None)
-            columns = slice(width.start, width.start + problem.hidden)
+            p = layer * problem.directions + direction
+            columns = slice(direction * problem.hidden, (direction + 1) * problem.hidden)
             weights = _Weights(problem, operands["w"], p)
             taken = _Taken(problem, operands, p, h[..., columns], saved[:, :, direction] if saved is not None else None)
             of_inputs, of_recurrences, states[p], cells[p] = taken.back(above[..., columns], weights)
@@ -260,11 +260,6 @@ def _rows(sequence: Inexact) -> Inexact:
 def _unrows(rows: Inexact, problem: RnnProblem) -> Inexact:
     shape = (problem.steps, problem.batch, -1)
     return Inexact(rows.value.reshape(shape), rows.slack.reshape(shape))
-
-
-def _stack_directions(saved: list[Inexact]) -> Inexact:
-    """(t, b, saved, h) of each direction as (t, b, directions, saved, h)."""
-    return stacked(saved, axis=2)
 
 
 def _flat(sequence: Inexact) -> Inexact:
