@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-FAMILIES := $(addprefix tests/test_,softmax.py pool.py batchnorm.py dropout.py)
+FAMILIES := $(addprefix tests/test_,softmax.py pool.py batchnorm.py dropout.py rnn.py)
 
 .PHONY: demo test interop test-cuda-libs lint bench compare clean
 
@@ -34,6 +34,7 @@ bench: .venv/installed-dev
 compare: .venv/installed-interop
 	$(BIN)/python bench/compare_torch.py
 	$(BIN)/python bench/compare_torch_ops.py
+	$(BIN)/python bench/compare_torch_rnn.py
 
 clean:
 	rm -rf .venv .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

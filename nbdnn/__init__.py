@@ -35,6 +35,7 @@ from nbdnn.errors import (
     UnsupportedProblem,
 )
 from nbdnn.pool import dnn_pool, dnn_pool_grad
+from nbdnn.rnn import RNNBlock
 from nbdnn.softmax import dnn_softmax, dnn_softmax_grad
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ __all__ = [
     "InvalidProblem",
     "InvalidType",
     "NbdnnWarning",
+    "RNNBlock",
     "UnsupportedProblem",
     "config",
     "dnn_available",

@@ -49,20 +49,7 @@ def compute(arguments: tuple, arrays: Sequence[Any], out: Any, scalars: tuple[fl
     names = _OUTPUTS[op]
     if op == "bn_train" and all(array is None for array in arrays[_REQUIRED[op] :]):
         names = names[:3]
-    return call.compute(_FAMILY, arguments, (*arrays, *_given(out, names)), (epsilon, factor), stream)
-
-
-def _given(out: Any, names: tuple[str, ...]) -> tuple:
-    """The caller's outputs, None where there are none."""
-    if out is None:
-        return (None,) * len(names)
-    if len(names) == 1:
-        return (out,)
-    if not isinstance(out, tuple):
-        raise InvalidType(f"out is a {type(out).__name__}, expected a tuple of {', '.join(names)}")
-    if len(out) != len(names):
-        raise InvalidProblem(f"out has {len(out)} arrays, expected {len(names)}: {', '.join(names)}")
-    return out
+    return call.compute(_FAMILY, arguments, (*arrays, *call_setup.outputs_given(out, names)), (epsilon, factor), stream)
 
 
 def _names(arguments: tuple) -> tuple[str, ...]:

@@ -72,6 +72,19 @@ def _place(gpu: int) -> str:
     return "the CPU" if gpu < 0 else f"GPU {gpu}"
 
 
+def outputs_given(out: Any, names: tuple[str, ...]) -> tuple:
+    """The caller's outputs, None where there are none; several are a tuple."""
+    if out is None:
+        return (None,) * len(names)
+    if len(names) == 1:
+        return (out,)
+    if not isinstance(out, tuple):
+        raise InvalidType(f"out is a {type(out).__name__}, expected a tuple of {', '.join(names)}")
+    if len(out) != len(names):
+        raise InvalidProblem(f"out has {len(out)} arrays, expected {len(names)}: {', '.join(names)}")
+    return out
+
+
 def check_shape(name: str, given: View | None, wanted: tuple[int, ...]) -> None:
     if given is not None and given.shape != wanted:
         raise InvalidProblem(f"{name} has shape {given.shape}, expected {wanted}")

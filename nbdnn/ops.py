@@ -18,6 +18,7 @@ from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.ops_bn import GpuDnnBatchNorm, GpuDnnBatchNormGrad, GpuDnnBatchNormInference
 from nbdnn.ops_dropout import GpuDnnDropoutOp
 from nbdnn.ops_pool import GpuDnnPool, GpuDnnPoolDesc, GpuDnnPoolGrad
+from nbdnn.ops_rnn import GpuDnnRNNOp
 from nbdnn.ops_softmax import GpuDnnSoftmax, GpuDnnSoftmaxGrad
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "GpuDnnPool",
     "GpuDnnPoolDesc",
     "GpuDnnPoolGrad",
+    "GpuDnnRNNOp",
     "GpuDnnSoftmax",
     "GpuDnnSoftmaxGrad",
 ]

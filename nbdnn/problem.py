@@ -27,6 +27,7 @@ FAMILIES = {
     "bn": ("bn_train", "bn_infer", "bn_bwd", "bn_infer_bwd"),
     "dropout": ("dropout_fwd", "dropout_bwd"),
     "pool": ("pool_fwd", "pool_bwd"),
+    "rnn": ("rnn_fwd", "rnn_bwd"),
 }
 OPS = tuple(op for ops in FAMILIES.values() for op in ops)
 DEFAULT_ALIGN = 16
@@ -39,7 +40,8 @@ class Operand:
     """One array of a problem: its logical shape (channels second), strides in elements, and whether it is written.
 
     dtype: 'f32' and the like, or 'u8' or 'i64' of what is no tensor of numbers (masks, states of generators).
-    keeps: of an output, whether what was in it before is read. positive: values are, as those of a variance.
+    keeps: of an output, whether what was in it before is read. positive: values are, as those of a variance. optional:
+    of an input, whether a runner may be given address 0, for zeros. scale: of random values to measure and check with.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Operand:
     role: Literal["in", "out"] = "in"
     keeps: bool = False
     positive: bool = False
+    optional: bool = False
+    scale: float = 1.0
 
     @property
     def size_elems(self) -> int:

@@ -48,6 +48,13 @@ class Tokens:
         """The next word if it is one of `words`, else ''."""
         return self._left.pop(0) if self._left and self._left[0] in words else ""
 
+    def one_of(self, *words: str) -> str:
+        """The next word, which must be one of `words`."""
+        token = self.next(expected := " or ".join(words))
+        if token not in words:
+            raise InvalidProblem(f"{token!r} in {self._text!r}: expected {expected}")
+        return token
+
     def align(self) -> int:
         """The alignment, where there is one."""
         if not self._left or not re.fullmatch(r"a\d+", self._left[0]):

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from nbdnn import reference_bn, reference_conv, reference_dropout, reference_pool, reference_softmax
+from nbdnn import reference_bn, reference_conv, reference_dropout, reference_pool, reference_rnn, reference_softmax
 from nbdnn.expected import Sample
 from nbdnn.problem import Problem
 from nbdnn.problem_bn import BnProblem
 from nbdnn.problem_conv import ConvProblem
 from nbdnn.problem_dropout import DropoutProblem
 from nbdnn.problem_pool import PoolProblem
+from nbdnn.problem_rnn import RnnProblem
 from nbdnn.problem_softmax import SoftmaxProblem
 
 _FAMILIES: dict[type[Problem], Callable[..., Mapping[str, Sample]]] = {
@@ -21,8 +22,12 @@ _FAMILIES: dict[type[Problem], Callable[..., Mapping[str, Sample]]] = {
     SoftmaxProblem: reference_softmax.samples,
     BnProblem: reference_bn.samples,
     DropoutProblem: reference_dropout.samples,
+    RnnProblem: reference_rnn.samples,
 }
-_DERIVED: dict[type[Problem], Callable[..., dict[str, np.ndarray]]] = {PoolProblem: reference_pool.derived}
+_DERIVED: dict[type[Problem], Callable[..., dict[str, np.ndarray]]] = {
+    PoolProblem: reference_pool.derived,
+    RnnProblem: reference_rnn.derived,
+}
 
 
 def samples(

@@ -114,8 +114,9 @@ class Operands:
 
 
 def operand_align(problem: Problem, operand: Operand) -> int:
-    """Bytes that the operand's address is a multiple of: what the problem promises of tensors, else its own type's."""
-    return problem.align if operand.dtype in ITEMSIZE else ANY_ITEMSIZE[operand.dtype]
+    """Bytes that the operand's address is a multiple of: what the problem promises of tensors, or its own type's."""
+    own = ANY_ITEMSIZE[operand.dtype]
+    return max(problem.align, own) if operand.dtype in ITEMSIZE else own
 
 
 def values(problem: Problem, kind: str) -> dict[str, np.ndarray]:
@@ -128,7 +129,7 @@ def values(problem: Problem, kind: str) -> dict[str, np.ndarray]:
         elif kind == "integers":
             value = rng.integers(1, 4, operand.shape) * rng.choice([-1, 1], operand.shape)
         else:
-            value = rng.standard_normal(operand.shape)
+            value = rng.standard_normal(operand.shape) * operand.scale
         if operand.positive:
             value = abs(value) + 0.5
         filled[operand.name] = value.astype(NUMPY_DTYPE[operand.dtype])

@@ -30,6 +30,7 @@ LEAVES = (
     "kept",
     "problem",
     "reference",
+    "rnn_parameters",
     "source",
     "tolerance",
     "workloads",

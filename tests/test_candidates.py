@@ -30,8 +30,15 @@ from nbdnn.kernels.cpu import conv_fft, conv_im2col, fft_plan
 from nbdnn.problem import OPS, Problem
 from nbdnn.problem_conv import CONV_OPS, ConvProblem, conv
 
+_RNN_SHAPES = ("t4b3i7h5l2", "t3b6i16h32l1", "t2b7i33h130l1", "t70b16i6h8l1")
 # Every config runs on these; they differ in what a config may get wrong: remainders, whole tiles, several tiles.
-_CONFIG_SHAPES = (CORE_2D[0].shape, CORE_2D[1].shape, CORE_2D[4].shape, "n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1")
+_CONFIG_SHAPES = (
+    CORE_2D[0].shape,
+    CORE_2D[1].shape,
+    CORE_2D[4].shape,
+    "n2c70h30w35:k70r3s3:p1x1:u1x1:d1x1:g1",
+    *_RNN_SHAPES,
+)
 
 
 class Cell(NamedTuple):

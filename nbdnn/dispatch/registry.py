@@ -34,6 +34,9 @@ def _cpu_lists() -> _Lists:
         conv_winograd_filter,
         dropout,
         pool,
+        rnn_direct,
+        rnn_packed,
+        rnn_packed_gradient,
         softmax_columns,
         softmax_rows,
     )
@@ -82,6 +85,8 @@ def _cpu_lists() -> _Lists:
         "dropout_bwd": (dropout.BWD,),
         "pool_fwd": (pool.FWD,),
         "pool_bwd": (pool.BWD,),
+        "rnn_fwd": (rnn_packed.FWD, rnn_direct.FWD),
+        "rnn_bwd": (rnn_packed_gradient.BWD, rnn_direct.BWD),
     }
 
 

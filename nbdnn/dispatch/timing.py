@@ -42,8 +42,8 @@ _PERIOD = 1_000_003
 
 
 class Given(NamedTuple):
-    """A caller's operands: an address for each of ``problem.operands`` (0 for an output that is not read), and (alpha,
-    beta)."""
+    """A caller's operands: an address for each of ``problem.operands`` (0 for an output that is not read, and for zeros
+    where that is optional), and (alpha, beta)."""
 
     addresses: Sequence[int]
     scalars: tuple[float, ...]
@@ -75,7 +75,9 @@ class Operands:
         rng = np.random.default_rng(seed)
         for i, (operand, array) in enumerate(zip(problem.operands, self.arrays(), strict=True)):
             if operand.is_read:
-                if given:
+                if given and not given.addresses[i]:
+                    array[...] = 0
+                elif given:
                     ctypes.memmove(self.pointers[0][i], given.addresses[i], operand.size_bytes)
                 else:
                     array[...] = random_values(operand, rng)
@@ -99,8 +101,10 @@ class Operands:
 
 
 def displacement(problem: Problem, operand: Operand) -> int:
-    """Bytes from a line to a tensor that is no better aligned than the problem says; masks and states begin on one."""
-    return problem.align % DEFAULT_ALIGN if operand.dtype in ITEMSIZE else 0
+    """Bytes from a line to a tensor that is no better aligned than the problem and its type say; masks and states begin
+    on one."""
+    own = ITEMSIZE.get(operand.dtype, DEFAULT_ALIGN)
+    return max(problem.align, own) % DEFAULT_ALIGN
 
 
 def copies(problem: Problem, cache_bytes: int, allowed_bytes: int) -> int:
@@ -120,7 +124,7 @@ def random_values(operand: Operand, rng: np.random.Generator) -> np.ndarray:
     if operand.dtype not in ITEMSIZE:
         return rng.integers(0, 256, operand.shape, np.uint8 if operand.dtype == "u8" else np.int64)
     drawn = rng.random(min(operand.size_elems, _PERIOD), np.float32)
-    drawn = drawn + 0.5 if operand.positive else drawn * 2 - 1
+    drawn = drawn + 0.5 if operand.positive else (drawn * 2 - 1) * operand.scale
     return narrowed(np.resize(drawn, operand.shape), operand.dtype)
 
 

@@ -58,12 +58,12 @@ class GpuOperands:
         for i, (operand, array) in enumerate(zip(self._problem.operands, self.arrays(), strict=True)):
             if not operand.size_bytes or not operand.is_read:
                 continue
-            if given:
+            if given and given.addresses[i]:
                 driver.call(
                     "cuMemcpyDtoDAsync", self.pointers[0][i], given.addresses[i], operand.size_bytes, self.stream
                 )
             else:
-                array[...] = random_values(operand, rng)
+                array[...] = 0 if given else random_values(operand, rng)
                 driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
         for i in [] if given else derive(self._problem, self.arrays()):
             driver.upload(self.pointers[0][i], self._bytes(i), self.stream)

@@ -1,0 +1,43 @@
+"""The recurrent object of Theano; `nbdnn.ops` has them all."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from nbdnn.errors import InvalidProblem
+from nbdnn.rnn import RNNBlock
+
+_layers = count()
+
+
+class GpuDnnRNNOp:
+    """``GpuDnnRNNOp(rnn_mode, direction_mode)(desc, w, x, hx, cx)`` -> tape, y, hy, and of a LSTM cy.
+
+    desc: the `nbdnn.RNNBlock` with sizes and input mode; what it says of mode and direction has to be the same. The
+    tape takes the place of Theano's reserve, and is what `RNNBlock.grad` reads. An op is its own layer for the
+    ``*_once`` policies.
+    """
+
+    def __init__(self, rnn_mode: str, direction_mode: str = "unidirectional") -> None:
+        self.rnn_mode, self.direction_mode = rnn_mode, direction_mode
+        self._layer = next(_layers)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rnn_mode!r}, {self.direction_mode!r})"
+
+    def __call__(self, desc: RNNBlock, w: Any, x: Any, hx: Any = None, cx: Any = None) -> tuple:
+        """`nbdnn.RNNBlock.apply` in training, the tape first."""
+        if (desc.rnn_mode, desc.direction_mode) != (self.rnn_mode, self.direction_mode):
+            raise InvalidProblem(f"{desc!r} is no descriptor of {self!r}")
+        *results, tape = desc.apply(w, x, hx, cx, training=True, layer=self._layer)
+        return (tape, *results)
+
+    def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
+        """Gradients with respect to (desc, w, x, hx, cx), by those of (tape, y, hy, cy), of which the first is not read
+        and the last may be None. The forward runs again."""
+        desc = inputs[0]
+        tape, y, *_ = self(*inputs)
+        _, dy, *rest = output_grads
+        gradients = desc.grad(tape, y * 0 if dy is None else dy, *rest, layer=self._layer)
+        return [None, *gradients][: len(inputs)]
