@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from nbdnn import reference_bn, reference_conv, reference_dropout, reference_pool, reference_softmax
+from nbdnn import (
+    reference_bn,
+    reference_conv,
+    reference_dropout,
+    reference_pool,
+    reference_softmax,
+    reference_spatialtf,
+)
 from nbdnn.expected import Sample
 from nbdnn.problem import Problem
 from nbdnn.problem_bn import BnProblem
@@ -14,6 +21,7 @@ from nbdnn.problem_conv import ConvProblem
 from nbdnn.problem_dropout import DropoutProblem
 from nbdnn.problem_pool import PoolProblem
 from nbdnn.problem_softmax import SoftmaxProblem
+from nbdnn.problem_spatialtf import SpatialtfProblem
 
 _FAMILIES: dict[type[Problem], Callable[..., Mapping[str, Sample]]] = {
     ConvProblem: reference_conv.samples,
@@ -21,8 +29,12 @@ _FAMILIES: dict[type[Problem], Callable[..., Mapping[str, Sample]]] = {
     SoftmaxProblem: reference_softmax.samples,
     BnProblem: reference_bn.samples,
     DropoutProblem: reference_dropout.samples,
+    SpatialtfProblem: reference_spatialtf.samples,
 }
-_DERIVED: dict[type[Problem], Callable[..., dict[str, np.ndarray]]] = {PoolProblem: reference_pool.derived}
+_DERIVED: dict[type[Problem], Callable[..., dict[str, np.ndarray]]] = {
+    PoolProblem: reference_pool.derived,
+    SpatialtfProblem: reference_spatialtf.derived,
+}
 
 
 def samples(
@@ -37,6 +49,6 @@ def samples(
 
 
 def derived(problem: Problem, operands: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Operands, by name, that cannot be anything but follow from the others, where those have any values."""
+    """Operands, by name, that cannot be anything: made of what all have, which may be random."""
     made = _DERIVED.get(type(problem))
     return made(problem, operands) if made else {}
