@@ -19,6 +19,12 @@ from nbdnn.ops_bn import GpuDnnBatchNorm, GpuDnnBatchNormGrad, GpuDnnBatchNormIn
 from nbdnn.ops_dropout import GpuDnnDropoutOp
 from nbdnn.ops_pool import GpuDnnPool, GpuDnnPoolDesc, GpuDnnPoolGrad
 from nbdnn.ops_softmax import GpuDnnSoftmax, GpuDnnSoftmaxGrad
+from nbdnn.ops_spatialtf import (
+    GpuDnnTransformerGradI,
+    GpuDnnTransformerGradT,
+    GpuDnnTransformerGrid,
+    GpuDnnTransformerSampler,
+)
 
 __all__ = [
     "GpuDnnBatchNorm",
@@ -37,6 +43,10 @@ __all__ = [
     "GpuDnnPoolGrad",
     "GpuDnnSoftmax",
     "GpuDnnSoftmaxGrad",
+    "GpuDnnTransformerGradI",
+    "GpuDnnTransformerGradT",
+    "GpuDnnTransformerGrid",
+    "GpuDnnTransformerSampler",
 ]
 
 _layers = count()
