@@ -36,6 +36,7 @@ def _cpu_lists() -> _Lists:
         pool,
         softmax_columns,
         softmax_rows,
+        spatialtf_forward,
     )
 
     return {
@@ -82,6 +83,8 @@ def _cpu_lists() -> _Lists:
         "dropout_bwd": (dropout.BWD,),
         "pool_fwd": (pool.FWD,),
         "pool_bwd": (pool.BWD,),
+        "spatialtf_fwd": (spatialtf_forward.CHANNELS, spatialtf_forward.PLANAR),
+        "spatialtf_sampler_fwd": (spatialtf_forward.SAMPLER_CHANNELS, spatialtf_forward.SAMPLER_PLANAR),
     }
 
 
