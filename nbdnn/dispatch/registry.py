@@ -36,7 +36,9 @@ def _cpu_lists() -> _Lists:
         pool,
         softmax_columns,
         softmax_rows,
+        spatialtf_backward,
         spatialtf_forward,
+        spatialtf_grid,
     )
 
     return {
@@ -84,7 +86,11 @@ def _cpu_lists() -> _Lists:
         "pool_fwd": (pool.FWD,),
         "pool_bwd": (pool.BWD,),
         "spatialtf_fwd": (spatialtf_forward.CHANNELS, spatialtf_forward.PLANAR),
+        "spatialtf_bwd": (spatialtf_backward.CHANNELS, spatialtf_backward.PLANAR),
+        "spatialtf_grid_fwd": (spatialtf_grid.FWD,),
+        "spatialtf_grid_bwd": (spatialtf_grid.BWD,),
         "spatialtf_sampler_fwd": (spatialtf_forward.SAMPLER_CHANNELS, spatialtf_forward.SAMPLER_PLANAR),
+        "spatialtf_sampler_bwd": (spatialtf_backward.SAMPLER_CHANNELS, spatialtf_backward.SAMPLER_PLANAR),
     }
 
 

@@ -1,18 +1,17 @@
-"""The spatial transformer's forward on the CPU, affine or by a grid: an output row is planned once for all channels.
+"""The spatial transformer's forward on the CPU, affine or by a grid: a run of outputs is planned once for all channels.
 
     y[n, c, i, j] = sum over four pixels of weight * x[n, c, pixel],   pixels and weights of (n, i, j): spatialtf_plan
 
     planar    lanes are outputs of one channel, whose pixels are gathered; any layout
     channels  lanes are channels of one output, whose pixels are read whole; channels-last
 
-A task is a run of output rows. No grid is made. Traffic: y once; of x each pixel up to four times an output near it,
-from cache where neighbours share it. Positions and sums in float32 (float64). Source: own.
+A task is a run of outputs of one image. No grid is made. Traffic: y once; each pixel of x once, and from cache for
+every output that is near it. Positions and sums in float32 (float64). Source: own.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from math import ceil
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
@@ -27,63 +26,58 @@ from nbdnn.kernels.cpu.vector import pointer, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
-_TASKS_PER_THREAD = 8
 # One thread, nanoseconds an output; a plan's share of a position: priors for the guess.
 _PLANAR_NS, _APART_NS, _CHANNELS_NS, _PIXEL_NS, _PLAN_NS = 0.6, 1.5, 0.15, 6.0, 0.8
 
 
 @cache
 def _planar_task(affine: bool, dtype: str, param_dtype: str, pairs: bool, apart: bool, vl: int):
-    """A run of rows of y, channel by channel."""
+    """A run of outputs, channel by channel."""
     i64, at = pointer("i64"), struct(FIELDS)
     plan_outputs, sample = (
         plan_run(affine, param_dtype, DEFAULT_COMPUTE[dtype], vl),
         sample_run(dtype, pairs, apart, vl),
     )
 
-    def sample_rows(args, ctx, index, worker):
+    def sample_outputs(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
         plan = f.scratch + worker * f.scratch_bytes
-        for row in range(index * f.rows_a_task, min(f.rows, (index + 1) * f.rows_a_task)):
-            image, i = row // f.out_h, row % f.out_h
-            for first in range(0, f.out_w, f.run):
-                n = min(f.run, f.out_w - first)
-                plan_outputs(plan, pointers[1], image, i, first, n, f)
-                x, y = pointers[0] + image * f.x_image, pointers[2] + image * f.y_image
-                y += (i * f.out_w + first) * f.pixel_bytes
-                for c in range(f.channels):
-                    sample(y + c * f.y_channel, plan, x + c * f.x_channel, n, f.pixel_bytes, f.right, f.down)
+        image, first = index // f.runs, index % f.runs * f.run
+        n = min(f.run, f.outputs - first)
+        plan_outputs(plan, pointers[1], image, first, n, f)
+        x = pointers[0] + image * f.x_image
+        y = pointers[2] + image * f.y_image + first * f.pixel_bytes
+        for c in range(f.channels):
+            sample(y + c * f.y_channel, plan, x + c * f.x_channel, n, f.pixel_bytes, f.right, f.down)
 
-    return compile_task(sample_rows, (affine, dtype, param_dtype, pairs, apart, vl))
+    return compile_task(sample_outputs, (affine, dtype, param_dtype, pairs, apart, vl))
 
 
 @cache
 def _channels_task(affine: bool, dtype: str, param_dtype: str, vl: int):
-    """A run of rows of y, output by output."""
+    """A run of outputs, one by one."""
     compute = DEFAULT_COMPUTE[dtype]
     i64, at, numbers, reals = pointer("i64"), struct(FIELDS), whole_numbers(compute), pointer(compute)
     plan_outputs, blend_pixels = plan_run(affine, param_dtype, compute, vl), blend(dtype, vl)
     vector_bytes = vl * ITEMSIZE[compute]
 
-    def blend_rows(args, ctx, index, worker):
+    def blend_outputs(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
         plan = f.scratch + worker * f.scratch_bytes
-        for row in range(index * f.rows_a_task, min(f.rows, (index + 1) * f.rows_a_task)):
-            image, i = row // f.out_h, row % f.out_h
-            x = pointers[0] + image * f.x_image
-            for first in range(0, f.out_w, f.run):
-                n = min(f.run, f.out_w - first)
-                plan_outputs(plan, pointers[1], image, i, first, n, f)
-                y = pointers[2] + image * f.y_image + (i * f.out_w + first) * f.pixel_bytes
-                for j in range(n):
-                    block, lane = plan + j // vl * PLAN_VECTORS * vector_bytes, j % vl
-                    source, w = x + numbers(block)[lane] * f.pixel_bytes, reals(block + vector_bytes)
-                    blend_pixels(
-                        y + j * f.pixel_bytes, source, f.right, f.down, f.channels,
-                        w[lane], w[vl + lane], w[2 * vl + lane], w[3 * vl + lane],
-                    )  # fmt: skip
+        image, first = index // f.runs, index % f.runs * f.run
+        n = min(f.run, f.outputs - first)
+        plan_outputs(plan, pointers[1], image, first, n, f)
+        x = pointers[0] + image * f.x_image
+        y = pointers[2] + image * f.y_image + first * f.pixel_bytes
+        for j in range(n):
+            block, lane = plan + j // vl * PLAN_VECTORS * vector_bytes, j % vl
+            source, w = x + numbers(block)[lane] * f.pixel_bytes, reals(block + vector_bytes)
+            blend_pixels(
+                y + j * f.pixel_bytes, source, f.right, f.down, f.channels,
+                w[lane], w[vl + lane], w[2 * vl + lane], w[3 * vl + lane],
+            )  # fmt: skip
 
-    return compile_task(blend_rows, (affine, dtype, param_dtype, vl))
+    return compile_task(blend_outputs, (affine, dtype, param_dtype, vl))
 
 
 def whole_numbers(compute: str):
@@ -101,11 +95,8 @@ class _Forward(Candidate[NoConfig, Cpu]):
         return counts_pixels(problem)
 
     def program(self, problem: SpatialtfProblem, device: Cpu, task) -> Program:
-        rows = problem.n * problem.out_spatial[0]
-        rows_a_task = ceil(rows / (device.threads * _TASKS_PER_THREAD))
-        vl = device.lanes(problem.compute)
-        scratch = Scratch(problem, device, vl, rows=rows, rows_a_task=rows_a_task)
-        return Program([Phase(task, ceil(rows / rows_a_task), scratch.record)], [scratch.memory])
+        scratch = Scratch(problem, device, device.lanes(problem.compute))
+        return Program([Phase(task, problem.n * scratch.runs, scratch.record)], [scratch.memory])
 
 
 def counts_pixels(problem: SpatialtfProblem) -> Support:

@@ -127,14 +127,19 @@ def slope(builder: Any, distance: Any) -> Any:
     return builder.select(between(zero, one), less, builder.select(between(less, zero), one, zero))
 
 
+def floor(builder: Any, value: Any) -> Any:
+    """The largest whole number in each lane that is not above it."""
+    vector = value.type
+    name = f"llvm.floor.v{vector.count}{'f32' if vector.element == FLOAT['f32'] else 'f64'}"
+    function_type = ir.FunctionType(vector, [vector])
+    return builder.call(cgutils.get_or_insert_function(builder.module, function_type, name), [value])
+
+
 def _nearest(builder: Any, at: Any, extent: Any) -> Any:
     """b of positions along an axis of an extent (an int64)."""
-    vector = at.type
-    floor_type = ir.FunctionType(vector, [vector])
-    name = f"llvm.floor.v{vector.count}{'f32' if vector.element == FLOAT['f32'] else 'f64'}"
-    floor = builder.call(cgutils.get_or_insert_function(builder.module, floor_type, name), [at])
+    vector, below = at.type, floor(builder, at)
     last = splat(builder, builder.sitofp(builder.sub(extent, I64(2)), vector.element), vector)
-    smaller = builder.select(builder.fcmp_ordered("<", floor, last), floor, last)
+    smaller = builder.select(builder.fcmp_ordered("<", below, last), below, last)
     return _larger(builder, smaller, constant(vector, 0.0))
 
 
@@ -158,32 +163,39 @@ def _write_block(builder: Any, block: Any, s: Any, t: Any, height: Any, width: A
 
 @cache
 def plan_affine(compute: str, vl: int):
-    """Intrinsic (plan, n, first, s, s_step, t, t_step, height, width): outputs first, first + 1, ... of a row.
+    """Intrinsic (plan, n, column, columns, s, s_column, s_row, t, t_column, t_row, height, width): n outputs in a row.
 
-    Output j lies at s + j * s_step along the columns, at t + j * t_step along the rows.
+    The first is in that column of so many; the output c columns and r rows from the beginning of its row lies at
+    s + c * s_column + r * s_row, and so for t.
     """
     real = NUMBA_FLOAT[compute]
     vector = ir.VectorType(FLOAT[compute], vl)
 
     def codegen(context, builder, sig, args):
-        plan, n, first, s, s_step, t, t_step, height, width = args
+        plan, n, first, columns, s, s_column, s_row, t, t_column, t_row, height, width = args
         lanes = ir.Constant(vector, [float(lane) for lane in range(vl)])
+        wide = builder.sitofp(columns, FLOAT[compute])
+        share = splat(builder, builder.fdiv(FLOAT[compute](1.0), wide), vector)
 
-        def along(start, step, j):
-            return builder.fadd(splat(builder, start, vector), builder.fmul(j, splat(builder, step, vector)))
+        def along(start, by_column, by_row, column, row):
+            moved = builder.fadd(splat(builder, start, vector), builder.fmul(row, splat(builder, by_row, vector)))
+            return builder.fadd(moved, builder.fmul(column, splat(builder, by_column, vector)))
 
         def emit(i, mask):
             j = builder.fadd(splat(builder, builder.sitofp(builder.add(first, i), FLOAT[compute]), vector), lanes)
+            # Half a column further on, rounding the quotient is of no consequence.
+            row = floor(builder, builder.fmul(builder.fadd(j, constant(vector, 0.5)), share))
+            column = builder.fsub(j, builder.fmul(row, splat(builder, wide, vector)))
             block = at_block(builder, plan, i, vector, PLAN_VECTORS)
-            _write_block(builder, block, along(s, s_step, j), along(t, t_step, j), height, width)
+            place = along(s, s_column, s_row, column, row), along(t, t_column, t_row, column, row)
+            _write_block(builder, block, *place, height, width)
 
         for_blocks(builder, n, vl, emit)
         return context.get_dummy_value()
 
     @intrinsic
-    def write(typingctx, plan, n, first, s, s_step, t, t_step, height, width):
-        whole = types.int64
-        return signature(types.none, whole, whole, whole, real, real, real, real, whole, whole), codegen
+    def write(typingctx, plan, n, column, columns, s, s_column, s_row, t, t_column, t_row, height, width):
+        return signature(types.none, *[types.int64] * 4, *[real] * 6, *[types.int64] * 2), codegen
 
     return write
 

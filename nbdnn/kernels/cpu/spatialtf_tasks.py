@@ -1,8 +1,9 @@
-"""What the tasks of the spatial transformer share: where arrays lie, and the plan of a run of outputs of one row."""
+"""What the tasks of the spatial transformer share: where arrays lie, and the plan of a run of outputs of one image."""
 
 from __future__ import annotations
 
 from functools import cache
+from math import ceil
 
 import numpy as np
 from numba import float64, njit
@@ -15,60 +16,76 @@ from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 # Bytes lie between neighbours in memory: of x and dx (pixels, rows of them where there is more than one, channels,
-# images), and of y and dy. A run is at most `run` outputs of a row; `blocks` share the channels of an image.
+# images), and of y and dy. `runs` of at most `run` outputs make an image; `blocks` share the channels of one.
 FIELDS = record(
     *("channels", "height", "width", "out_h", "out_w", "pixel_bytes", "right", "down", "x_channel", "x_image"),
-    *("y_channel", "y_image", "rows", "rows_a_task", "run", "blocks", "block_channels", "scratch", "scratch_bytes"),
+    *(
+        "y_channel",
+        "y_image",
+        "images",
+        "outputs",
+        "run",
+        "runs",
+        "blocks",
+        "block_channels",
+        "scratch",
+        "scratch_bytes",
+    ),
     *("sums_offset", "lines_offset", "total_bytes", "parts_offset"),
 )
 _MOST_RUN = 512  # outputs whose plan stays in the first-level cache
+_TASKS_PER_THREAD = 4
 _LINE_BYTES = 64
 
 
 @cache
-def affine_row(param_dtype: str):
-    """Compiled-in function (theta, row, f): (s, s_step, t, t_step), where output j of a row of outputs lies.
+def affine_image(param_dtype: str):
+    """Compiled-in function (theta, f): (s, s_column, s_row, t, t_column, t_row).
 
-    In float64, of which the identity keeps every position a whole number.
+    Where the first output of an image lies, and how much further the next column and row do. In float64, of which the
+    identity keeps every position a whole number.
     """
     numbers, widen = pointer(param_dtype), WIDEN[param_dtype]
 
     @njit(**DEVICE)
-    def axis(along, across, shift, v, out_extent, extent):
+    def axis(along, across, shift, f, extent):
         half = 0.5 * (extent - 1)
-        if out_extent == 1:
-            return (across * v + shift + 1.0) * half, 0.0
-        return (across * v + shift + 1.0 - along) * half, along * (2.0 * half / (out_extent - 1))
+        column = along * (2.0 * half / (f.out_w - 1)) if f.out_w > 1 else 0.0
+        row = across * (2.0 * half / (f.out_h - 1)) if f.out_h > 1 else 0.0
+        first = shift + 1.0 - (along if f.out_w > 1 else 0.0) - (across if f.out_h > 1 else 0.0)
+        return first * half, column, row
 
     @njit(**DEVICE)
-    def locate(theta, row, f):
+    def locate(theta, f):
         a = numbers(theta)
-        v = 2.0 * row / (f.out_h - 1) - 1.0 if f.out_h > 1 else 0.0
-        s, s_step = axis(float64(widen(a[0])), float64(widen(a[1])), float64(widen(a[2])), v, f.out_w, f.width)
-        t, t_step = axis(float64(widen(a[3])), float64(widen(a[4])), float64(widen(a[5])), v, f.out_w, f.height)
-        return s, s_step, t, t_step
+        s, s_column, s_row = axis(float64(widen(a[0])), float64(widen(a[1])), float64(widen(a[2])), f, f.width)
+        t, t_column, t_row = axis(float64(widen(a[3])), float64(widen(a[4])), float64(widen(a[5])), f, f.height)
+        return s, s_column, s_row, t, t_column, t_row
 
     return locate
 
 
 @cache
 def plan_run(affine: bool, param_dtype: str, compute: str, vl: int):
-    """Compiled-in function (plan, places, image, row, first, n, f) that plans outputs first, first + 1, ... of a row.
+    """Compiled-in function (plan, places, image, first, n, f) that plans outputs first, first + 1, ... of an image.
 
     places: the address of theta, or of the grid.
     """
-    real, locate, itemsize = NUMBA_FLOAT[compute], affine_row(param_dtype), ITEMSIZE[param_dtype]
+    real, locate, itemsize = NUMBA_FLOAT[compute], affine_image(param_dtype), ITEMSIZE[param_dtype]
     of_affine, of_grid = plan_affine(compute, vl), plan_grid(param_dtype, compute, vl)
 
     @njit(**DEVICE)
-    def by_theta(plan, places, image, row, first, n, f):
-        s, s_step, t, t_step = locate(places + image * 6 * itemsize, row, f)
-        of_affine(plan, n, first, real(s), real(s_step), real(t), real(t_step), f.height, f.width)
+    def by_theta(plan, places, image, first, n, f):
+        s, s_column, s_row, t, t_column, t_row = locate(places + image * 6 * itemsize, f)
+        row, column = first // f.out_w, first % f.out_w
+        of_affine(
+            plan, n, column, f.out_w, real(s + row * s_row), real(s_column), real(s_row), real(t + row * t_row),
+            real(t_column), real(t_row), f.height, f.width,
+        )  # fmt: skip
 
     @njit(**DEVICE)
-    def by_grid(plan, places, image, row, first, n, f):
-        output = (image * f.out_h + row) * f.out_w + first
-        of_grid(plan, n, places + output * 2 * itemsize, f.height, f.width)
+    def by_grid(plan, places, image, first, n, f):
+        of_grid(plan, n, places + (image * f.outputs + first) * 2 * itemsize, f.height, f.width)
 
     return by_theta if affine else by_grid
 
@@ -80,14 +97,18 @@ class Scratch:
         itemsize, real_bytes = ITEMSIZE[problem.dtype], ITEMSIZE[problem.compute]
         (height, width), (out_h, out_w) = problem.spatial, problem.out_spatial
         pixel_elems, last = (problem.c if problem.channels_last else 1), problem.channels_last
-        run = min(-(-out_w // vl) * vl, _MOST_RUN)
+        outputs = problem.positions
+        wanted = min(outputs, _MOST_RUN, max(vl, ceil(problem.n * outputs / (device.threads * _TASKS_PER_THREAD))))
+        run = -(-wanted // vl) * vl
+        self.runs = ceil(outputs / run)
         sums_offset = _lines(PLAN_VECTORS * run * real_bytes)
         lines_offset = sums_offset + _lines(4 * run * real_bytes)
-        scratch_bytes = lines_offset + 2 * _lines(run * real_bytes)
+        scratch_bytes = lines_offset + _lines(2 * run * real_bytes)
         self.memory = np.empty(device.threads * scratch_bytes + _LINE_BYTES, np.uint8)
         self.record = filled(
             FIELDS,
-            **{"rows": 0, "rows_a_task": 1, "blocks": 1, "block_channels": problem.c, "parts_offset": 0} | values,
+            **{"blocks": 1, "block_channels": problem.c, "parts_offset": 0} | values,
+            images=problem.n,
             channels=problem.c,
             height=height,
             width=width,
@@ -100,7 +121,9 @@ class Scratch:
             x_image=itemsize * problem.c * height * width,
             y_channel=itemsize * (1 if last else out_h * out_w),
             y_image=itemsize * problem.c * out_h * out_w,
+            outputs=outputs,
             run=run,
+            runs=self.runs,
             scratch=self.memory.ctypes.data + -self.memory.ctypes.data % _LINE_BYTES,
             scratch_bytes=scratch_bytes,
             sums_offset=sums_offset,
