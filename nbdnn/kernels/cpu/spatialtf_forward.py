@@ -27,7 +27,7 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 # One thread, nanoseconds an output; a plan's share of a position: priors for the guess.
-_PLANAR_NS, _APART_NS, _CHANNELS_NS, _PIXEL_NS, _PLAN_NS = 0.6, 1.5, 0.15, 6.0, 0.8
+_PLANAR_NS, _APART_NS, _CHANNELS_NS, _PIXEL_NS, _PLAN_NS = 0.7, 1.5, 0.15, 3.0, 0.8
 
 
 @cache
