@@ -318,13 +318,23 @@ _SHAPES = {
     "line": "n2c4h1w9:o1x4",
     "one": "n1c3h512w700:o333x500",
 }
+_HUGE = {"huge": "n1c1h65537w65537:o4x5"}
 _EVERY, _ALL = "f16 bf16 f32 f64", " ".join(_SHAPES)
+_ON_GPU = f"{_ALL} huge"
 _WITH_IMAGE = [op for op in OPS if not op.startswith("spatialtf_grid")]
 
 COVERAGE: dict[str, Covers] = {
     **{f"{op}/cpu/planar": Covers(_EVERY, _ALL) for op in _WITH_IMAGE},
     **{f"{op}/cpu/channels": Covers(_EVERY, _ALL, "nhwc") for op in _WITH_IMAGE},
     **{f"{op}/cpu/rows": Covers(_EVERY, _ALL, "", "a4") for op in ("spatialtf_grid_fwd", "spatialtf_grid_bwd")},
+    "spatialtf_fwd/numba/direct": Covers(_EVERY, _ON_GPU),
+    "spatialtf_sampler_fwd/numba/direct": Covers(_EVERY, _ON_GPU),
+    "spatialtf_bwd/numba/atomic": Covers(_EVERY, _ON_GPU),
+    "spatialtf_bwd/numba/gather": Covers(_EVERY, _ON_GPU),
+    "spatialtf_sampler_bwd/numba/atomic": Covers(_EVERY, _ON_GPU),
+    "spatialtf_sampler_bwd/numba/ordered": Covers(_EVERY, _ON_GPU),
+    "spatialtf_grid_fwd/numba/direct": Covers(_EVERY, _ON_GPU, "", "a4"),
+    "spatialtf_grid_bwd/numba/sums": Covers(_EVERY, _ON_GPU, "", "a4"),
 }
 
 
@@ -332,7 +342,7 @@ def texts(op: str, covers: Covers) -> list[str]:
     """The problems of a row of the table."""
     found = []
     for dtype, name, layout in product(covers.dtypes.split(), covers.shapes.split(), covers.layouts.split() or [""]):
-        dims, out = _SHAPES[name].split(":")
+        dims, out = (_SHAPES | _HUGE)[name].split(":")
         for end in ("", *covers.ends.split()):
             if end != "pf32" or dtype.endswith("16"):
                 shape = (dims, out, layout) if layout else (dims.partition("c")[0], out)
@@ -349,7 +359,7 @@ def test_supports_what_it_must(id: str, device: Cpu) -> None:
         assert support.ok, f"{text}: {support.reason}"
 
 
-@pytest.mark.parametrize("kind", ["cpu"])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("op", OPS)
 def test_the_last_candidate_supports_every_edge_case(op: str, kind: str, device: Cpu) -> None:
     last = registry.candidates(op, kind=kind)[-1]

@@ -124,6 +124,9 @@ def _cuda_lists() -> _Lists:
         softmax_columns,
         softmax_direct,
         softmax_rows,
+        spatialtf_direct,
+        spatialtf_gradient,
+        spatialtf_theta,
         unfused,
     )
 
@@ -187,6 +190,12 @@ def _cuda_lists() -> _Lists:
         "dropout_bwd": (dropout.BWD,),
         "pool_fwd": (pool_plane.FWD, pool_window.FWD, cudnn_pool.FWD, pool_direct.FWD),
         "pool_bwd": (pool_plane.BWD, pool_window.BWD, cudnn_pool.BWD, pool_direct.BWD),
+        "spatialtf_fwd": (spatialtf_direct.FWD,),
+        "spatialtf_bwd": (spatialtf_gradient.ATOMIC, spatialtf_gradient.GATHER),
+        "spatialtf_grid_fwd": (spatialtf_direct.GRID_FWD,),
+        "spatialtf_grid_bwd": (spatialtf_theta.GRID_BWD,),
+        "spatialtf_sampler_fwd": (spatialtf_direct.SAMPLER_FWD,),
+        "spatialtf_sampler_bwd": (spatialtf_gradient.SAMPLER_ATOMIC, spatialtf_gradient.SAMPLER_ORDERED),
     }
 
 
