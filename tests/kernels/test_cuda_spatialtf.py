@@ -115,13 +115,24 @@ def _add(compute: str, lanes: int, vectors: bool):
     return add
 
 
+WEIGHTS = SimpleNamespace(
+    add_lanes=_add,
+    size=abs,
+    larger=lambda a, b: a if a > b else b,
+    smaller=lambda a, b: a if a < b else b,
+    hat=lambda d: max(0.0, 1 - abs(d)),
+    slope=lambda d: -1.0 if 0 <= d < 1 else 1.0 if -1 <= d < 0 else 0.0,
+    used=lambda weight, value: weight * value if weight else 0.0,
+)
+
+
 def run(problem: SpatialtfProblem, candidate: Any, given: dict[str, np.ndarray], monkeypatch: Any) -> None:
     """All launches in plain Python, thread by thread; the outputs are the reference's."""
     block = Block()
     modules = spatialtf_direct, spatialtf_gradient, spatialtf_pixels, spatialtf_position, spatialtf_theta
     install(block, modules, monkeypatch)
     monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx_local", SimpleNamespace(load=_load, store=_store))
-    monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx_spatialtf", SimpleNamespace(add_lanes=_add))
+    monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx_spatialtf", WEIGHTS)
     operands = [Pointer(operand, given.get(operand.name)) for operand in problem.operands]
     config = candidate.configs(problem, H200)[0]
     elements = candidate.workspace_bytes(problem, config, H200) // 4

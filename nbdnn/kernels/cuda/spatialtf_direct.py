@@ -22,7 +22,6 @@ from nbdnn.kernels.cuda.spatialtf_position import Fields as ImageFields
 from nbdnn.kernels.cuda.spatialtf_position import (
     Kind,
     fields,
-    hats,
     index_bits,
     nearest,
     position,
@@ -77,20 +76,15 @@ def launched(problem: SpatialtfProblem, config: Config, work: int) -> tuple[Kind
 
 
 def _forward_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_local
+    from nbdnn.kernels.cuda import ptx, ptx_local, ptx_spatialtf
 
     kind = Kind(*specialised_on)
     integer, real, lanes = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], kind.lanes
     load, store, threads = ptx_local.load(kind.dtype, lanes), ptx_local.store(kind.dtype, lanes), kind.threads
     place, locate, find = thread_place(kind, THREADS), position(kind), nearest(kind.compute, kind.bits)
-    hat, _ = hats(kind.compute)
+    hat, used = ptx_spatialtf.hat, ptx_spatialtf.used
     held, at_once = 4 * lanes, max(1, _HELD_ELEMS // lanes)
     all_held = held * at_once
-
-    @ptx.inline
-    def used(weight, value):
-        """Nothing of a pixel without weight, whatever is in it."""
-        return weight * (value if weight > real(0.0) else real(0.0))
 
     @ptx.inline
     def sample(x, y, at, to, w, pixels, results, f, count):
@@ -119,9 +113,10 @@ def _forward_kernel(*specialised_on):
         at = integer(image * f.x_n + row * f.x_h + column * f.x_w)
         to = integer(image * f.y_n + i * f.y_h + j * f.y_w)
         pixels, results = ptx.cuda.local.array(all_held, real), ptx.cuda.local.array(lanes, real)
-        while vector + (at_once - 1) * threads < end:
-            sample(x, y, integer(at + vector * f.x_v), integer(to + vector * f.y_v), w, pixels, results, f, at_once)
-            vector = integer(vector + at_once * threads)
+        if at_once > 1:
+            while vector + (at_once - 1) * threads < end:
+                sample(x, y, integer(at + vector * f.x_v), integer(to + vector * f.y_v), w, pixels, results, f, at_once)
+                vector = integer(vector + at_once * threads)
         while vector < end:
             sample(x, y, integer(at + vector * f.x_v), integer(to + vector * f.y_v), w, pixels, results, f, 1)
             vector = integer(vector + threads)

@@ -31,7 +31,6 @@ from nbdnn.kernels.cuda.spatialtf_position import (
     Kind,
     affine,
     at_output,
-    hats,
     index_bits,
     nearest,
     position,
@@ -47,6 +46,8 @@ _LAUNCH_US = 6.0
 _OVER_COPY = {"gather": 1.6, "atomic": 2.5, "ordered": 2.5}
 _ORDERED_NS = 800.0  # an output, one after the other
 _WARP = 32
+# Blocks on a multiprocessor at once: more of them hide what memory takes, and fewer registers spill.
+_MIN_BLOCKS = {"gather": 2, "atomic": 3, "": 3}
 
 
 class _Variant(NamedTuple):
@@ -59,13 +60,10 @@ class _Variant(NamedTuple):
 
 def _slopes(kind: Kind):
     """Device function (a, right, down, f) -> (ds, dt), derivatives by the grid of one output. a: the four sums."""
-    from nbdnn.kernels.cuda import ptx
+    from nbdnn.kernels.cuda import ptx, ptx_spatialtf
 
-    real, integer, (hat, slope) = ptx.REAL[kind.compute], ptx.INTEGER[kind.bits], hats(kind.compute)
-
-    @ptx.inline
-    def used(weight, value):
-        return weight * value if weight != real(0.0) else real(0.0)
+    real, integer = ptx.REAL[kind.compute], ptx.INTEGER[kind.bits]
+    hat, slope, used = ptx_spatialtf.hat, ptx_spatialtf.slope, ptx_spatialtf.used
 
     @ptx.inline
     def along(a, left, next_, top, bottom):
@@ -90,7 +88,7 @@ def _of_output(v: _Variant):
     kind = v.kind
     integer, real, lanes, threads = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], kind.lanes, kind.threads
     load, locate, find = ptx_local.load(kind.dtype, lanes), position(kind), nearest(kind.compute, kind.bits)
-    (hat, _), derive, adds = hats(kind.compute), _slopes(kind), v.dx == "atomic"
+    hat, derive, adds = ptx_spatialtf.hat, _slopes(kind), v.dx == "atomic"
     add = ptx_spatialtf.add_lanes(kind.compute, lanes, v.vectors) if adds else None
 
     @ptx.inline
@@ -128,13 +126,13 @@ def _of_output(v: _Variant):
 
 def _of_pixel(v: _Variant):
     """Device function (places, dy, dx, image, pixel, vector, end, f): all that a pixel's channels get."""
-    from nbdnn.kernels.cuda import ptx, ptx_local
+    from nbdnn.kernels.cuda import ptx, ptx_local, ptx_spatialtf
 
     kind = v.kind
     integer, real, lanes, threads = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], kind.lanes, kind.threads
     load, store = ptx_local.load(kind.dtype, lanes), ptx_local.store(kind.dtype, lanes)
     map_of, place = affine(kind.param_dtype, kind.compute, kind.bits), at_output(kind.compute, kind.bits)
-    find, (hat, _) = box(kind.compute, kind.bits), hats(kind.compute)
+    find, hat = box(kind.compute, kind.bits), ptx_spatialtf.hat
     at_once = max(1, 4 // lanes)
     held = at_once * lanes
 
@@ -167,10 +165,11 @@ def _of_pixel(v: _Variant):
         near, p, q = find(m, row, column, f), real(row), real(column)
         top, sums = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
         of_dy, of_dx = integer(image * f.y_n), integer(image * f.x_n + row * f.x_h + column * f.x_w)
-        while vector + (at_once - 1) * threads < end:
-            start, to = integer(of_dy + vector * f.y_v), integer(of_dx + vector * f.x_v)
-            add_up(m, dy, dx, near, p, q, start, to, top, sums, f, at_once)
-            vector = integer(vector + at_once * threads)
+        if at_once > 1:
+            while vector + (at_once - 1) * threads < end:
+                start, to = integer(of_dy + vector * f.y_v), integer(of_dx + vector * f.x_v)
+                add_up(m, dy, dx, near, p, q, start, to, top, sums, f, at_once)
+                vector = integer(vector + at_once * threads)
         while vector < end:
             start, to = integer(of_dy + vector * f.y_v), integer(of_dx + vector * f.x_v)
             add_up(m, dy, dx, near, p, q, start, to, top, sums, f, 1)
@@ -262,13 +261,13 @@ def _round_kernel(dtype: str, bits: int):
 
 
 def _ordered_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx
+    from nbdnn.kernels.cuda import ptx, ptx_spatialtf
 
     kind = Kind(*specialised_on)
     integer, real, widen, narrow = (
         ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], ptx.WIDEN[kind.dtype], ptx.NARROW[kind.dtype],
     )  # fmt: skip
-    locate, find, (hat, _) = position(kind), nearest(kind.compute, kind.bits), hats(kind.compute)
+    locate, find, hat = position(kind), nearest(kind.compute, kind.bits), ptx_spatialtf.hat
 
     @ptx.inline
     def add(total, at, weight, top):
@@ -358,7 +357,7 @@ class Gradient(LaunchedCandidate[Config]):
         total_bytes = self._total_bytes(problem)
         total = in_workspace(0) if total_bytes else 3
         found = in_workspace(total_bytes) if problem.is_affine else 4
-        source = Source(_gradient_kernel, (tuple(kind), mode, vectors), THREADS)
+        source = Source(_gradient_kernel, (tuple(kind), mode, vectors), THREADS, _MIN_BLOCKS[mode])
         main = Launch(source, grid, (0, 1, 2, total if mode else NULL, found), "", integers, kind.bits)
         after = [theta_launch(problem, self._parts(problem, config), found, 4)] if problem.is_affine else []
         if self.algorithm == "atomic":

@@ -20,21 +20,10 @@ _MARGIN = 2.0**-7
 @cache
 def box(compute: str, bits: int):
     """Device function (map, p, q, f) -> (first row, end of rows, first column, end of columns) of outputs."""
-    from nbdnn.kernels.cuda import ptx
+    from nbdnn.kernels.cuda import ptx, ptx_spatialtf
 
     real, integer = ptx.REAL[compute], ptx.INTEGER[bits]
-
-    @ptx.inline
-    def size(a):
-        return a if a > real(0.0) else -a
-
-    @ptx.inline
-    def smaller(a, b):
-        return a if a < b else b
-
-    @ptx.inline
-    def larger(a, b):
-        return a if a > b else b
+    size, smaller, larger = ptx_spatialtf.size, ptx_spatialtf.smaller, ptx_spatialtf.larger
 
     @ptx.inline
     def between(middle, radius, extent):

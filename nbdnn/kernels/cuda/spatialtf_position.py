@@ -112,27 +112,6 @@ def index_bits(problem: SpatialtfProblem) -> int:
 
 
 @cache
-def hats(compute: str):
-    """Device functions of a distance: hat, 0 of NaN; and its derivative, -1 in [0, 1), 1 in [-1, 0), else 0."""
-    from nbdnn.kernels.cuda import ptx
-
-    real = ptx.REAL[compute]
-
-    @ptx.inline
-    def hat(distance):
-        weight = real(1.0) - (distance if distance > real(0.0) else -distance)
-        return weight if weight > real(0.0) else real(0.0)
-
-    @ptx.inline
-    def slope(distance):
-        falls = distance >= real(0.0) and distance < real(1.0)
-        rises = distance >= real(-1.0) and distance < real(0.0)
-        return real(-1.0) if falls else (real(1.0) if rises else real(0.0))
-
-    return hat, slope
-
-
-@cache
 def affine(param_dtype: str, compute: str, bits: int):
     """Device function (theta, image, f) -> (s, s_column, s_row, t, t_column, t_row).
 
@@ -211,15 +190,14 @@ def position(kind: Kind):
 @cache
 def nearest(compute: str, bits: int):
     """Device function (s, extent) -> (b, s - b)."""
-    from nbdnn.kernels.cuda import ptx
+    from nbdnn.kernels.cuda import ptx, ptx_spatialtf
 
     real, integer = ptx.REAL[compute], ptx.INTEGER[bits]
 
     @ptx.inline
     def find(s, extent):
-        last = real(integer(extent - 2))
-        inside = s if s < last else last
-        pixel = integer(inside if inside > real(0.0) else real(0.0))
+        inside = ptx_spatialtf.smaller(s, real(integer(extent - 2)))
+        pixel = integer(ptx_spatialtf.larger(inside, real(0.0)))
         return pixel, s - real(pixel)
 
     return find
