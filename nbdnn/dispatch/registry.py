@@ -98,6 +98,7 @@ def _cuda_lists() -> _Lists:
     from nbdnn.cudnn import bn_legacy, conv_graph, conv_legacy
     from nbdnn.cudnn import pool as cudnn_pool
     from nbdnn.cudnn import softmax as cudnn_softmax
+    from nbdnn.cudnn import spatialtf as cudnn_spatialtf
     from nbdnn.kernels.cuda import (
         bn_held,
         bn_streamed,
@@ -190,12 +191,16 @@ def _cuda_lists() -> _Lists:
         "dropout_bwd": (dropout.BWD,),
         "pool_fwd": (pool_plane.FWD, pool_window.FWD, cudnn_pool.FWD, pool_direct.FWD),
         "pool_bwd": (pool_plane.BWD, pool_window.BWD, cudnn_pool.BWD, pool_direct.BWD),
-        "spatialtf_fwd": (spatialtf_direct.FWD,),
-        "spatialtf_bwd": (spatialtf_gradient.ATOMIC, spatialtf_gradient.GATHER),
-        "spatialtf_grid_fwd": (spatialtf_direct.GRID_FWD,),
-        "spatialtf_grid_bwd": (spatialtf_theta.GRID_BWD,),
-        "spatialtf_sampler_fwd": (spatialtf_direct.SAMPLER_FWD,),
-        "spatialtf_sampler_bwd": (spatialtf_gradient.SAMPLER_ATOMIC, spatialtf_gradient.SAMPLER_ORDERED),
+        "spatialtf_fwd": (cudnn_spatialtf.ALL["spatialtf_fwd"], spatialtf_direct.FWD),
+        "spatialtf_bwd": (spatialtf_gradient.ATOMIC, cudnn_spatialtf.ALL["spatialtf_bwd"], spatialtf_gradient.GATHER),
+        "spatialtf_grid_fwd": (cudnn_spatialtf.ALL["spatialtf_grid_fwd"], spatialtf_direct.GRID_FWD),
+        "spatialtf_grid_bwd": (cudnn_spatialtf.ALL["spatialtf_grid_bwd"], spatialtf_theta.GRID_BWD),
+        "spatialtf_sampler_fwd": (cudnn_spatialtf.ALL["spatialtf_sampler_fwd"], spatialtf_direct.SAMPLER_FWD),
+        "spatialtf_sampler_bwd": (
+            spatialtf_gradient.SAMPLER_ATOMIC,
+            cudnn_spatialtf.ALL["spatialtf_sampler_bwd"],
+            spatialtf_gradient.SAMPLER_ORDERED,
+        ),
     }
 
 
