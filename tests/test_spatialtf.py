@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cells import check
 from edge_cases import edges
 from gpus import DEVICE
 from libraries import library
@@ -294,6 +296,19 @@ def test_jax_in_jax_out() -> None:
     out = dnn_spatialtf(jax.numpy.asarray(img), jax.numpy.asarray(theta))
     assert isinstance(out, jax.Array)
     np.testing.assert_array_equal(np.asarray(out), dnn_spatialtf(img, theta))
+
+
+@pytest.mark.parametrize("narrow", [("avx2", 32), ("neon", 16)], ids=lambda narrow: narrow[0])
+@pytest.mark.parametrize("op", [op for op in OPS if not op.startswith("spatialtf_grid")])
+def test_kernels_for_narrower_vectors(op: str, narrow: tuple[str, int], device: Cpu) -> None:
+    """A machine of wide vectors runs the code for narrower ones as well, with the tails it has there."""
+    isa, vector_bytes = narrow
+    narrower = replace(device, isa=isa, vector_bytes=min(vector_bytes, device.vector_bytes))
+    for text in ("f32:n2c3h9w11:o10x13:nchw", "bf16:n1c33h12w7:o5x40:nhwc:pf32", "f64:n2c3h9w11:o10x13:nhwc"):
+        problem = parse(f"{op}:{text}")
+        for candidate in registry.candidates(op):
+            if candidate.supports(problem, narrower).ok:
+                check(candidate, problem, candidate.configs(problem, narrower)[0], narrower)
 
 
 # ---- what each candidate must support --------------------------------------------------------------------------------
