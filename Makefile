@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-FAMILIES := $(addprefix tests/test_,softmax.py pool.py batchnorm.py dropout.py rnn.py)
+FAMILIES := $(addprefix tests/test_,softmax.py pool.py batchnorm.py dropout.py spatialtf.py rnn.py)
 
 .PHONY: demo test interop test-cuda-libs lint bench compare clean
 

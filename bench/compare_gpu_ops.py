@@ -29,7 +29,7 @@ import torch
 from compare_gpu import COLUMNS, Peer, Result, cells, markdown
 
 import nbdnn
-from nbdnn import driver
+from nbdnn import driver, reference
 from nbdnn.cli_output import print_table
 from nbdnn.device import Gpu, gpu
 from nbdnn.dispatch import dispatcher
@@ -40,6 +40,7 @@ from nbdnn.dispatch.timing_gpu import GpuOperands
 from nbdnn.dispatch.tuner import tune
 from nbdnn.kernels.cuda.peaks import floor_us
 from nbdnn.problem import Operand, Problem, parse
+from nbdnn.problem_spatialtf import SpatialtfProblem
 
 FAMILIES = sorted(path.stem.removeprefix("peers_") for path in Path(__file__).parent.glob("peers_*.py"))
 _TORCH = {
@@ -61,9 +62,19 @@ def tensor(operand: Operand) -> torch.Tensor:
     return made.normal_() if made.is_floating_point() else made.fill_(1)
 
 
+def inputs_of(problem: Problem) -> list[torch.Tensor]:
+    """Random operands; images are sampled at the places where nbdnn's own operands have them sampled."""
+    made = {operand.name: tensor(operand) for operand in problem.operands if operand.role == "in"}
+    if isinstance(problem, SpatialtfProblem):
+        places = {name: made[name].float().cpu().numpy() for name in ("theta", "grid") if name in made}
+        for name, value in reference.derived(problem, places).items():
+            made[name].copy_(torch.from_numpy(value))
+    return list(made.values())
+
+
 def peers(problem: Problem, function: Function, copies: int, compiled: bool) -> dict[str, Peer]:
     """Every way of PyTorch, by name."""
-    inputs = [[tensor(operand) for operand in problem.operands if operand.role == "in"] for _ in range(copies)]
+    inputs = [inputs_of(problem) for _ in range(copies)]
     ways = {"torch": function}
     if compiled:
         torch._dynamo.reset()

@@ -37,6 +37,14 @@ from nbdnn.errors import (
 from nbdnn.pool import dnn_pool, dnn_pool_grad
 from nbdnn.rnn import RNNBlock
 from nbdnn.softmax import dnn_softmax, dnn_softmax_grad
+from nbdnn.spatialtf import (
+    dnn_spatialtf,
+    dnn_spatialtf_grad,
+    dnn_spatialtf_grid,
+    dnn_spatialtf_grid_grad,
+    dnn_spatialtf_sampler,
+    dnn_spatialtf_sampler_grad,
+)
 
 __version__ = "0.1.0"
 
@@ -80,6 +88,12 @@ __all__ = [
     "dnn_pool_grad",
     "dnn_softmax",
     "dnn_softmax_grad",
+    "dnn_spatialtf",
+    "dnn_spatialtf_grad",
+    "dnn_spatialtf_grid",
+    "dnn_spatialtf_grid_grad",
+    "dnn_spatialtf_sampler",
+    "dnn_spatialtf_sampler_grad",
     "empty_cache",
     "events",
     "explain",

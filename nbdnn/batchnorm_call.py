@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
-
-from nbdnn import call, call_setup, driver
-from nbdnn.array import View, at, common_dtype
+from nbdnn import call, call_setup
+from nbdnn.array import View
 from nbdnn.call import Call
-from nbdnn.device import Device
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import ITEMSIZE, LAYOUTS
+from nbdnn.problem import LAYOUTS
 from nbdnn.problem_bn import MODES, BnProblem
 
 _DATA = ("inputs", "dy", "out", "dinputs")
@@ -69,7 +66,8 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
     is_data = [name in _DATA for name in plain]
     shape = views[0].shape  # type: ignore[union-attr]
     _check_shapes(names, views, is_data, shape, mode)
-    dtype, param_dtype = _dtypes([(views[i].dtype, is_data[i]) for i in inputs if views[i] is not None])  # type: ignore[union-attr]
+    given = [(view.dtype, is_data[i]) for i in inputs if (view := views[i]) is not None]
+    dtype, param_dtype = call_setup.data_and_param_dtypes(given)
     layouts = [view.layout for i in inputs if is_data[i] and (view := views[i]) is not None]
     last = next((layout for layout in layouts if layout is not None), False)
     copies = call_setup.copies_of(names, views, {i: (last, dtype if is_data[i] else param_dtype) for i in inputs})
@@ -98,7 +96,7 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
         lasts=dict.fromkeys(outputs, last),
         copies=copies,
         shapes={i: shape if is_data[i] else _param_shape(shape, mode) for i in outputs},
-        without_plan=_Zeros if 0 in shape else None,
+        without_plan=call.Zeros if 0 in shape else None,
     )
 
 
@@ -130,36 +128,8 @@ def _check_shapes(
         call_setup.check_shape(name, each, shape if of_data else _param_shape(shape, mode))
 
 
-def _dtypes(given: Sequence[tuple[str, bool]]) -> tuple[str, str]:
-    """Dtypes of data and of parameters, of (dtype, whether it is data) of each input.
-
-    Parameters of 16-bit data are of the same dtype or float32; else everything is of the common one.
-    """
-    data = common_dtype([dtype for dtype, is_data in given if is_data])
-    params = [dtype for dtype, is_data in given if not is_data]
-    if ITEMSIZE[data] == 2 and set(params) <= {data, "f32"}:
-        return data, common_dtype(params)
-    dtype = common_dtype([data, *params])
-    return dtype, dtype
-
-
 def _merged(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape with 4 or 5 axes: axes of 1 appended, or the first spatial ones as one."""
     n, c, *spatial = shape + (1,) * (4 - len(shape))
     extra = max(0, len(spatial) - _MOST_SPATIAL)
     return (n, c, prod(spatial[: extra + 1]), *spatial[extra + 1 :])
-
-
-class _Zeros:
-    """The plan of a gradient without a batch, whose sums are empty; or of what has no elements at all."""
-
-    def __init__(self, problem: BnProblem, device: Device) -> None:
-        self._outputs = [(place, o) for place, o in enumerate(problem.operands) if o.role == "out" and o.size_elems]
-        self._device = device
-
-    def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
-        for place, out in self._outputs:
-            if self._device.kind == "cpu":
-                at(pointers[place], out.shape, out.strides, out.dtype)[...] = 0
-            else:
-                driver.upload(pointers[place], np.zeros(out.size_bytes, np.uint8), stream)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from nbdnn import driver
-from nbdnn.array import Library, View, dense_copy, library_of, read, share_memory, stream_handle
+from nbdnn.array import Library, View, at, dense_copy, library_of, read, share_memory, stream_handle
 from nbdnn.dispatch import dispatcher, events
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.timing import Given
@@ -218,6 +220,21 @@ class NothingToDo:
     def __init__(self, problem: Problem, device: Any) -> None: ...
 
     def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None: ...
+
+
+class Zeros:
+    """The plan of sums over nothing: a gradient without a batch or channels; or of what has no elements at all."""
+
+    def __init__(self, problem: Problem, device: Any) -> None:
+        self._outputs = [(place, o) for place, o in enumerate(problem.operands) if o.role == "out" and o.size_elems]
+        self._device = device
+
+    def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
+        for place, out in self._outputs:
+            if self._device.kind == "cpu":
+                at(pointers[place], out.shape, out.strides, out.dtype)[...] = 0
+            else:
+                driver.upload(pointers[place], np.zeros(out.size_bytes, np.uint8), stream)
 
 
 def _name_unreadable(names: tuple[str, ...], arrays: Sequence[Any]) -> None:

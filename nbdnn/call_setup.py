@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nbdnn import config
-from nbdnn.array import DTYPE_NAMES, View, alignment, library_of, view
+from nbdnn.array import DTYPE_NAMES, View, alignment, common_dtype, library_of, view
 from nbdnn.call import Call, Copied, Made, Runs
 from nbdnn.dispatch import registry
 from nbdnn.dispatch.policy import Request
@@ -101,6 +101,19 @@ def check_out(name: str, out: View | None, shape: tuple[int, ...], dtype: str) -
         raise InvalidProblem(f"{name} cannot be written (it is read-only, or of JAX)")
     if out.overlaps_itself:
         raise InvalidProblem(f"{name} overlaps itself: strides of {out.strides} bytes on shape {out.shape}")
+
+
+def data_and_param_dtypes(given: Sequence[tuple[str, bool]]) -> tuple[str, str]:
+    """Dtypes of data and of parameters, of (dtype, whether it is data) of each input.
+
+    Parameters of 16-bit data are of the same dtype or float32; else everything is of the common one.
+    """
+    data = common_dtype([dtype for dtype, is_data in given if is_data])
+    params = [dtype for dtype, is_data in given if not is_data]
+    if ITEMSIZE[data] == 2 and set(params) <= {data, "f32"}:
+        return data, common_dtype(params)
+    dtype = common_dtype([data, *params])
+    return dtype, dtype
 
 
 def copies_of(

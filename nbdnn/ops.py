@@ -20,6 +20,12 @@ from nbdnn.ops_dropout import GpuDnnDropoutOp
 from nbdnn.ops_pool import GpuDnnPool, GpuDnnPoolDesc, GpuDnnPoolGrad
 from nbdnn.ops_rnn import GpuDnnRNNOp
 from nbdnn.ops_softmax import GpuDnnSoftmax, GpuDnnSoftmaxGrad
+from nbdnn.ops_spatialtf import (
+    GpuDnnTransformerGradI,
+    GpuDnnTransformerGradT,
+    GpuDnnTransformerGrid,
+    GpuDnnTransformerSampler,
+)
 
 __all__ = [
     "GpuDnnBatchNorm",
@@ -39,6 +45,10 @@ __all__ = [
     "GpuDnnRNNOp",
     "GpuDnnSoftmax",
     "GpuDnnSoftmaxGrad",
+    "GpuDnnTransformerGradI",
+    "GpuDnnTransformerGradT",
+    "GpuDnnTransformerGrid",
+    "GpuDnnTransformerSampler",
 ]
 
 _layers = count()

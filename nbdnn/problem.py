@@ -28,6 +28,10 @@ FAMILIES = {
     "dropout": ("dropout_fwd", "dropout_bwd"),
     "pool": ("pool_fwd", "pool_bwd"),
     "rnn": ("rnn_fwd", "rnn_bwd"),
+    "spatialtf": (
+        *("spatialtf_fwd", "spatialtf_bwd", "spatialtf_grid_fwd", "spatialtf_grid_bwd"),
+        *("spatialtf_sampler_fwd", "spatialtf_sampler_bwd"),
+    ),
 }
 OPS = tuple(op for ops in FAMILIES.values() for op in ops)
 DEFAULT_ALIGN = 16

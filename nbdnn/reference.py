@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from nbdnn import reference_bn, reference_conv, reference_dropout, reference_pool, reference_rnn, reference_softmax
+from nbdnn import (
+    reference_bn,
+    reference_conv,
+    reference_dropout,
+    reference_pool,
+    reference_rnn,
+    reference_softmax,
+    reference_spatialtf,
+)
 from nbdnn.expected import Sample
 from nbdnn.problem import Problem
 from nbdnn.problem_bn import BnProblem
@@ -15,6 +23,7 @@ from nbdnn.problem_dropout import DropoutProblem
 from nbdnn.problem_pool import PoolProblem
 from nbdnn.problem_rnn import RnnProblem
 from nbdnn.problem_softmax import SoftmaxProblem
+from nbdnn.problem_spatialtf import SpatialtfProblem
 
 _FAMILIES: dict[type[Problem], Callable[..., Mapping[str, Sample]]] = {
     ConvProblem: reference_conv.samples,
@@ -23,10 +32,12 @@ _FAMILIES: dict[type[Problem], Callable[..., Mapping[str, Sample]]] = {
     BnProblem: reference_bn.samples,
     DropoutProblem: reference_dropout.samples,
     RnnProblem: reference_rnn.samples,
+    SpatialtfProblem: reference_spatialtf.samples,
 }
 _DERIVED: dict[type[Problem], Callable[..., dict[str, np.ndarray]]] = {
     PoolProblem: reference_pool.derived,
     RnnProblem: reference_rnn.derived,
+    SpatialtfProblem: reference_spatialtf.derived,
 }
 
 
@@ -42,6 +53,6 @@ def samples(
 
 
 def derived(problem: Problem, operands: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Operands, by name, that cannot be anything but follow from the others, where those have any values."""
+    """Operands, by name, that cannot be anything: made of what all have, which may be random."""
     made = _DERIVED.get(type(problem))
     return made(problem, operands) if made else {}

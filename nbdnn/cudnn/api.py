@@ -52,6 +52,10 @@ class NanPropagation(IntEnum):
     PROPAGATE_NAN = 1
 
 
+class SamplerType(IntEnum):
+    BILINEAR = 0
+
+
 class PointwiseMode(IntEnum):
     ADD = 0
     RELU_FWD = 100
@@ -249,6 +253,7 @@ PREFIXES: dict[type[IntEnum], tuple[str, str, str]] = {
     ConvolutionMode: ("cudnnConvolutionMode_t", "CUDNN_", ""),
     PoolingMode: ("cudnnPoolingMode_t", "CUDNN_POOLING_", ""),
     NanPropagation: ("cudnnNanPropagation_t", "CUDNN_", ""),
+    SamplerType: ("cudnnSamplerType_t", "CUDNN_SAMPLER_", ""),
     PointwiseMode: ("cudnnPointwiseMode_t", "CUDNN_POINTWISE_", ""),
     FwdAlgo: ("cudnnConvolutionFwdAlgo_t", "CUDNN_CONVOLUTION_FWD_ALGO_", ""),
     BatchNormMode: ("cudnnBatchNormMode_t", "CUDNN_BATCHNORM_", ""),
@@ -307,6 +312,16 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cudnnGetPoolingNdForwardOutputDim": (_D, _D, c_int, _INTS),
     "cudnnPoolingForward": (_D, _D, _D, _D, c_void_p, _D, _D, c_void_p),
     "cudnnPoolingBackward": (_D, _D, _D, _D, c_void_p, _D, c_void_p, _D, c_void_p, _D, _D, c_void_p),
+    "cudnnCreateSpatialTransformerDescriptor": (_OUT,),
+    "cudnnDestroySpatialTransformerDescriptor": (_D,),
+    "cudnnSetSpatialTransformerNdDescriptor": (_D, c_int, c_int, c_int, _INTS),
+    "cudnnSpatialTfGridGeneratorForward": (_D, _D, c_void_p, c_void_p),
+    "cudnnSpatialTfGridGeneratorBackward": (_D, _D, c_void_p, c_void_p),
+    "cudnnSpatialTfSamplerForward": (_D, _D, _D, _D, c_void_p, c_void_p, _D, _D, c_void_p),
+    "cudnnSpatialTfSamplerBackward": (
+        *(_D, _D, _D, _D, c_void_p, _D, _D, c_void_p),
+        *(_D, _D, c_void_p, c_void_p, _D, c_void_p),
+    ),
     "cudnnBackendCreateDescriptor": (c_int, _OUT),
     "cudnnBackendDestroyDescriptor": (_D,),
     "cudnnBackendSetAttribute": (_D, c_int, c_int, c_int64, c_void_p),

@@ -51,7 +51,7 @@ class Owned:
 
 
 class Legacy(Owned):
-    """A descriptor of the legacy API. kind: Tensor, Filter, Convolution, Pooling."""
+    """A descriptor of the legacy API. kind: Tensor, Filter, Convolution, Pooling, SpatialTransformer."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(f"cudnnCreate{kind}Descriptor", f"cudnnDestroy{kind}Descriptor")

@@ -39,6 +39,9 @@ def _cpu_lists() -> _Lists:
         rnn_packed_gradient,
         softmax_columns,
         softmax_rows,
+        spatialtf_backward,
+        spatialtf_forward,
+        spatialtf_grid,
     )
 
     return {
@@ -87,6 +90,12 @@ def _cpu_lists() -> _Lists:
         "pool_bwd": (pool.BWD,),
         "rnn_fwd": (rnn_packed.FWD, rnn_direct.FWD),
         "rnn_bwd": (rnn_packed_gradient.BWD, rnn_direct.BWD),
+        "spatialtf_fwd": (spatialtf_forward.CHANNELS, spatialtf_forward.PLANAR),
+        "spatialtf_bwd": (spatialtf_backward.CHANNELS, spatialtf_backward.PLANAR),
+        "spatialtf_grid_fwd": (spatialtf_grid.FWD,),
+        "spatialtf_grid_bwd": (spatialtf_grid.BWD,),
+        "spatialtf_sampler_fwd": (spatialtf_forward.SAMPLER_CHANNELS, spatialtf_forward.SAMPLER_PLANAR),
+        "spatialtf_sampler_bwd": (spatialtf_backward.SAMPLER_CHANNELS, spatialtf_backward.SAMPLER_PLANAR),
     }
 
 
@@ -94,6 +103,7 @@ def _cuda_lists() -> _Lists:
     from nbdnn.cudnn import bn_legacy, conv_graph, conv_legacy
     from nbdnn.cudnn import pool as cudnn_pool
     from nbdnn.cudnn import softmax as cudnn_softmax
+    from nbdnn.cudnn import spatialtf as cudnn_spatialtf
     from nbdnn.kernels.cuda import (
         bn_held,
         bn_streamed,
@@ -120,6 +130,9 @@ def _cuda_lists() -> _Lists:
         softmax_columns,
         softmax_direct,
         softmax_rows,
+        spatialtf_direct,
+        spatialtf_gradient,
+        spatialtf_theta,
         unfused,
     )
 
@@ -183,6 +196,16 @@ def _cuda_lists() -> _Lists:
         "dropout_bwd": (dropout.BWD,),
         "pool_fwd": (pool_plane.FWD, pool_window.FWD, cudnn_pool.FWD, pool_direct.FWD),
         "pool_bwd": (pool_plane.BWD, pool_window.BWD, cudnn_pool.BWD, pool_direct.BWD),
+        "spatialtf_fwd": (cudnn_spatialtf.ALL["spatialtf_fwd"], spatialtf_direct.FWD),
+        "spatialtf_bwd": (spatialtf_gradient.ATOMIC, cudnn_spatialtf.ALL["spatialtf_bwd"], spatialtf_gradient.GATHER),
+        "spatialtf_grid_fwd": (cudnn_spatialtf.ALL["spatialtf_grid_fwd"], spatialtf_direct.GRID_FWD),
+        "spatialtf_grid_bwd": (cudnn_spatialtf.ALL["spatialtf_grid_bwd"], spatialtf_theta.GRID_BWD),
+        "spatialtf_sampler_fwd": (cudnn_spatialtf.ALL["spatialtf_sampler_fwd"], spatialtf_direct.SAMPLER_FWD),
+        "spatialtf_sampler_bwd": (
+            spatialtf_gradient.SAMPLER_ATOMIC,
+            cudnn_spatialtf.ALL["spatialtf_sampler_bwd"],
+            spatialtf_gradient.SAMPLER_ORDERED,
+        ),
     }
 
 

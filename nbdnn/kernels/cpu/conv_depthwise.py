@@ -316,7 +316,7 @@ class Depthwise(Candidate[NoConfig, Cpu]):
             task = _interleaved_task(problem.dtype, vl, vectors, widths, gathers[0].w.in_step)
             first = ctx[0]
             each = first["copy_bytes"] > 0
-            weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx, each)
+            weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx, each=each)
             return Program([weights, Phase(task, geo.n * first["most_d"] * first["bands"], ctx)], keep)
         phases = []
         for gather, ctx in zip(gathers, records, strict=True):

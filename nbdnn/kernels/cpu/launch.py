@@ -38,6 +38,7 @@ _NO_SCALARS = 1.0, 0.0
 _int64 = pointer("i64")
 _args = struct(ARGS)
 _LINE_BYTES, _MOST_WORKERS = 64, 512
+_ALONE, _EACH = 1, 2
 _args_memory, _lines = stack(128), stack(_LINE_BYTES * _MOST_WORKERS)
 
 
@@ -49,12 +50,14 @@ FEW_ELEMS = 40960
 class Phase(NamedTuple):
     """A compiled task, how many indices it runs over, and the int64 array it finds at `ctx`.
 
-    each: every worker runs all of them for itself, before its part of the next phase.
+    alone: the calling thread runs them all, because they are done before the others would have woken up. each: every
+    worker runs all of them for itself, before its part of the next phase.
     """
 
     task: CFunc
     tasks: int
     ctx: np.ndarray
+    alone: bool = False
     each: bool = False
 
 
@@ -78,11 +81,11 @@ def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, bet
     own = 0
     for phase in range(n_phases):
         row = _int64(program + 32 * phase)
-        function, count, ctx, each = row[0], row[1], row[2], row[3]
-        if each:
+        function, count, ctx, how = row[0], row[1], row[2], row[3]
+        if how == _EACH:
             continue
         first_own, own = own, phase + 1
-        if count < 2 or workers < 2:
+        if how == _ALONE or count < 2 or workers < 2:
             for worker in range(workers):
                 _run_own(program, first_own, phase, args, worker)
             for index in range(count):
@@ -110,7 +113,15 @@ class Program:
 
     def __init__(self, phases: Sequence[Phase], keep: Sequence[np.ndarray] = ()) -> None:
         phases = [phase for phase in phases if phase.tasks > 0]
-        rows = [(phase.task.address, phase.tasks, phase.ctx.ctypes.data, phase.each) for phase in phases]
+        rows = [
+            (
+                phase.task.address,
+                phase.tasks,
+                phase.ctx.ctypes.data,
+                _EACH if phase.each else _ALONE if phase.alone else 0,
+            )
+            for phase in phases
+        ]
         self._table = np.array(rows, dtype=np.int64).reshape(-1, 4)
         self._keep = (list(phases), list(keep))
         self._start = (self._table.ctypes.data, len(phases))

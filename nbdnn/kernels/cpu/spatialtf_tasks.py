@@ -1,0 +1,137 @@
+"""What the tasks of the spatial transformer share: where arrays lie, and the plan of a run of outputs of one image."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ceil
+
+import numpy as np
+from numba import float64, njit
+
+from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.spatialtf_plan import PLAN_VECTORS, plan_affine, plan_grid
+from nbdnn.kernels.cpu.vector import NUMBA_FLOAT, WIDEN, filled, pointer, record
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_spatialtf import SpatialtfProblem
+
+# Bytes lie between neighbours in memory: of x and dx (pixels, rows of them where there is more than one, channels,
+# images), and of y and dy. `runs` of at most `run` outputs make an image; `blocks` share the channels of one.
+FIELDS = record(
+    *("channels", "height", "width", "out_h", "out_w", "pixel_bytes", "right", "down", "x_channel", "x_image"),
+    *(
+        "y_channel",
+        "y_image",
+        "images",
+        "outputs",
+        "run",
+        "runs",
+        "blocks",
+        "block_channels",
+        "scratch",
+        "scratch_bytes",
+    ),
+    *("sums_offset", "lines_offset", "total_bytes", "parts_offset"),
+)
+_MOST_RUN = 512  # outputs whose plan stays in the first-level cache
+_TASKS_PER_THREAD = 4
+_LINE_BYTES = 64
+
+
+@cache
+def affine_image(param_dtype: str):
+    """Compiled-in function (theta, f): (s, s_column, s_row, t, t_column, t_row).
+
+    Where the first output of an image lies, and how much further the next column and row do. In float64, of which the
+    identity keeps every position a whole number.
+    """
+    numbers, widen = pointer(param_dtype), WIDEN[param_dtype]
+
+    @njit(**DEVICE)
+    def axis(along, across, shift, f, extent):
+        half = 0.5 * (extent - 1)
+        column = along * (2.0 * half / (f.out_w - 1)) if f.out_w > 1 else 0.0
+        row = across * (2.0 * half / (f.out_h - 1)) if f.out_h > 1 else 0.0
+        first = shift + 1.0 - (along if f.out_w > 1 else 0.0) - (across if f.out_h > 1 else 0.0)
+        return first * half, column, row
+
+    @njit(**DEVICE)
+    def locate(theta, f):
+        a = numbers(theta)
+        s, s_column, s_row = axis(float64(widen(a[0])), float64(widen(a[1])), float64(widen(a[2])), f, f.width)
+        t, t_column, t_row = axis(float64(widen(a[3])), float64(widen(a[4])), float64(widen(a[5])), f, f.height)
+        return s, s_column, s_row, t, t_column, t_row
+
+    return locate
+
+
+@cache
+def plan_run(affine: bool, param_dtype: str, compute: str, vl: int):
+    """Compiled-in function (plan, places, image, first, n, f) that plans outputs first, first + 1, ... of an image.
+
+    places: the address of theta, or of the grid.
+    """
+    real, locate, itemsize = NUMBA_FLOAT[compute], affine_image(param_dtype), ITEMSIZE[param_dtype]
+    of_affine, of_grid = plan_affine(compute, vl), plan_grid(param_dtype, compute, vl)
+
+    @njit(**DEVICE)
+    def by_theta(plan, places, image, first, n, f):
+        s, s_column, s_row, t, t_column, t_row = locate(places + image * 6 * itemsize, f)
+        row, column = first // f.out_w, first % f.out_w
+        of_affine(
+            plan, n, column, f.out_w, real(s + row * s_row), real(s_column), real(s_row), real(t + row * t_row),
+            real(t_column), real(t_row), f.height, f.width,
+        )  # fmt: skip
+
+    @njit(**DEVICE)
+    def by_grid(plan, places, image, first, n, f):
+        of_grid(plan, n, places + (image * f.outputs + first) * 2 * itemsize, f.height, f.width)
+
+    return by_theta if affine else by_grid
+
+
+class Scratch:
+    """The record of a problem's tasks, and each thread's memory: a plan, four sums and two lines of a run."""
+
+    def __init__(self, problem: SpatialtfProblem, device: Cpu, vl: int, **values: int) -> None:
+        itemsize, real_bytes = ITEMSIZE[problem.dtype], ITEMSIZE[problem.compute]
+        (height, width), (out_h, out_w) = problem.spatial, problem.out_spatial
+        pixel_elems, last = (problem.c if problem.channels_last else 1), problem.channels_last
+        outputs = problem.positions
+        wanted = min(outputs, _MOST_RUN, max(vl, ceil(problem.n * outputs / (device.threads * _TASKS_PER_THREAD))))
+        run = -(-wanted // vl) * vl
+        self.runs = ceil(outputs / run)
+        sums_offset = _lines(PLAN_VECTORS * run * real_bytes)
+        lines_offset = sums_offset + _lines(4 * run * real_bytes)
+        scratch_bytes = lines_offset + _lines(2 * run * real_bytes)
+        self.memory = np.empty(device.threads * scratch_bytes + _LINE_BYTES, np.uint8)
+        self.record = filled(
+            FIELDS,
+            **{"blocks": 1, "block_channels": problem.c, "parts_offset": 0} | values,
+            images=problem.n,
+            channels=problem.c,
+            height=height,
+            width=width,
+            out_h=out_h,
+            out_w=out_w,
+            pixel_bytes=pixel_elems * itemsize,
+            right=pixel_elems * itemsize * (width > 1),
+            down=pixel_elems * itemsize * width * (height > 1),
+            x_channel=itemsize * (1 if last else height * width),
+            x_image=itemsize * problem.c * height * width,
+            y_channel=itemsize * (1 if last else out_h * out_w),
+            y_image=itemsize * problem.c * out_h * out_w,
+            outputs=outputs,
+            run=run,
+            runs=self.runs,
+            scratch=self.memory.ctypes.data + -self.memory.ctypes.data % _LINE_BYTES,
+            scratch_bytes=scratch_bytes,
+            sums_offset=sums_offset,
+            lines_offset=lines_offset,
+            total_bytes=real_bytes * problem.c * height * width,
+        )
+
+
+def _lines(size_bytes: int) -> int:
+    """Rounded up to whole cache lines."""
+    return -(-size_bytes // _LINE_BYTES) * _LINE_BYTES

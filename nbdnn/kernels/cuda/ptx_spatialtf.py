@@ -1,0 +1,101 @@
+"""Weights of pixels without branches, and additions to memory that other threads add to at the same time.
+
+As intrinsics of either type of floats: inlined functions with conditions in them cost Numba seconds a kernel.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+from numba.cuda.typing import signature
+
+from nbdnn.kernels.cuda.ptx import EFFECT, I64, asm
+
+_LETTER = {"f32": "f", "f64": "d"}
+
+
+def _of(formula, operands: int):
+    """An intrinsic of so many floats of one type, whose code `formula` builds."""
+
+    def codegen(context, builder, sig, args):
+        return formula(builder, *args)
+
+    @intrinsic
+    def one(typingctx, a):
+        return signature(a, a), codegen
+
+    @intrinsic
+    def two(typingctx, a, b):
+        return signature(a, a, a), codegen
+
+    return one if operands == 1 else two
+
+
+def _size(builder, a):
+    return builder.select(builder.fcmp_ordered(">", a, a.type(0.0)), a, builder.fsub(a.type(0.0), a))
+
+
+def _larger(builder, a, b):
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def _smaller(builder, a, b):
+    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
+
+
+def _hat(builder, distance):
+    return _larger(builder, builder.fsub(distance.type(1.0), _size(builder, distance)), distance.type(0.0))
+
+
+def _slope(builder, distance):
+    less, zero, one = (distance.type(value) for value in (-1.0, 0.0, 1.0))
+
+    def between(low, end):
+        return builder.and_(builder.fcmp_ordered(">=", distance, low), builder.fcmp_ordered("<", distance, end))
+
+    return builder.select(between(zero, one), less, builder.select(between(less, zero), one, zero))
+
+
+def _used(builder, weight, value):
+    zero = weight.type(0.0)
+    return builder.fmul(weight, builder.select(builder.fcmp_unordered("!=", weight, zero), value, zero))
+
+
+# |a|; the larger, the smaller of two, the second where one is NaN; max(0, 1 - |distance|), 0 of NaN; its derivative, -1
+# in [0, 1), 1 in [-1, 0), else 0; weight * value, 0 where there is no weight, whatever the value.
+size, larger, smaller, hat, slope, used = (
+    _of(_size, 1), _of(_larger, 2), _of(_smaller, 2), _of(_hat, 1), _of(_slope, 1), _of(_used, 2)
+)  # fmt: skip
+
+
+@cache
+def add_lanes(compute: str, lanes: int, vectors: bool):
+    """Intrinsic (base, index, array, place, weight): base[index + i] += weight * array[place + i], for `lanes` i.
+
+    vectors: four neighbours are one instruction, of compute capability 9.0; their address is then a multiple of 16.
+    """
+    width = 4 if vectors and compute == "f32" and lanes % 4 == 0 else 1
+    operands = ", ".join(f"${i + 1}" for i in range(width))
+    text = f"red.global.add.v4.f32 [$0], {{{operands}}};" if width == 4 else f"red.global.add.{compute} [$0], $1;"
+    constraints = ",".join(["l", *[_LETTER[compute]] * width, "~{memory}"])
+    size_bytes = 4 if compute == "f32" else 8
+
+    @intrinsic
+    def add(typingctx, base, index, array, place, weight):
+        def codegen(context, builder, sig, args):
+            target, at, held, first, share = args
+            data = context.make_array(sig.args[2])(context, builder, held).data
+            start = builder.ptrtoint(builder.gep(target, [at]), I64)
+            for i in range(0, lanes, width):
+                slots = (builder.gep(data, [builder.add(first, first.type(i + k))]) for k in range(width))
+                terms = [builder.fmul(builder.load(slot), share) for slot in slots]
+                where = builder.add(start, I64(size_bytes * i))
+                asm(builder, ir.VoidType(), text, constraints, [where, *terms], EFFECT)
+            return context.get_dummy_value()
+
+        return signature(types.none, base, index, array, place, weight), codegen
+
+    return add

@@ -1,0 +1,204 @@
+"""The spatial transformer's forward on a GPU, affine or by a grid, and the grid itself: every output as it is written.
+
+    y[n, c, i, j] = sum over four pixels of weight * x[n, c, pixel],   both of them: spatialtf_position
+
+A thread works out one position and takes its channels one after the other, neighbours in memory to neighbouring
+threads: where channels lie apart, neighbours are outputs; channels-last, some threads share a position, and move
+vectors of up to 16 bytes of channels. No grid is made. Traffic: y once; each pixel of x once, and from cache for every
+output that is near it. Positions and sums in float32 (float64). Supports everything, and ends every list. Source: own.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, NoConfig, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.kernels.cuda.spatialtf_position import Fields as ImageFields
+from nbdnn.kernels.cuda.spatialtf_position import (
+    Kind,
+    fields,
+    index_bits,
+    nearest,
+    position,
+    thread_place,
+    vector_lanes,
+)
+from nbdnn.kernels.cuda.spatialtf_theta import along_axis
+from nbdnn.problem import DEFAULT_COMPUTE
+from nbdnn.problem_spatialtf import SpatialtfProblem
+
+THREADS = 256
+_HELD_ELEMS = 4  # channels whose pixels a thread asks for before it uses the first
+_MOST_SHARING = 8  # threads of one position, channels-last
+_WAVES, _RESIDENT = 4, 4  # blocks that a multiprocessor shall have, in turn and at once
+_MOST_GRID = 65535  # of the grid's second axis
+_LAUNCH_US, _OVER_COPY = 3.0, 1.3
+
+
+class Config(NamedTuple):
+    """threads of one position, side by side (channels-last), and vectors that a block takes of each."""
+
+    threads: int
+    group: int
+
+    def __str__(self) -> str:
+        return f"t{self.threads}g{self.group}"
+
+
+def configs(problem: SpatialtfProblem, device: Gpu, work: int) -> tuple[Config, ...]:
+    """Every one worth measuring. work: positions of an image. The default has blocks for every multiprocessor."""
+    vectors = max(problem.c // vector_lanes(problem), 1)
+    if problem.channels_last:
+        most = min(1 << (vectors - 1).bit_length(), 32)
+        ways = sorted(
+            {min(most, wanted) for wanted in (_MOST_SHARING, 2, 32)}, key=lambda t: t != min(most, _MOST_SHARING)
+        )
+        return tuple(Config(threads, vectors) for threads in ways)
+    blocks = problem.n * ceil(work / THREADS)
+    wanted = min(vectors, ceil(_WAVES * _RESIDENT * device.sms / max(blocks, 1)))
+    least = ceil(vectors / _MOST_GRID)
+    groups = [max(ceil(vectors / wanted), least), vectors, max(ceil(vectors / (4 * wanted)), least)]
+    return tuple(Config(1, group) for group in dict.fromkeys(groups))
+
+
+def launched(problem: SpatialtfProblem, config: Config, work: int) -> tuple[Kind, ImageFields, tuple[int, int, int]]:
+    """(what a kernel is compiled for, its integers, its grid). work: positions of an image that want a thread."""
+    lanes, bits = vector_lanes(problem), index_bits(problem)
+    kind = Kind(problem.is_affine, problem.dtype, problem.param_dtype, lanes, config.threads, bits)
+    blocks = ceil(work / (THREADS // config.threads))
+    integers = fields(problem, lanes, blocks, config.group)
+    return kind, integers, (blocks * problem.n, ceil(integers.vectors / max(config.group, 1)), 1)
+
+
+def _forward_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_local, ptx_spatialtf
+
+    kind = Kind(*specialised_on)
+    integer, real, lanes = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], kind.lanes
+    load, store, threads = ptx_local.load(kind.dtype, lanes), ptx_local.store(kind.dtype, lanes), kind.threads
+    place, locate, find = thread_place(kind, THREADS), position(kind), nearest(kind.compute, kind.bits)
+    hat, used = ptx_spatialtf.hat, ptx_spatialtf.used
+    held, at_once = 4 * lanes, max(1, _HELD_ELEMS // lanes)
+    all_held = held * at_once
+
+    @ptx.inline
+    def sample(x, y, at, to, w, pixels, results, f, count):
+        for k in range(count):
+            vector = integer(at + k * threads * f.x_v)
+            load(pixels, integer(k * held), x, vector)
+            load(pixels, integer(k * held + lanes), x, integer(vector + f.right))
+            load(pixels, integer(k * held + 2 * lanes), x, integer(vector + f.down))
+            load(pixels, integer(k * held + 3 * lanes), x, integer(vector + f.down + f.right))
+        for k in range(count):
+            for i in range(lanes):
+                first = k * held + i
+                above = used(w[0], pixels[first]) + used(w[1], pixels[first + lanes])
+                results[i] = above + used(w[2], pixels[first + 2 * lanes]) + used(w[3], pixels[first + 3 * lanes])
+            store(y, integer(to + k * threads * f.y_v), results, integer(0))
+
+    def sample_outputs(x, places, y, f):
+        image, output, vector, end = place(f)
+        if output >= f.outputs:
+            return
+        i, j = ptx.divided(output, f.out_w)
+        s, t = locate(places, image, i, j, f)
+        (column, right), (row, down) = find(s, f.in_w), find(t, f.in_h)
+        top, bottom, left, next_ = hat(down), hat(down - real(1.0)), hat(right), hat(right - real(1.0))
+        w = top * left, top * next_, bottom * left, bottom * next_
+        at = integer(image * f.x_n + row * f.x_h + column * f.x_w)
+        to = integer(image * f.y_n + i * f.y_h + j * f.y_w)
+        pixels, results = ptx.cuda.local.array(all_held, real), ptx.cuda.local.array(lanes, real)
+        if at_once > 1:
+            while vector + (at_once - 1) * threads < end:
+                sample(x, y, integer(at + vector * f.x_v), integer(to + vector * f.y_v), w, pixels, results, f, at_once)
+                vector = integer(vector + at_once * threads)
+        while vector < end:
+            sample(x, y, integer(at + vector * f.x_v), integer(to + vector * f.y_v), w, pixels, results, f, 1)
+            vector = integer(vector + threads)
+
+    data, parameters = ptx.pointer(kind.dtype), ptx.pointer(kind.param_dtype)
+    return sample_outputs, (data, parameters, data, ptx.record(ImageFields, kind.bits))
+
+
+class Direct(LaunchedCandidate[Config]):
+    """Every output as it is written; supports every forward with an image."""
+
+    algorithm = "direct"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: SpatialtfProblem, device: Gpu) -> Support:
+        return YES
+
+    def configs(self, problem: SpatialtfProblem, device: Gpu) -> tuple[Config, ...]:
+        return configs(problem, device, problem.positions)
+
+    def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
+        return _LAUNCH_US + _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+
+    def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
+        kind, integers, grid = launched(problem, config, problem.positions)
+        source = Source(_forward_kernel, kind, THREADS)
+        return [Launch(source, grid, (0, 1, 2), "", integers, kind.bits)]
+
+
+class _GridFields(NamedTuple):
+    """outputs: of one image. elements: of them all."""
+
+    elements: int
+    outputs: int
+    out_h: int
+    out_w: int
+
+
+def _grid_kernel(dtype: str, bits: int):
+    from nbdnn.kernels.cuda import ptx
+
+    compute = DEFAULT_COMPUTE[dtype]
+    integer, widen, narrow, along = ptx.INTEGER[bits], ptx.WIDEN[dtype], ptx.NARROW[dtype], along_axis(compute, bits)
+
+    @ptx.inline
+    def row_of(theta, at, u, v):
+        a, b, c = (widen(ptx.load_constant(theta, at)), widen(ptx.load_constant(theta, integer(at + 1))),
+                   widen(ptx.load_constant(theta, integer(at + 2))))  # fmt: skip
+        return ptx.fma(a, u, ptx.fma(b, v, c))
+
+    def write_grid(theta, grid, f):
+        element = integer(integer(ptx.block_x()) * THREADS + ptx.thread_x())
+        if element >= f.elements:
+            return
+        image, output = ptx.divided(element, f.outputs)
+        i, j = ptx.divided(output, f.out_w)
+        u, v, at = along(j, f.out_w), along(i, f.out_h), integer(image * 6)
+        grid[integer(element * 2)] = narrow(row_of(theta, at, u, v))
+        grid[integer(element * 2 + 1)] = narrow(row_of(theta, integer(at + 3), u, v))
+
+    data = ptx.pointer(dtype)
+    return write_grid, (data, data, ptx.record(_GridFields, bits))
+
+
+class Grid(LaunchedCandidate[NoConfig]):
+    """A thread a position; supports every grid."""
+
+    op, algorithm = "spatialtf_grid_fwd", "direct"
+
+    def supports(self, problem: SpatialtfProblem, device: Gpu) -> Support:
+        return YES
+
+    def estimate(self, problem: SpatialtfProblem, config: NoConfig, device: Gpu) -> float:
+        return _LAUNCH_US + _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+
+    def launches(self, problem: SpatialtfProblem, config: NoConfig, device: Gpu) -> list[Launch]:
+        elements, bits = problem.n * problem.positions, index_bits(problem)
+        integers = _GridFields(elements, problem.positions, *problem.out_spatial)
+        source = Source(_grid_kernel, (problem.dtype, bits), THREADS)
+        return [Launch(source, (ceil(elements / THREADS), 1, 1), (0, 1), "", integers, bits)]
+
+
+FWD, SAMPLER_FWD, GRID_FWD = Direct("spatialtf_fwd"), Direct("spatialtf_sampler_fwd"), Grid()

@@ -1,0 +1,222 @@
+"""Where an output of a spatial transformer lies in the image: pixels and weights, as compiled-in functions.
+
+    (s, t) position in pixels;  b = min(max(floor(s), 0), width - 2), as for t: the pixels b, b + 1 and, a row on, again
+    weights hat(s - b), hat(s - b - 1), hat(d) = max(0, 1 - |d|)
+
+A pixel outside of the image has no part in b and b + 1, and one inside that is too far away has weight 0: there are no
+borders. NaN has weight 0 everywhere. Integers are elements. Source: own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from nbdnn.kernels.spatial import tensor_strides
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_spatialtf import SpatialtfProblem
+
+# What int32 may hold here: the last block of a grid counts on beyond the last element.
+_INT32_END = 2**31 - 2**16
+_VECTOR_BYTES = 16
+
+
+class Fields(NamedTuple):
+    """x (dx) and y (dy) by strides and extents; a vector is `lanes` neighbouring channels.
+
+    blocks: of an image. vectors: of a position, of which a block of the grid's second axis takes `group`. x_v, y_v:
+    from a vector to the next. right, down: from a pixel to the next, 0 where there is one only.
+    """
+
+    blocks: int
+    images: int
+    outputs: int
+    pixels: int
+    vectors: int
+    group: int
+    in_h: int
+    in_w: int
+    out_h: int
+    out_w: int
+    x_n: int
+    x_v: int
+    x_h: int
+    x_w: int
+    y_n: int
+    y_v: int
+    y_h: int
+    y_w: int
+    right: int
+    down: int
+
+
+class Kind(NamedTuple):
+    """What every kernel with an image is compiled for. threads: of one position, neighbours in a block; 1 where images
+    are not channels-last. bits: of the integers."""
+
+    affine: bool
+    dtype: str
+    param_dtype: str
+    lanes: int
+    threads: int
+    bits: int
+
+    @property
+    def compute(self) -> str:
+        return DEFAULT_COMPUTE[self.dtype]
+
+
+def vector_lanes(problem: SpatialtfProblem) -> int:
+    """Neighbouring channels that one instruction moves."""
+    if not problem.channels_last:
+        return 1
+    lanes = max(1, min(_VECTOR_BYTES, problem.align) // ITEMSIZE[problem.dtype])
+    while problem.c % lanes:
+        lanes //= 2
+    return lanes
+
+
+def fields(problem: SpatialtfProblem, lanes: int, blocks: int, group: int) -> Fields:
+    """The integers of a problem."""
+    (x_n, x_c, _, x_h, x_w), (y_n, y_c, _, y_h, y_w) = (
+        tensor_strides(shape, problem.channels_last) for shape in (problem.x_shape, problem.y_shape)
+    )
+    (in_h, in_w), (out_h, out_w) = problem.spatial, problem.out_spatial
+    return Fields(
+        blocks=blocks,
+        images=problem.n,
+        outputs=problem.positions,
+        pixels=in_h * in_w,
+        vectors=problem.c // lanes,
+        group=group,
+        in_h=in_h,
+        in_w=in_w,
+        out_h=out_h,
+        out_w=out_w,
+        x_n=x_n,
+        x_v=x_c * lanes,
+        x_h=x_h,
+        x_w=x_w,
+        y_n=y_n,
+        y_v=y_c * lanes,
+        y_h=y_h,
+        y_w=y_w,
+        right=x_w * (in_w > 1),
+        down=x_h * (in_h > 1),
+    )
+
+
+def index_bits(problem: SpatialtfProblem) -> int:
+    """32 where int32 holds every offset, position and parameter of a kernel, else 64."""
+    return 32 if max(operand.size_elems for operand in problem.operands) < _INT32_END else 64
+
+
+@cache
+def affine(param_dtype: str, compute: str, bits: int):
+    """Device function (theta, image, f) -> (s, s_column, s_row, t, t_column, t_row).
+
+    Where the image's first output lies, and how much further the next column's and the next row's do. Of the identity
+    every position is a whole number.
+    """
+    from nbdnn.kernels.cuda import ptx
+
+    real, integer, widen = ptx.REAL[compute], ptx.INTEGER[bits], ptx.WIDEN[param_dtype]
+
+    @ptx.inline
+    def steps(extent):
+        return real(integer(extent - 1)) if extent > 1 else real(1.0)
+
+    @ptx.inline
+    def axis(along, across, shift, extent, out_h, out_w):
+        whole = real(integer(extent - 1))
+        column = along * (whole / steps(out_w)) if out_w > 1 else real(0.0)
+        row = across * (whole / steps(out_h)) if out_h > 1 else real(0.0)
+        first = shift + real(1.0) - (along if out_w > 1 else real(0.0)) - (across if out_h > 1 else real(0.0))
+        return first * (real(0.5) * whole), column, row
+
+    @ptx.inline
+    def locate(theta, image, f):
+        at = integer(image * 6)
+        s, s_column, s_row = axis(
+            widen(ptx.load_constant(theta, at)), widen(ptx.load_constant(theta, integer(at + 1))),
+            widen(ptx.load_constant(theta, integer(at + 2))), f.in_w, f.out_h, f.out_w,
+        )  # fmt: skip
+        t, t_column, t_row = axis(
+            widen(ptx.load_constant(theta, integer(at + 3))), widen(ptx.load_constant(theta, integer(at + 4))),
+            widen(ptx.load_constant(theta, integer(at + 5))), f.in_h, f.out_h, f.out_w,
+        )  # fmt: skip
+        return s, s_column, s_row, t, t_column, t_row
+
+    return locate
+
+
+@cache
+def at_output(compute: str, bits: int):
+    """Device function (map, i, j) -> (s, t) of the output in row i and column j under an affine map."""
+    from nbdnn.kernels.cuda import ptx
+
+    real = ptx.REAL[compute]
+
+    @ptx.inline
+    def place(m, i, j):
+        row, column = real(i), real(j)
+        return ptx.fma(column, m[1], ptx.fma(row, m[2], m[0])), ptx.fma(column, m[4], ptx.fma(row, m[5], m[3]))
+
+    return place
+
+
+@cache
+def position(kind: Kind):
+    """Device function (places, image, i, j, f) -> (s, t). places: theta, or the grid."""
+    from nbdnn.kernels.cuda import ptx
+
+    real, integer, widen = ptx.REAL[kind.compute], ptx.INTEGER[kind.bits], ptx.WIDEN[kind.param_dtype]
+    locate, place = affine(kind.param_dtype, kind.compute, kind.bits), at_output(kind.compute, kind.bits)
+
+    @ptx.inline
+    def by_theta(places, image, i, j, f):
+        return place(locate(places, image, f), i, j)
+
+    @ptx.inline
+    def by_grid(places, image, i, j, f):
+        at = integer((image * f.outputs + i * f.out_w + j) * 2)
+        x, y = widen(ptx.load_constant(places, at)), widen(ptx.load_constant(places, integer(at + 1)))
+        half_w, half_h = real(0.5) * real(integer(f.in_w - 1)), real(0.5) * real(integer(f.in_h - 1))
+        return (x + real(1.0)) * half_w, (y + real(1.0)) * half_h
+
+    return by_theta if kind.affine else by_grid
+
+
+@cache
+def nearest(compute: str, bits: int):
+    """Device function (s, extent) -> (b, s - b)."""
+    from nbdnn.kernels.cuda import ptx, ptx_spatialtf
+
+    real, integer = ptx.REAL[compute], ptx.INTEGER[bits]
+
+    @ptx.inline
+    def find(s, extent):
+        inside = ptx_spatialtf.smaller(s, real(integer(extent - 2)))
+        pixel = integer(ptx_spatialtf.larger(inside, real(0.0)))
+        return pixel, s - real(pixel)
+
+    return find
+
+
+@cache
+def thread_place(kind: Kind, block_threads: int):
+    """Device function (f) -> (image, position, first vector, end of vectors) of a thread."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer, threads, at_once = ptx.INTEGER[kind.bits], kind.threads, block_threads // kind.threads
+
+    @ptx.inline
+    def place(f):
+        image, block = ptx.divided(integer(ptx.block_x()), f.blocks)
+        local, lane = ptx.divided(integer(ptx.thread_x()), integer(threads))
+        first = integer(ptx.block_y() * f.group)
+        end = integer(first + f.group)
+        end = end if end < f.vectors else f.vectors
+        return image, integer(block * at_once + local), integer(first + lane), end
+
+    return place

@@ -1,0 +1,170 @@
+"""Sums that make dtheta on a GPU: each block's, and those of an image's blocks, both in a fixed order.
+
+    dtheta[n] = sum over outputs of (ds, dt)^T (u, v, 1)
+
+A block adds up its threads' six sums in a tree in shared memory and stores them; a second kernel adds up what the
+blocks of an image have found. The gradient of a grid alone is these two. Source: own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, NoConfig, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.kernels.cuda.spatialtf_position import index_bits
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_spatialtf import SpatialtfProblem
+
+SUMS = 6
+_THREADS, _RUN = 256, 8  # positions of a thread
+_WARP = 32
+_LAUNCH_US, _OVER_COPY = 5.0, 1.5
+
+
+@cache
+def along_axis(compute: str, bits: int):
+    """Device function (place, extent) -> -1 to 1 from the first to the last place; 0 where there is one."""
+    from nbdnn.kernels.cuda import ptx
+
+    real, integer = ptx.REAL[compute], ptx.INTEGER[bits]
+
+    @ptx.inline
+    def along(place, extent):
+        return real(2.0) * real(place) / real(integer(extent - 1)) - real(1.0) if extent > 1 else real(0.0)
+
+    return along
+
+
+@cache
+def store_sums(compute: str, bits: int, threads: int):
+    """Device function (parts, at, sums): parts[at ...] = each of the six sums over all threads of the block."""
+    from nbdnn.kernels.cuda import ptx
+
+    real, integer, size, half = ptx.REAL[compute], ptx.INTEGER[bits], SUMS * threads, threads // 2
+
+    @ptx.inline
+    def store(parts, at, sums):
+        shared = ptx.cuda.shared.array(size, real)
+        thread = integer(ptx.thread_x())
+        for k in range(SUMS):
+            shared[integer(k * threads + thread)] = sums[k]
+        ptx.cuda.syncthreads()
+        width = integer(half)
+        while width > 0:
+            if thread < width:
+                for k in range(SUMS):
+                    here = integer(k * threads + thread)
+                    shared[here] = shared[here] + shared[integer(here + width)]
+            ptx.cuda.syncthreads()
+            width, _ = ptx.divided(width, integer(2))
+        if thread < SUMS:
+            parts[integer(at + thread)] = shared[integer(thread * threads)]
+
+    return store
+
+
+class _ThetaFields(NamedTuple):
+    """parts: of each image."""
+
+    parts: int
+
+
+def _theta_kernel(compute: str, param_dtype: str, bits: int):
+    """A block an image, a warp a sum."""
+    from nbdnn.kernels.cuda import ptx
+
+    real, integer, narrow, size = ptx.REAL[compute], ptx.INTEGER[bits], ptx.NARROW[param_dtype], SUMS * _WARP
+
+    def add_parts(parts, dtheta, f):
+        shared = ptx.cuda.shared.array(size, real)
+        thread = integer(ptx.thread_x())
+        number, lane = ptx.divided(thread, integer(_WARP))
+        first, total = integer(ptx.block_x() * f.parts), real(0.0)
+        part = lane
+        while part < f.parts:
+            total = total + parts[integer((first + part) * SUMS + number)]
+            part = integer(part + _WARP)
+        shared[thread] = total
+        ptx.cuda.syncthreads()
+        if lane == 0:
+            for other in range(1, _WARP):
+                total = total + shared[integer(thread + other)]
+            dtheta[integer(ptx.block_x() * SUMS + number)] = narrow(total)
+
+    return add_parts, (ptx.pointer(compute), ptx.pointer(param_dtype), ptx.record(_ThetaFields, bits))
+
+
+def theta_launch(problem: SpatialtfProblem, parts: int, workspace: int, dtheta: int) -> Launch:
+    """The sums of so many parts of each image. workspace, dtheta: places of the pointers."""
+    bits = index_bits(problem)
+    source = Source(_theta_kernel, (problem.compute, problem.param_dtype, bits), SUMS * _WARP)
+    return Launch(source, (problem.n, 1, 1), (workspace, dtheta), "", _ThetaFields(parts), bits)
+
+
+class _GridFields(NamedTuple):
+    """blocks: of an image. outputs: of an image."""
+
+    blocks: int
+    outputs: int
+    out_h: int
+    out_w: int
+
+
+def _grid_gradient_kernel(dtype: str, bits: int):
+    from nbdnn.kernels.cuda import ptx
+
+    compute = DEFAULT_COMPUTE[dtype]
+    real, integer, widen = ptx.REAL[compute], ptx.INTEGER[bits], ptx.WIDEN[dtype]
+    along, store = along_axis(compute, bits), store_sums(compute, bits, _THREADS)
+
+    def add_grid(dgrid, parts, f):
+        image, block = ptx.divided(integer(ptx.block_x()), f.blocks)
+        output = integer(block * _THREADS * _RUN + ptx.thread_x())
+        sums = ptx.cuda.local.array(SUMS, real)
+        for k in range(SUMS):
+            sums[k] = real(0.0)
+        for _ in range(_RUN):
+            if output < f.outputs:
+                i, j = ptx.divided(output, f.out_w)
+                u, v, at = along(j, f.out_w), along(i, f.out_h), integer((image * f.outputs + output) * 2)
+                s, t = widen(ptx.load_constant(dgrid, at)), widen(ptx.load_constant(dgrid, integer(at + 1)))
+                sums[0], sums[1], sums[2] = ptx.fma(s, u, sums[0]), ptx.fma(s, v, sums[1]), sums[2] + s
+                sums[3], sums[4], sums[5] = ptx.fma(t, u, sums[3]), ptx.fma(t, v, sums[4]), sums[5] + t
+            output = integer(output + _THREADS)
+        store(parts, integer(ptx.block_x() * SUMS), sums)
+
+    return add_grid, (ptx.pointer(dtype), ptx.pointer(compute), ptx.record(_GridFields, bits))
+
+
+class GridGradient(LaunchedCandidate[NoConfig]):
+    """Supports every gradient of a grid."""
+
+    op, algorithm = "spatialtf_grid_bwd", "sums"
+
+    def supports(self, problem: SpatialtfProblem, device: Gpu) -> Support:
+        return YES
+
+    def estimate(self, problem: SpatialtfProblem, config: NoConfig, device: Gpu) -> float:
+        return _LAUNCH_US + _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+
+    def workspace_bytes(self, problem: SpatialtfProblem, config: NoConfig, device: Gpu) -> int:
+        return problem.n * self._blocks(problem) * SUMS * ITEMSIZE[problem.compute]
+
+    def _blocks(self, problem: SpatialtfProblem) -> int:
+        return ceil(problem.positions / (_THREADS * _RUN))
+
+    def launches(self, problem: SpatialtfProblem, config: NoConfig, device: Gpu) -> list[Launch]:
+        blocks, bits = self._blocks(problem), index_bits(problem)
+        integers = _GridFields(blocks, problem.positions, *problem.out_spatial)
+        source = Source(_grid_gradient_kernel, (problem.dtype, bits), _THREADS)
+        parts = Launch(source, (problem.n * blocks, 1, 1), (0, WORKSPACE), "", integers, bits)
+        return [parts, theta_launch(problem, blocks, WORKSPACE, 1)]
+
+
+GRID_BWD = GridGradient()

@@ -1,0 +1,192 @@
+"""The spatial transformer's kernels for GPUs: what they need when compiled, and what they compute, in plain Python."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from emulated import Block, Memory, Pointer, _places, install
+from gpus import H200
+from guarded import values
+from libraries import library
+
+import nbdnn.kernels.cuda
+from nbdnn import reference_spatialtf, tolerance
+from nbdnn.dispatch import registry
+from nbdnn.kernels.cuda import (
+    spatialtf_direct,
+    spatialtf_gradient,
+    spatialtf_pixels,
+    spatialtf_position,
+    spatialtf_theta,
+)
+from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
+from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, LaunchedCandidate
+from nbdnn.problem import FAMILIES, parse
+from nbdnn.problem_spatialtf import SpatialtfProblem
+
+OPS = FAMILIES["spatialtf"]
+CANDIDATES = {
+    op: [each for each in registry.candidates(op, kind="cuda") if isinstance(each, LaunchedCandidate)] for op in OPS
+}
+ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120": (12, 0)}
+IMAGES = (
+    "f32:n64c3h224w224:o224x224:nchw",
+    "f32:n64c64h56w56:o56x56:nhwc",
+    "bf16:n64c64h56w56:o56x56:nhwc:pf32",
+    "f16:n64c64h56w56:o56x56:nchw",
+    "f32:n64c3h224w224:o224x224:nhwc:a4",
+    "f64:n8c16h33w31:o31x33:nhwc",
+    "f32:n1200c64h200w200:o200x200:nchw",  # 64-bit integers
+)
+GRIDS = "f32:n64:o224x224", "bf16:n3:o7x9"
+
+
+def kernels(op: str, text: str, arch: str) -> None:
+    """No spills, no stack, no arithmetic wider than it must be."""
+    device, problem = replace(H200, capability=ARCHITECTURES[arch]), parse(f"{op}:{text}")
+    for candidate in CANDIDATES[op]:
+        for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
+            kernel, ptx = compile_kernel(launch.source, arch), ptx_text(launch.source, arch)
+            what = f"{arch}, {candidate.id}, {problem}, {launch.source.label}: {kernel._replace(cubin=b'')}"
+            assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
+            assert kernel.registers is None or kernel.registers <= 128, what
+            assert problem.dtype == "f64" or ".f64" not in ptx, what
+            assert launch.integer_bits == 64 or not re.search(r"(?:div|rem)\.[su]64", ptx), what
+
+
+def texts(op: str) -> tuple[str, ...]:
+    return GRIDS if op.startswith("spatialtf_grid") else IMAGES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS for text in texts(op)])
+def test_kernels_stay_within_their_means(op: str, text: str, arch: str) -> None:
+    library("numba_cuda")
+    kernels(op, text, arch)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_sample_of_the_kernels(op: str) -> None:
+    library("numba_cuda")
+    kernels(op, texts(op)[1], "sm_90a")
+
+
+def test_vectors_are_moved_and_added_whole() -> None:
+    library("numba_cuda")
+    for op, wanted in (("fwd", "ld.global.nc.v4"), ("bwd", "red.global.add.v4.f32")):
+        problem = parse(f"spatialtf_{op}:f32:n64c64h56w56:o56x56:nhwc")
+        candidate = CANDIDATES[problem.op][0]
+        launches = candidate.launches(problem, candidate.configs(problem, H200)[0], H200)
+        assert any(wanted in ptx_text(launch.source, "sm_90a") for launch in launches)
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def _load(dtype: str, lanes: int):
+    def load(array: list, place: int, base: Pointer, index: int) -> None:
+        assert index % lanes == 0
+        for i in range(lanes):
+            array[place + i] = base[index + i]
+
+    return load
+
+
+def _store(dtype: str, lanes: int):
+    def store(base: Pointer, index: int, array: list, place: int) -> None:
+        assert index % lanes == 0
+        for i in range(lanes):
+            base[index + i] = array[place + i]
+
+    return store
+
+
+def _add(compute: str, lanes: int, vectors: bool):
+    def add(base: Pointer, index: int, array: list, place: int, weight: float) -> None:
+        for i in range(lanes):
+            base[index + i] = base[index + i] + weight * array[place + i]
+
+    return add
+
+
+WEIGHTS = SimpleNamespace(
+    add_lanes=_add,
+    size=abs,
+    larger=lambda a, b: a if a > b else b,
+    smaller=lambda a, b: a if a < b else b,
+    hat=lambda d: max(0.0, 1 - abs(d)),
+    slope=lambda d: -1.0 if 0 <= d < 1 else 1.0 if -1 <= d < 0 else 0.0,
+    used=lambda weight, value: weight * value if weight else 0.0,
+)
+
+
+def run(problem: SpatialtfProblem, candidate: Any, given: dict[str, np.ndarray], monkeypatch: Any) -> None:
+    """All launches in plain Python, thread by thread; the outputs are the reference's."""
+    block = Block()
+    modules = spatialtf_direct, spatialtf_gradient, spatialtf_pixels, spatialtf_position, spatialtf_theta
+    install(block, modules, monkeypatch)
+    monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx_local", SimpleNamespace(load=_load, store=_store))
+    monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx_spatialtf", WEIGHTS)
+    operands = [Pointer(operand, given.get(operand.name)) for operand in problem.operands]
+    config = candidate.configs(problem, H200)[0]
+    elements = candidate.workspace_bytes(problem, config, H200) // 4
+    memories: dict[int, Memory] = {}
+    for launch in candidate.launches(problem, config, H200):
+        kernel, _ = launch.source.builder(*launch.source.specialised_on)
+        pointers = [
+            None if at == NULL else operands[at] if at >= 0 else memories.setdefault(WORKSPACE - at, Memory(elements))
+            for at in launch.pointers
+        ]
+        for place in _places(launch.grid):
+            block.run(kernel, [*pointers, launch.integers], launch.source.threads, place)
+    expected = reference_spatialtf.samples(problem, given, (), None)
+    for operand, pointer in zip(problem.operands, operands, strict=True):
+        if operand.role == "in":
+            assert not pointer.written
+            continue
+        flat = np.array(pointer.flat)
+        strides = tuple(8 * stride for stride in operand.strides)
+        found = np.lib.stride_tricks.as_strided(flat, operand.shape, strides)
+        fault = tolerance.fault(problem, candidate, found, expected[operand.name])
+        assert not fault, f"{candidate.id}, {operand.name}: {fault}"
+
+
+SMALL = "f32:n2c3h7w9:o8x11:nchw", "f32:n2c8h7w6:o5x7:nhwc", "bf16:n1c8h6w1:o1x5:nhwc:pf32", "f32:n1c2h1w5:o20x19:nchw"
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("text", SMALL)
+def test_kernels_compute_what_the_reference_does(op: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if op.startswith("spatialtf_grid"):
+        dtype, dims, out, *_ = text.split(":")
+        text = ":".join((dtype, dims.partition("c")[0], out))
+    problem = parse(f"{op}:{text}")
+    assert isinstance(problem, SpatialtfProblem)
+    for candidate in CANDIDATES[op]:
+        run(problem, candidate, values(problem, "normal"), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "theta",
+    [
+        [[1, 0, 0], [0, 1, 0]],
+        [[0, 1, 0], [-1, 0, 0.1]],
+        [[0.1, 0, 0.3], [0, 0.2, 0]],  # many outputs near a pixel
+        [[3, 0.5, 0], [0, 2, 0]],  # few
+        [[0, 0, 0.2], [0, 0, -0.1]],  # all of them
+        [[1, 1, 0], [1, 1, 0]],  # on a line
+        [[1, 1, 0], [1, 1.001, 0]],  # nearly
+        [[1, 0, 9], [0, 1, 0]],  # none
+    ],
+)
+def test_a_pixel_finds_every_output_near_it(theta: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse("spatialtf_bwd:f32:n1c2h6w9:o10x7:nchw")
+    assert isinstance(problem, SpatialtfProblem)
+    given = values(problem, "normal") | {"theta": np.array([theta], np.float32)}
+    run(problem, spatialtf_gradient.GATHER, given, monkeypatch)
