@@ -60,6 +60,10 @@ class Phase(NamedTuple):
     alone: bool = False
     each: bool = False
 
+    @property
+    def how(self) -> int:
+        return _EACH if self.each else _ALONE if self.alone else 0
+
 
 @njit(**DEVICE)
 def _run_own(program, first, last, args, worker):
@@ -113,15 +117,7 @@ class Program:
 
     def __init__(self, phases: Sequence[Phase], keep: Sequence[np.ndarray] = ()) -> None:
         phases = [phase for phase in phases if phase.tasks > 0]
-        rows = [
-            (
-                phase.task.address,
-                phase.tasks,
-                phase.ctx.ctypes.data,
-                _EACH if phase.each else _ALONE if phase.alone else 0,
-            )
-            for phase in phases
-        ]
+        rows = [(phase.task.address, phase.tasks, phase.ctx.ctypes.data, phase.how) for phase in phases]
         self._table = np.array(rows, dtype=np.int64).reshape(-1, 4)
         self._keep = (list(phases), list(keep))
         self._start = (self._table.ctypes.data, len(phases))
