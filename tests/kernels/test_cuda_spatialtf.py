@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import nan
 from types import SimpleNamespace
 from typing import Any
 
+import emulated
+import emulated_ptx
 import numpy as np
 import pytest
-from emulated import Block, Memory, Pointer, _places, install
+from emulated import Memory, memory, operand_memory
 from gpus import H200
 from guarded import values
 from libraries import library
@@ -17,15 +20,9 @@ from libraries import library
 import nbdnn.kernels.cuda
 from nbdnn import reference_spatialtf, tolerance
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import (
-    spatialtf_direct,
-    spatialtf_gradient,
-    spatialtf_pixels,
-    spatialtf_position,
-    spatialtf_theta,
-)
+from nbdnn.kernels.cuda import spatialtf_gradient
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
-from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.problem import FAMILIES, parse
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
@@ -89,26 +86,32 @@ def test_vectors_are_moved_and_added_whole() -> None:
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 
-def _load(dtype: str, lanes: int):
-    def load(array: list, place: int, base: Pointer, index: int) -> None:
-        assert index % lanes == 0
-        for i in range(lanes):
-            array[place + i] = base[index + i]
+def _load(words: Any):
+    def of(dtype: str, lanes: int):
+        def load(array: list, place: int, base: Memory, index: int) -> None:
+            assert index % lanes == 0
+            for i in range(lanes):
+                array[place + i] = words.WIDEN[dtype](base[index + i])
 
-    return load
+        return load
+
+    return of
 
 
-def _store(dtype: str, lanes: int):
-    def store(base: Pointer, index: int, array: list, place: int) -> None:
-        assert index % lanes == 0
-        for i in range(lanes):
-            base[index + i] = array[place + i]
+def _store(words: Any):
+    def of(dtype: str, lanes: int):
+        def store(base: Memory, index: int, array: list, place: int) -> None:
+            assert index % lanes == 0
+            for i in range(lanes):
+                base[index + i] = words.NARROW[dtype](array[place + i])
 
-    return store
+        return store
+
+    return of
 
 
 def _add(compute: str, lanes: int, vectors: bool):
-    def add(base: Pointer, index: int, array: list, place: int, weight: float) -> None:
+    def add(base: Memory, index: int, array: list, place: int, weight: float) -> None:
         for i in range(lanes):
             base[index + i] = base[index + i] + weight * array[place + i]
 
@@ -128,29 +131,22 @@ WEIGHTS = SimpleNamespace(
 
 def run(problem: SpatialtfProblem, candidate: Any, given: dict[str, np.ndarray], monkeypatch: Any) -> None:
     """All launches in plain Python, thread by thread; the outputs are the reference's."""
-    block = Block()
-    modules = spatialtf_direct, spatialtf_gradient, spatialtf_pixels, spatialtf_position, spatialtf_theta
-    install(block, modules, monkeypatch)
-    monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx_local", SimpleNamespace(load=_load, store=_store))
-    monkeypatch.setitem(nbdnn.kernels.cuda.__dict__, "ptx_spatialtf", WEIGHTS)
-    operands = [Pointer(operand, given.get(operand.name)) for operand in problem.operands]
+    block = emulated_ptx.install(monkeypatch)
+    package = nbdnn.kernels.cuda.__dict__
+    words = package["ptx"]
+    monkeypatch.setitem(package, "ptx_local", SimpleNamespace(load=_load(words), store=_store(words)))
+    monkeypatch.setitem(package, "ptx_spatialtf", WEIGHTS)
+    operands = [operand_memory(operand, given.get(operand.name), problem.align) for operand in problem.operands]
     config = candidate.configs(problem, H200)[0]
-    elements = candidate.workspace_bytes(problem, config, H200) // 4
-    memories: dict[int, Memory] = {}
+    workspace = memory("f32", np.full(candidate.workspace_bytes(problem, config, H200) // 4, nan))
     for launch in candidate.launches(problem, config, H200):
-        kernel, _ = launch.source.builder(*launch.source.specialised_on)
-        pointers = [
-            None if at == NULL else operands[at] if at >= 0 else memories.setdefault(WORKSPACE - at, Memory(elements))
-            for at in launch.pointers
-        ]
-        for place in _places(launch.grid):
-            block.run(kernel, [*pointers, launch.integers], launch.source.threads, place)
+        emulated.run(block, launch, operands, workspace)
     expected = reference_spatialtf.samples(problem, given, (), None)
-    for operand, pointer in zip(problem.operands, operands, strict=True):
+    for operand, used in zip(problem.operands, operands, strict=True):
         if operand.role == "in":
-            assert not pointer.written
+            assert not used.written
             continue
-        flat = np.array(pointer.flat)
+        flat = used.values()
         strides = tuple(8 * stride for stride in operand.strides)
         found = np.lib.stride_tricks.as_strided(flat, operand.shape, strides)
         fault = tolerance.fault(problem, candidate, found, expected[operand.name])
