@@ -194,7 +194,12 @@ class _Choosing:
         return None
 
     def _is_remembered(self) -> bool:
-        return bool(recalled := self._recall()) and any(option.key == recalled for option in self._options)
+        """Whether the layer has a choice that this problem could run, be it not permitted to this caller."""
+        if (recalled := self._recall()) is None:
+            return False
+        anyone = self._request.filters._replace(deterministic=False, allow_tf32=True, workspace_limit=None)
+        options, _ = survey(self._problem, self._device, anyone)
+        return any(option.key == recalled for option in options)
 
     def _remembered_choice(self) -> Choice | None:
         if (recalled := self._recall()) is None:

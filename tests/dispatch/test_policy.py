@@ -225,6 +225,17 @@ class TestTimeOnce:
         assert ids(log, "selected") == ["short", "any"]
         assert ids(log, "replaced") == ["short"]
 
+    def test_a_caller_with_less_memory_takes_nothing_from_the_others(
+        self, monkeypatch: pytest.MonkeyPatch, call: Call
+    ) -> None:
+        register(monkeypatch, Fake("large", FAST, workspace_bytes=64), Fake("small", SLOW))
+        with events() as log:
+            call(SMALL, algo="time_once")
+            call(TALL, algo="time_once", workspace_limit=0)
+            call(TALL, algo="time_once")
+        assert ids(log, "selected") == ["large", "small", "large"]
+        assert ids(log, "measured") == ["large", "small", "small"]
+
     def test_a_stale_choice_does_not_count(
         self, monkeypatch: pytest.MonkeyPatch, call: Call, restart: Callable[[], None]
     ) -> None:
