@@ -57,7 +57,7 @@ def problems(draw: st.DrawFn, op: str | None = None, dtypes: tuple[str, ...] = t
         layout=draw(st.sampled_from(layouts)),
         w_layout=draw(st.sampled_from(filter_layouts)),
         y_layout=draw(st.sampled_from(layouts)),
-        align=draw(st.sampled_from((8, 16, 64))),
+        align=draw(st.sampled_from((8, 16))),
         epilogue=(*forward_only, *beta) if op == "conv_fwd" else beta,
     )
 
