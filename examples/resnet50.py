@@ -20,7 +20,7 @@ from nbdnn.cli import main as nbdnn_command
 from nbdnn.problem_conv import ConvProblem
 from nbdnn.workloads import network
 
-BUDGET_S = "10"  # for one of 23 different problems; the first ones compile the kernels, the others take a second or two
+BUDGET_S = "20"  # for one of 23 different problems; the first ones compile the kernels, the others take a second or two
 PASSES = 7
 PROBLEMS = {layer.name: layer.problem for layer in network("resnet50") if isinstance(layer.problem, ConvProblem)}
 
