@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 from nbdnn import call, call_setup
@@ -77,12 +78,12 @@ def _order(op: str, mode: str) -> tuple[int, ...]:
 
 def _axes(name: str, value: Any, ndim: int) -> tuple[int, ...]:
     """A number for each spatial axis."""
-    numbers = (value,) * ndim if isinstance(value, int) else value
-    if not isinstance(numbers, tuple) or not all(isinstance(number, int) for number in numbers):
+    numbers = (value,) * ndim if isinstance(value, Integral) else value
+    if not isinstance(numbers, tuple) or not all(isinstance(number, Integral) for number in numbers):
         raise InvalidProblem(f"{name} is {value!r}, expected an int or a tuple of ints")
     if len(numbers) != ndim:
         raise InvalidProblem(f"{name} has {len(numbers)} numbers, img has {ndim} spatial axes")
-    return numbers
+    return tuple(map(int, numbers))
 
 
 _FAMILY = call.Family(_names, _prepare)

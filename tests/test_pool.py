@@ -103,6 +103,12 @@ def test_defaults_are_stride_1_no_pad_and_the_maximum() -> None:
     np.testing.assert_array_equal(dnn_pool(x, 2, mode="average", pad=1), dnn_pool(x, 2, 1, "average_inc_pad", (1, 1)))
 
 
+def test_integers_of_numpy_are_integers() -> None:
+    x = RNG.standard_normal((1, 2, 6, 6))
+    two = np.int64(2)
+    np.testing.assert_array_equal(dnn_pool(x, (two, 2), two, pad=np.int32(1)), dnn_pool(x, 2, 2, pad=1))
+
+
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
 def test_results_have_the_dtype_of_the_input(dtype: Any) -> None:
     x = RNG.standard_normal((2, 9, 6, 6)).astype(dtype)
