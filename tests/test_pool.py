@@ -159,6 +159,40 @@ def test_equal_maxima_of_many_windows(dtype: Any) -> None:
         np.testing.assert_array_equal(dx.astype(np.float64), expected[:, :, 1:-1, 1:-1])
 
 
+@pytest.mark.parametrize(
+    ("shape", "ws", "stride", "pad"),
+    [
+        ((2, 3, 9, 21), (3, 3), (1, 1), (1, 1)),
+        ((2, 3, 9, 38), (3, 3), (2, 2), (1, 1)),
+        ((2, 3, 8, 35), (2, 3), (3, 3), (0, 2)),
+        ((1, 9, 7, 7), (7, 7), (1, 1), (0, 0)),  # a plane of more than one vector, and a part of one
+        ((1, 2, 5, 6, 19), (3, 3, 3), (2, 2, 2), (1, 1, 1)),
+        ((1, 2, 4, 5, 7), (2, 3, 4), (1, 1, 1), (1, 2, 3)),
+    ],
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_maxima_among_nans_ties_and_infinities(shape: tuple, ws: tuple, stride: tuple, pad: tuple, last: bool) -> None:
+    """The last NaN of a window gets its gradient, without one the first maximum, though all of it is -inf."""
+    x = RNG.choice(np.array([-INF, -INF, -1, 0, 1, INF, NAN], "f"), shape, p=[0.3, 0.2, 0.15, 0.15, 0.1, 0.05, 0.05])
+    x[0, 0] = -INF
+    x = channels_last(x) if last else x
+    y = dnn_pool(x, ws, stride, "max", pad)
+    dy = RNG.integers(1, 9, y.shape).astype("f")
+    expected = np.zeros(shape)
+    for n, c, *window in np.ndindex(*y.shape):
+        best, winner = -INF, None
+        for tap in np.ndindex(*ws):
+            at = tuple(p * u + r - before for p, u, r, before in zip(window, stride, tap, pad, strict=True))
+            if all(0 <= i < extent for i, extent in zip(at, shape[2:], strict=True)):
+                value = x[(n, c, *at)]
+                if winner is None or value > best or np.isnan(value):
+                    best, winner = value, (n, c, *at)
+        if winner:
+            expected[winner] += dy[(n, c, *window)]
+    assert (expected > 0).mean() > 0.005
+    np.testing.assert_array_equal(dnn_pool_grad(x, y, dy, ws, stride, "max", pad), expected)
+
+
 def test_out_and_odd_strides() -> None:
     x, y = RNG.standard_normal((2, 3, 8, 12)).astype("f"), np.zeros((2, 3, 4, 3), "f")
     view_, expected = x[..., ::2], dnn_pool(x[..., ::2].copy(), 2, 2)
@@ -316,6 +350,13 @@ def test_gradients_in_blocks_of_one_row(narrow: tuple[str, int], device: Cpu, mo
     for problem in edges("pool_bwd", "cpu"):
         if problem.dtype == "f32" and problem.is_max:
             check(registry.candidate("pool_bwd/cpu/rows"), problem, NoConfig(), narrower)
+
+
+def test_gradients_past_the_caches(device: Cpu) -> None:
+    """As of operands that are larger than the last-level cache."""
+    for problem in edges("pool_bwd", "cpu"):
+        if problem.dtype in ("f32", "bf16") and problem.is_max:
+            check(registry.candidate("pool_bwd/cpu/rows"), problem, NoConfig(), replace(device, llc_bytes=0))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

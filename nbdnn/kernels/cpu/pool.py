@@ -5,7 +5,7 @@
 
 A task is a run of output rows; a row is the pixels of one channel, or channels-last the channels of all its pixels, so
 that either layout is joined by whole vectors. The gradient of a maximum is in `pool_max_channels.py` and
-`pool_max_planes.py`.
+`pool_max_planes.py`, windows that take all of a plane are in `pool_whole.py`.
 
 Traffic: x and y (dy and dx) once from memory; rows of overlapping windows again from cache. Sums in float32 (float64).
 Source: own.
@@ -36,6 +36,7 @@ from nbdnn.kernels.cpu.pool_rows import (
     real_of,
     spread,
 )
+from nbdnn.kernels.cpu.pool_whole import takes_all, whole_planes
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import filled, pointer, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -145,11 +146,14 @@ class Rows(Candidate[NoConfig, Cpu]):
 
     def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:
         vl, axes = device.lanes(problem.compute), axes_of(problem)
+        is_max_gradient = problem.is_max and self.op == "pool_bwd"
+        if takes_all(axes) and not (is_max_gradient and problem.channels_last):
+            return whole_planes(problem, axes, device)
+        if is_max_gradient:
+            return (max_of_channels if problem.channels_last else max_of_planes)(problem, axes, device)
         known = known_step(axes.step[-1])
         if self.op == "pool_fwd":
             task = _forward_task(problem.dtype, problem.is_max, known, vl)
-        elif problem.is_max:
-            return (max_of_channels if problem.channels_last else max_of_planes)(problem, axes, device)
         else:
             task = _sum_gradient_task(problem.dtype, known, vl)
         tasks, ctx, scratch = _placed(problem, axes, device)

@@ -3,12 +3,16 @@
     tap[p] = the first r at which x[p*u + r - pad] is the maximum of window p; where there are NaNs the last of them
     dx[i] = sum of dy[p] over the windows p that cover i and whose tap[p] is i + pad - p*u
 
-The padded block is taken apart into u_d * u_h * u_w phases, the elements with the same remainders by the stride. With r
-= a*u + f, window p's tap r is element p + a of phase f: a constant distance for all windows of the block, so that one
-run of vectors goes over all of them, from line to line. So does one over each phase of dx, whose element i gets dy of
-window i - a where its tap is a*u + f. Lines have room for what lies beyond: there x is -inf, and dy 0.
+An axis at a time, along rows first (`pool_taps.py`). The padded block is taken apart into u_d * u_h * u_w phases, the
+elements with the same remainders by the stride. With r = a*u + f, window p's tap r is element p + a of phase f: a
+constant distance for all windows of the block, so that one run of vectors goes over all of them, from line to line. So
+does one over each phase of dx, whose element i gets dy of window i - a where its tap is a*u + f. Lines have room for
+what lies beyond: there x is -inf, and dy 0.
 
-    phase (f_d, f_h, f_w) of x: lines_d x lines_h lines of `pitch` elements; taps and dy of windows: such a phase each
+    phase (f_d, f_h, f_w): lines_d x lines_h lines of `pitch` elements
+
+    x          of f_w, of one (f_d, f_h) at a time    maxima and taps of windows on   w: of each (f_d, f_h)
+    dx         the same                                                               h: of each f_d     d: one phase
 
 Traffic: x, dy and dx once from memory; of x, rows that windows of two blocks share once more. y is not read.
 Source: own.
@@ -28,20 +32,27 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
-from nbdnn.kernels.cpu.pool_phases import phases_of_row, row_of_phases
+from nbdnn.kernels.cpu.pool_phases import kept_row, phases_of_row, row_of_phases
 from nbdnn.kernels.cpu.pool_rows import fill, real_of
-from nbdnn.kernels.cpu.pool_taps import AHEAD_BYTES, BLOCK_BYTES, ENTRY_BYTES, ask_for, find_few, gather_few
-from nbdnn.kernels.cpu.rows import convert_row
-from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
+from nbdnn.kernels.cpu.pool_taps import AHEAD_BYTES, ask_for, find_few, gather_few, streams
+from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
-# columns: where each tap of a row lies, in bytes; firsts: each window's first tap of a row that is inside. A worker's
-# scratch: entries, phases of x, taps and dy of windows, phases of dx, and a line of it.
+BLOCK_BYTES = 1 << 20  # of what a worker keeps of a block; smaller ones search rows that windows share more often
+
+# What a worker keeps: phases of x; maxima and taps of windows on w, h and d; dy of windows, what of it goes to planes
+# and to rows; phases of dx, and a line of it. Nobody reads the maxima on d: they go where those on w were.
+_KEPT = (
+    *("x_at", "best_w_at", "best_h_at", "taps_w_at", "taps_h_at", "taps_d_at", "shares_at", "to_planes_at"),
+    *("to_rows_at", "sums_at", "line_at"),
+)
+# offsets: by axis, where each tap lies, in bytes. is_deep: windows have an axis of depths.
 _FIELDS = record(
-    *("columns", "firsts", "blocks_d", "blocks_h", "block_d", "block_h", "lines_d", "lines_h", "pitch", "phase_bytes"),
+    *("offsets_d", "offsets_h", "offsets_w", "is_deep", "blocks_d", "blocks_h", "block_d", "block_h"),
+    *("lines_d", "lines_h", "pitch", "phase_bytes", "scratch", "scratch_bytes", *_KEPT),
     *("in_d", "in_h", "in_w", "out_d", "out_h", "out_w", "taps_d", "taps_h", "taps_w", "step_d", "step_h", "step_w"),
-    *("pad_d", "pad_h", "pad_w", "scratch", "scratch_bytes", "x_at", "taps_at", "shares_at", "sums_at", "line_at"),
+    *("pad_d", "pad_h", "pad_w"),
 )
 
 
@@ -53,135 +64,179 @@ def _windows(low, end, step, pad, taps, out):
 
 
 @cache
-def _take_block(dtype: str, vl: int):
-    """Compiled-in function (f, x, base, d, p, n_d, n_p): lines of x that n_d x n_p windows from (d, p) on reach."""
+def _take_phase(dtype: str, vl: int):
+    """Compiled-in function (f, x, to, d, h, n_d, n_h): n_d x n_h lines of x, from row (d, h) of the padded image on and
+    the stride apart."""
     compute = DEFAULT_COMPUTE[dtype]
     take_apart, clear, (_, lowest) = phases_of_row(dtype, vl), fill(dtype), real_of(dtype)
     itemsize, size = ITEMSIZE[dtype], ITEMSIZE[compute]
 
     @njit(**DEVICE)
-    def take_block(f, x, base, d, p, n_d, n_p):
-        for position_d in range((n_d - 1) * f.step_d + f.taps_d):
-            depth = d * f.step_d + position_d - f.pad_d
-            for position_h in range((n_p - 1) * f.step_h + f.taps_h):
-                h = p * f.step_h + position_h - f.pad_h
-                phase = position_d % f.step_d * f.step_h + position_h % f.step_h
-                line = position_d // f.step_d * f.lines_h + position_h // f.step_h
-                to = base + phase * f.step_w * f.phase_bytes + line * f.pitch * size
-                if 0 <= depth < f.in_d and 0 <= h < f.in_h:
-                    source = x + (depth * f.in_h + h) * f.in_w * itemsize
-                    ask_for(source + AHEAD_BYTES, f.in_w * itemsize)
-                    take_apart(to, source, f.phase_bytes, f.step_w, f.pad_w, f.in_w)
+    def take_phase(f, x, to, d, h, n_d, n_h):
+        for line_d in range(n_d):
+            for line_h in range(n_h):
+                depth, row = d + line_d * f.step_d - f.pad_d, h + line_h * f.step_h - f.pad_h
+                line = to + (line_d * f.lines_h + line_h) * f.pitch * size
+                if 0 <= depth < f.in_d and 0 <= row < f.in_h:
+                    source = x + (depth * f.in_h + row) * f.in_w * itemsize
+                    take_apart(line, source, f.phase_bytes, f.step_w, f.pad_w, f.in_w)
                 else:
                     for column in range(f.step_w):
-                        clear(to + column * f.phase_bytes, f.pitch, lowest)
+                        clear(line + column * f.phase_bytes, f.pitch, lowest)
 
-    return take_block
+    return take_phase
+
+
+@cache
+def _take_shares(dtype: str, vl: int):
+    """Compiled-in function (f, dy, to, d, p, n_d, n_p): dy of n_d x n_p windows from (d, p) on, and 0 of others."""
+    compute = DEFAULT_COMPUTE[dtype]
+    widen_row, clear, (real, _) = kept_row(dtype, compute, vl), fill(dtype), real_of(dtype)
+    itemsize, size = ITEMSIZE[dtype], ITEMSIZE[compute]
+
+    @njit(**DEVICE)
+    def take_shares(f, dy, to, d, p, n_d, n_p):
+        for line_d in range(f.lines_d):
+            for line_h in range(f.lines_h):
+                line = to + (line_d * f.lines_h + line_h) * f.pitch * size
+                if line_d < n_d and line_h < n_p:
+                    source = dy + ((d + line_d) * f.out_h + p + line_h) * f.out_w * itemsize
+                    ask_for(source + AHEAD_BYTES, f.out_w * itemsize)
+                    widen_row(line, source, f.out_w)
+                else:
+                    clear(line, f.out_w, real(0.0))
+
+    return take_shares
+
+
+@cache
+def _raise_taps(compute: str):
+    """Compiled-in function (taps, n, first): none of them before the first that is inside of the image: where all of a
+    window is -inf, so is the padding in front of it."""
+    numbers = pointer("i64" if compute == "f64" else "i32")
+
+    @njit(**DEVICE)
+    def raise_taps(taps, n, first):
+        found = numbers(taps)
+        for i in range(n):
+            found[i] = max(found[i], first)
+
+    return raise_taps
 
 
 @cache
 def _find_block(dtype: str, vl: int):
-    """Compiled-in function (f, dy, base, d, p, n_d, n_p): taps of n_d x n_p windows from (d, p) on, and their dy."""
+    """Compiled-in function (f, x, base, d, p, n_d, n_p): taps of n_d x n_p windows from (d, p) on, by axis."""
     compute = DEFAULT_COMPUTE[dtype]
-    i64, numbers = pointer("i64"), pointer("i64" if compute == "f64" else "i32")
-    find, widen_row, clear, (real, _) = (
-        find_few(compute, compute, vl, True), convert_row(dtype, compute, vl), fill(dtype), real_of(dtype),
+    size, take_phase, find, raise_taps = (
+        ITEMSIZE[compute], _take_phase(dtype, vl), find_few(compute, compute, vl), _raise_taps(compute),
     )  # fmt: skip
-    itemsize, size = ITEMSIZE[dtype], ITEMSIZE[compute]
 
     @njit(**DEVICE)
-    def begin_block(f, dy, base, d, p, n_d, n_p):
-        firsts = numbers(f.firsts)
-        for line_d in range(f.lines_d):
-            for line_h in range(f.lines_h):
-                at = (line_d * f.lines_h + line_h) * f.pitch * size
-                if line_d >= n_d or line_h >= n_p:
-                    clear(base + f.shares_at + at, f.out_w, real(0.0))
-                    continue
-                source = dy + ((d + line_d) * f.out_h + p + line_h) * f.out_w * itemsize
-                ask_for(source + AHEAD_BYTES, f.out_w * itemsize)
-                widen_row(base + f.shares_at + at, source, f.out_w)
-                tap_d = max(0, f.pad_d - (d + line_d) * f.step_d)
-                tap_h = max(0, f.pad_h - (p + line_h) * f.step_h)
-                found, first = numbers(base + f.taps_at + at), (tap_d * f.taps_h + tap_h) * f.taps_w
-                for q in range(f.out_w):
-                    found[q] = first + firsts[q]
+    def whole_vectors(n):
+        return (n + vl - 1) // vl * vl
 
     @njit(**DEVICE)
-    def find_block(f, dy, base, d, p, n_d, n_p):
-        begin_block(f, dy, base, d, p, n_d, n_p)
-        if n_d * n_p == 0:
-            return
-        rows = 0
-        for tap_d in range(f.taps_d):
-            for tap_h in range(f.taps_h):
-                phase = tap_d % f.step_d * f.step_h + tap_h % f.step_h
-                line = tap_d // f.step_d * f.lines_h + tap_h // f.step_h
-                entry = i64(base + rows * ENTRY_BYTES)
-                entry[0] = base + f.x_at + phase * f.step_w * f.phase_bytes + line * f.pitch * size
-                entry[2] = (tap_d * f.taps_h + tap_h) * f.taps_w
-                rows += 1
-        n = ((n_d - 1) * f.lines_h + n_p - 1) * f.pitch + f.out_w
-        find(base + f.taps_at, n, base, rows, f.columns, 0, f.taps_w, 0, 0)
+    def along_rows(f, x, base, d, p, n_d, n_p, phase_d, phase_h):
+        n_d, n_h = n_d + (f.taps_d - 1 - phase_d) // f.step_d, n_p + (f.taps_h - 1 - phase_h) // f.step_h
+        take_phase(f, x, base + f.x_at, d * f.step_d + phase_d, p * f.step_h + phase_h, n_d, n_h)
+        behind = (phase_d * f.step_h + phase_h) * f.phase_bytes
+        best, taps = base + f.best_w_at + behind, base + f.taps_w_at + behind
+        n = whole_vectors(((n_d - 1) * f.lines_h + n_h) * f.pitch)
+        find(best, taps, n, base + f.x_at, f.offsets_w, 0, f.taps_w)
+        if f.pad_w > 0:
+            for line in range((n_d - 1) * f.lines_h + n_h):
+                for q in range(min(f.out_w, (f.pad_w - 1) // f.step_w + 1)):
+                    raise_taps(taps + (line * f.pitch + q) * size, 1, f.pad_w - q * f.step_w)
+
+    @njit(**DEVICE)
+    def across_rows(f, base, p, n_d, n_p, phase_d):
+        n_d += (f.taps_d - 1 - phase_d) // f.step_d
+        behind = phase_d * f.phase_bytes
+        taps, lines = base + f.taps_h_at + behind, base + f.best_w_at + behind * f.step_h
+        n = whole_vectors(((n_d - 1) * f.lines_h + n_p) * f.pitch)
+        find(base + f.best_h_at + behind, taps, n, lines, f.offsets_h, 0, f.taps_h)
+        for line_h in range(min(n_p, (f.pad_h - 1) // f.step_h + 1 - p)):
+            for line_d in range(n_d):
+                line = taps + (line_d * f.lines_h + line_h) * f.pitch * size
+                raise_taps(line, f.out_w, f.pad_h - (p + line_h) * f.step_h)
+
+    @njit(**DEVICE)
+    def across_planes(f, base, d, n_d, n_p):
+        n = whole_vectors(((n_d - 1) * f.lines_h + n_p) * f.pitch)
+        taps = base + f.taps_d_at
+        find(base + f.best_w_at, taps, n, base + f.best_h_at, f.offsets_d, 0, f.taps_d)
+        for line_d in range(min(n_d, (f.pad_d - 1) // f.step_d + 1 - d)):
+            line = taps + line_d * f.lines_h * f.pitch * size
+            raise_taps(line, f.lines_h * f.pitch, f.pad_d - (d + line_d) * f.step_d)
+
+    @njit(**DEVICE)
+    def find_block(f, x, base, d, p, n_d, n_p):
+        for phase_d in range(min(f.step_d, f.taps_d)):
+            for phase_h in range(min(f.step_h, f.taps_h)):
+                along_rows(f, x, base, d, p, n_d, n_p, phase_d, phase_h)
+            across_rows(f, base, p, n_d, n_p, phase_d)
+        if f.is_deep:
+            across_planes(f, base, d, n_d, n_p)
 
     return find_block
 
 
 @cache
-def _give_phase(dtype: str, vl: int):
-    """Compiled-in function (f, base, phase_d, phase_h, lines): phases of dx with these remainders of rows."""
+def _give_block(dtype: str, vl: int, past_caches: bool):
+    """Compiled-in function (f, x, dx, base, low_d, low_h, rows_d, rows_h, behind_d, behind_h): rows of dx from (low_d,
+    low_h) on, which lie so far behind the begin of the first window."""
     compute = DEFAULT_COMPUTE[dtype]
-    i64, size, gather = pointer("i64"), ITEMSIZE[compute], gather_few(compute, compute, compute, vl)
+    itemsize, size, gather = ITEMSIZE[dtype], ITEMSIZE[compute], gather_few(compute, compute, compute, vl)
+    put_together = row_of_phases(dtype, vl, past_caches)
 
     @njit(**DEVICE)
-    def give_phase(f, base, phase_d, phase_h, lines):
-        rows = 0
-        for tap_d in range(phase_d, f.taps_d, f.step_d):
-            for tap_h in range(phase_h, f.taps_h, f.step_h):
-                behind = (tap_d // f.step_d * f.lines_h + tap_h // f.step_h) * f.pitch * size
-                entry = i64(base + rows * ENTRY_BYTES)
-                entry[0], entry[1] = base + f.taps_at - behind, base + f.shares_at - behind
-                entry[2] = (tap_d * f.taps_h + tap_h) * f.taps_w
-                rows += 1
+    def put_rows(f, x, dx, base, low_d, low_h, rows_d, rows_h, behind_d, behind_h, phase_d, phase_h):
+        """While they are written, the next block of x is read: later, nothing would wait for it but this thread."""
+        row_bytes, next_block = f.in_w * itemsize, f.block_d * f.block_h * f.in_w * itemsize
+        first_d, first_h = (phase_d - behind_d) % f.step_d, (phase_h - behind_h) % f.step_h
+        line_d, first_line = (behind_d + first_d) // f.step_d, (behind_h + first_h) // f.step_h
+        for d in range(first_d, rows_d, f.step_d):
+            sums = base + f.sums_at + (line_d * f.lines_h + first_line) * f.pitch * size
+            row = ((low_d + d) * f.in_h + low_h + first_h) * row_bytes
+            for _ in range(first_h, rows_h, f.step_h):
+                ask_for(x + row + next_block, row_bytes)
+                put_together(dx + row, sums, f.phase_bytes, f.step_w, f.pad_w, f.in_w, base + f.line_at)
+                sums += f.pitch * size
+                row += f.step_h * row_bytes
+            line_d += 1
+
+    @njit(**DEVICE)
+    def give_block(f, x, dx, base, low_d, low_h, rows_d, rows_h, behind_d, behind_h):
+        lines = (behind_d + rows_d - 1) // f.step_d * f.lines_h + (behind_h + rows_h - 1) // f.step_h + 1
         n = (lines * f.pitch + vl - 1) // vl * vl
-        for phase in range(f.step_w):
-            count = (f.taps_w - 1 - phase) // f.step_w + 1
-            line = base + f.sums_at + ((phase_d * f.step_h + phase_h) * f.step_w + phase) * f.phase_bytes
-            gather(line, n, base, rows, 0, -1, phase, count, f.step_w)
+        pitch_bytes, plane_bytes = f.pitch * size, f.lines_h * f.pitch * size
+        for phase_d in range(f.step_d):
+            shares = base + f.shares_at
+            if f.is_deep:
+                count, to = (f.taps_d - 1 - phase_d) // f.step_d + 1, base + f.to_planes_at
+                gather(to, n, base + f.taps_d_at, -plane_bytes, shares, -plane_bytes, phase_d, count, f.step_d)
+                shares = to
+            for phase_h in range(f.step_h):
+                count, to = (f.taps_h - 1 - phase_h) // f.step_h + 1, base + f.to_rows_at
+                taps = base + f.taps_h_at + phase_d * f.phase_bytes
+                gather(to, n, taps, -pitch_bytes, shares, -pitch_bytes, phase_h, count, f.step_h)
+                taps = base + f.taps_w_at + (phase_d * f.step_h + phase_h) * f.phase_bytes
+                for phase in range(f.step_w):
+                    count, sums = (f.taps_w - 1 - phase) // f.step_w + 1, base + f.sums_at + phase * f.phase_bytes
+                    gather(sums, n, taps, -size, to, -size, phase, count, f.step_w)
+                put_rows(f, x, dx, base, low_d, low_h, rows_d, rows_h, behind_d, behind_h, phase_d, phase_h)
 
-    return give_phase
-
-
-@cache
-def _give_one(dtype: str):
-    """Compiled-in function (f, x, dx, dy): a plane of dx that one window covers, element by element."""
-    data, widen, itemsize, (_, lowest) = pointer(dtype), WIDEN[dtype], ITEMSIZE[dtype], real_of(dtype)
-
-    @njit(**DEVICE)
-    def give_one(f, x, dx, dy):
-        given, most, found = data(dx), lowest, -1
-        for i in range(f.in_d * f.in_h * f.in_w):
-            given[i] = 0
-        for depth in range(min(f.in_d, f.taps_d - f.pad_d)):
-            for h in range(min(f.in_h, f.taps_h - f.pad_h)):
-                row = (depth * f.in_h + h) * f.in_w
-                line = data(x + row * itemsize)
-                for w in range(min(f.in_w, f.taps_w - f.pad_w)):
-                    value = widen(line[w])
-                    if value > most or value != value or found < 0:
-                        most, found = value, row + w
-        if found >= 0:
-            given[found] = data(dy)[0]
-
-    return give_one
+    return give_block
 
 
 @cache
-def _task(dtype: str, vl: int):
+def _task(dtype: str, vl: int, past_caches: bool):
     """A block of rows of dx: index = (plane * blocks_d + block of depths) * blocks_h + block of rows."""
-    i64, at, itemsize, size = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype], ITEMSIZE[DEFAULT_COMPUTE[dtype]]
-    take_block, find_block, give_phase = _take_block(dtype, vl), _find_block(dtype, vl), _give_phase(dtype, vl)
-    put_together, give_one = row_of_phases(dtype, vl), _give_one(dtype)
+    i64, at, itemsize = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype]
+    take_shares, find_block, give_block = (
+        _take_shares(dtype, vl), _find_block(dtype, vl), _give_block(dtype, vl, past_caches),
+    )  # fmt: skip
 
     def max_of_planes(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
@@ -190,33 +245,18 @@ def _task(dtype: str, vl: int):
         low_d, plane = rest % f.blocks_d * f.block_d, rest // f.blocks_d
         end_d, end_h = min(low_d + f.block_d, f.in_d), min(low_h + f.block_h, f.in_h)
         image = plane * f.in_d * f.in_h * f.in_w * itemsize
-        x, dx = pointers[0] + image, pointers[3] + image
         dy = pointers[2] + plane * f.out_d * f.out_h * f.out_w * itemsize
-        if f.out_d * f.out_h * f.out_w == 1 and f.blocks_d * f.blocks_h == 1:
-            give_one(f, x, dx, dy)
-            return
         d, last_d = _windows(low_d, end_d, f.step_d, f.pad_d, f.taps_d, f.out_d)
         p, last_p = _windows(low_h, end_h, f.step_h, f.pad_h, f.taps_h, f.out_h)
-        take_block(f, x, base + f.x_at, d, p, last_d - d, last_p - p)
-        find_block(f, dy, base, d, p, last_d - d, last_p - p)
-        # Positions of the block's first row in the padded image, counted from where its windows begin.
-        row_d, row_h = low_d + f.pad_d - d * f.step_d, low_h + f.pad_h - p * f.step_h
-        lines_h = (row_h + end_h - low_h - 1) // f.step_h + 1
-        lines = (row_d + end_d - low_d - 1) // f.step_d * f.lines_h + lines_h
-        for phase_d in range(f.step_d):
-            for phase_h in range(f.step_h):
-                give_phase(f, base, phase_d, phase_h, lines)
-        for depth in range(low_d, end_d):
-            for h in range(low_h, end_h):
-                position_d, position_h = row_d + depth - low_d, row_h + h - low_h
-                phase = position_d % f.step_d * f.step_h + position_h % f.step_h
-                line = position_d // f.step_d * f.lines_h + position_h // f.step_h
-                sums = base + f.sums_at + phase * f.step_w * f.phase_bytes + line * f.pitch * size
-                to = dx + (depth * f.in_h + h) * f.in_w * itemsize
-                ask_for(to + AHEAD_BYTES, f.in_w * itemsize)
-                put_together(to, sums, f.phase_bytes, f.step_w, f.pad_w, f.in_w, base + f.line_at)
+        take_shares(f, dy, base + f.shares_at, d, p, last_d - d, last_p - p)
+        if d < last_d and p < last_p:
+            find_block(f, pointers[0] + image, base, d, p, last_d - d, last_p - p)
+        behind_d, behind_h = low_d + f.pad_d - d * f.step_d, low_h + f.pad_h - p * f.step_h
+        rows_d, rows_h = end_d - low_d, end_h - low_h
+        x, dx = pointers[0] + image, pointers[3] + image
+        give_block(f, x, dx, base, low_d, low_h, rows_d, rows_h, behind_d, behind_h)
 
-    return compile_task(max_of_planes, (dtype, vl))
+    return compile_task(max_of_planes, (dtype, vl, past_caches))
 
 
 @dataclass(frozen=True)
@@ -257,17 +297,31 @@ class _Block:
 
     @property
     def guard_bytes(self) -> int:
-        """In front of the taps and dy of windows: what elements find there that no window covers."""
+        """In front of the dy of windows: what elements find there that no window covers."""
         reach_d, reach_h, reach_w = self.reach
         return whole_lines(((reach_d * self.lines[1] + reach_h) * self.pitch + reach_w) * self.size)
 
     @property
+    def is_deep(self) -> bool:
+        return self.axes.taps[0] * self.axes.step[0] > 1
+
+    @property
     def parts(self) -> tuple[int, ...]:
-        """Bytes of a worker's entries, phases of x, taps, dy, phases of dx and line of dx."""
-        entries = whole_lines(ENTRY_BYTES * self.axes.taps[0] * self.axes.taps[1])
-        windows, phases = self.guard_bytes + self.phase_bytes, prod(self.axes.step) * self.phase_bytes
-        line = whole_lines((self.axes.extent[2] + self.vl) * self.size)
-        return entries, phases, windows, windows, phases, line
+        """Bytes of each of `_KEPT`."""
+        (step_d, step_h, step_w), phase = self.axes.step, self.phase_bytes
+        windows, line = self.guard_bytes + phase, whole_lines((self.axes.extent[2] + self.vl) * self.size)
+        found = step_d * step_h * phase, step_d * phase
+        dy = windows, windows * self.is_deep, windows
+        return (step_w * phase, *found, *found, phase * self.is_deep, *dy, step_w * phase, line)
+
+    @property
+    def offsets(self) -> list[np.ndarray]:
+        """By axis, where each tap lies, in bytes."""
+        strides = (self.lines[1] * self.pitch * self.size, self.pitch * self.size, self.size)
+        return [
+            np.array([r % step * self.phase_bytes + r // step * stride for r in range(taps)], np.int64)
+            for taps, step, stride in zip(self.axes.taps, self.axes.step, strides, strict=True)
+        ]
 
 
 def max_of_planes(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
@@ -277,21 +331,22 @@ def max_of_planes(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     while sum((block := _Block(axes, (depths, rows), vl, size)).parts) > BLOCK_BYTES and depths * rows > 1:
         depths, rows = (ceil(depths / 2), rows) if depths > 1 else (1, ceil(rows / 2))
 
-    *ends, scratch_bytes = accumulate(block.parts)
-    x_at, taps_at, shares_at, sums_at, line_at = ends
-    columns = [s % axes.step[2] * block.phase_bytes + s // axes.step[2] * size for s in range(axes.taps[2])]
-    columns_at = np.array(columns, np.int64)
-    firsts = np.array([max(0, axes.pad[2] - q * axes.step[2]) for q in range(axes.out[2])], f"i{size}")
+    *starts, scratch_bytes = accumulate(block.parts, initial=0)
+    kept = dict(zip(_KEPT, starts, strict=True))
+    offsets = block.offsets
     # Outside of the image x stays -inf and dy 0.
     scratch = np.full((device.threads * scratch_bytes + 64) // size, -np.inf, f"f{size}")
     start = -scratch.ctypes.data % 64
     workers = scratch[start // size :][: device.threads * scratch_bytes // size].reshape(device.threads, -1)
-    workers[:, shares_at // size : sums_at // size] = 0
+    workers[:, kept["shares_at"] // size : kept["sums_at"] // size] = 0
+    for name in ("shares_at", "to_planes_at", "to_rows_at"):
+        kept[name] += block.guard_bytes
     ctx = filled(
         _FIELDS,
         **axes.fields(),
-        columns=columns_at.ctypes.data,
-        firsts=firsts.ctypes.data,
+        **kept,
+        **{f"offsets_{axis}": table.ctypes.data for axis, table in zip("dhw", offsets, strict=True)},
+        is_deep=block.is_deep,
         blocks_d=block.blocks[0],
         blocks_h=block.blocks[1],
         block_d=depths,
@@ -302,11 +357,6 @@ def max_of_planes(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         phase_bytes=block.phase_bytes,
         scratch=scratch.ctypes.data + start,
         scratch_bytes=scratch_bytes,
-        x_at=x_at,
-        taps_at=taps_at + block.guard_bytes,
-        shares_at=shares_at + block.guard_bytes,
-        sums_at=sums_at,
-        line_at=line_at,
     )
-    phase = Phase(_task(problem.dtype, vl), problem.n * problem.c * prod(block.blocks), ctx)
-    return Program([phase], [scratch, columns_at, firsts])
+    phase = Phase(_task(problem.dtype, vl, streams(problem, device)), problem.n * problem.c * prod(block.blocks), ctx)
+    return Program([phase], [scratch, *offsets])

@@ -1,13 +1,19 @@
-"""Vector code for the gradient of a maximum: which tap of each window it is, and what each element gets of dy.
+"""Vector code for the gradient of a maximum, an axis at a time: which tap it is, and what each element gets of dy.
 
-Both take a table of rows, each an entry of three numbers: an address of elements or taps, one of dy, and the number of
-the first tap. Taps are counted over a whole window, by numbers as wide as the elements, so that a comparison of taps
-selects elements. Maxima, taps and sums stay in registers while the rows pass by.
+The first maximum of a window, row by row, lies in the first line whose own maximum is the window's, where it is that
+line's first: so it is searched along lines, then across them. Whatever windows chose a line, it lies at the same place
+of it, so that their gradients are added up before they go there:
+
+    found[i] = max over r of x[i*u + r], tap[i] = the first such r, or of NaNs the last; the next axis searches `found`
+    given[i*u + r] += dy[i] where tap[i] is r, on the axes in turn, the last one first
+
+Taps are numbers as wide as the elements, so that a comparison of taps selects elements.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
+from collections.abc import Callable
+from functools import cache
 
 from llvmlite import ir
 from numba import njit, types
@@ -15,13 +21,19 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
+from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.pool_phases import by_vectors, element, load, store
-from nbdnn.kernels.cpu.vector import I32, I64, convert, prefetch, row_types, splat, vector_at
+from nbdnn.kernels.cpu.vector import I32, I64, convert, prefetch, row_types, splat, store_past_caches, vector_at
+from nbdnn.problem_pool import PoolProblem
 
-ENTRY_BYTES = 24
 AHEAD_BYTES = 4096  # so far behind what is read or written the next lines are asked for
-BLOCK_BYTES = 384 << 10  # of what a worker keeps of a block, in the second-level cache
+
+
+def streams(problem: PoolProblem, device: Cpu) -> bool:
+    """Whether dx goes past the caches: whether the operands are so large that it would be written out of them before
+    anybody reads it, and each of its lines was read in vain."""
+    return problem.min_bytes > device.llc_bytes
 
 
 def _numbers(compute: str, vl: int) -> ir.VectorType:
@@ -34,11 +46,7 @@ def _every(builder, numbers, value):
     return splat(builder, value if numbers.element == I64 else builder.trunc(value, numbers.element), numbers)
 
 
-def _entry(builder, rows, index, field: int):
-    return builder.load(element(builder, builder.add(rows, I64(8 * field)), index, I64, ENTRY_BYTES))
-
-
-def _repeat(builder, known: int, begin, end, body) -> None:
+def _repeat(builder, known: int, begin, end, body: Callable) -> None:
     """body(i) for i from begin to end; one after the other without a loop where it is known that there are so many."""
     if known:
         for i in range(known):
@@ -48,137 +56,138 @@ def _repeat(builder, known: int, begin, end, body) -> None:
         body(i)
 
 
-@cache
-def find_taps(source: str, compute: str, vl: int, planar: bool, known: int = 0):
-    """Intrinsic (to, n, rows, n_rows, columns, begin, end, shift, first): the taps of the maxima of n windows.
+def _beats(builder, value, best):
+    return builder.or_(builder.fcmp_ordered(">", value, best), builder.fcmp_unordered("uno", value, value))
 
-    Element i of tap s of a row lies at its address + columns[s] bytes + (shift + i) elements of `source` dtype. first:
-    the first tap inside of the image; planar, where each window has one of its own, they are at `to` beforehand.
-    known: end - begin where the kernel is for that many only.
+
+@cache
+def find_taps(source: str, compute: str, vl: int, known: int = 0):
+    """Intrinsic (found, taps, n, start, offsets, begin, end): maxima of n windows of one axis, and their first taps.
+
+    Element i of tap r, begin <= r < end, lies at start + offsets[r] bytes + i elements of `source` dtype. known: end -
+    begin where the kernel is for that many only.
     """
     read, wide, read_bytes, wide_bytes = row_types(source, compute, vl)
     numbers = _numbers(compute, vl)
 
     def codegen(context, builder, sig, args):
-        to, n, rows, n_rows, columns, begin, end, shift, first = args
-        every_number = partial(_every, builder, numbers)
+        found, taps, n, start, offsets, begin, end = args
 
         def step(i, mask):
-            if planar:
-                own = load(builder, element(builder, to, i, wide, wide_bytes), wide, wide_bytes, mask)
-                found = builder.bitcast(own, numbers)
-            else:
-                found = every_number(first)
-            chosen = cgutils.alloca_once_value(builder, found)
-            best = cgutils.alloca_once_value(builder, ir.Constant(wide, [float("-inf")] * vl))
-            at = builder.mul(builder.add(shift, i), I64(read_bytes))
-            with cgutils.for_range(builder, n_rows) as loop:
-                row, tap = builder.add(_entry(builder, rows, loop.index, 0), at), _entry(builder, rows, loop.index, 2)
+            at = builder.add(start, builder.mul(i, I64(read_bytes)))
 
-                def look(s, row=row, tap=tap):
-                    column = builder.load(element(builder, columns, s, I64, 8))
-                    value = load(builder, vector_at(builder, builder.add(row, column), read), read, read_bytes, mask)
-                    value, most = convert(builder, value, source, compute, vl), builder.load(best)
-                    better = builder.or_(
-                        builder.fcmp_ordered(">", value, most), builder.fcmp_unordered("uno", value, value)
-                    )
-                    builder.store(builder.select(better, value, most), best)
-                    this = every_number(builder.add(tap, s))
-                    builder.store(builder.select(better, this, builder.load(chosen)), chosen)
+            def value_of(r):
+                offset = builder.load(element(builder, offsets, r, I64, 8))
+                value = load(builder, vector_at(builder, builder.add(at, offset), read), read, read_bytes, mask)
+                return convert(builder, value, source, compute, vl)
 
-                _repeat(builder, known, begin, end, look)
-            result = builder.bitcast(builder.load(chosen), wide)
-            store(builder, result, element(builder, to, i, wide, wide_bytes), wide_bytes, mask)
+            best = cgutils.alloca_once_value(builder, value_of(begin))
+            chosen = cgutils.alloca_once_value(builder, _every(builder, numbers, begin))
+
+            def look(r):
+                value, most = value_of(r), builder.load(best)
+                better = _beats(builder, value, most)
+                builder.store(builder.select(better, value, most), best)
+                builder.store(builder.select(better, _every(builder, numbers, r), builder.load(chosen)), chosen)
+
+            _repeat(builder, max(known - 1, 0), builder.add(begin, I64(1)), end, look)
+            store(builder, builder.load(best), element(builder, found, i, wide, wide_bytes), wide_bytes, mask)
+            tap = builder.bitcast(builder.load(chosen), wide)
+            store(builder, tap, element(builder, taps, i, wide, wide_bytes), wide_bytes, mask)
 
         by_vectors(builder, n, vl, step)
         return context.get_dummy_value()
 
     @intrinsic
-    def find(typingctx, to, n, rows, n_rows, columns, begin, end, shift, first):
-        return signature(types.none, *[types.int64] * 9), codegen
+    def find(typingctx, found, taps, n, start, offsets, begin, end):
+        return signature(types.none, *[types.int64] * 7), codegen
 
     return find
 
 
 @cache
-def gather_shares(source: str, compute: str, target: str, vl: int, known: int = 0):
-    """Intrinsic (to, n, rows, n_rows, start, apart, tap, count, step): what n elements get of dy, of `source` dtype.
+def gather_shares(source: str, compute: str, target: str, vl: int, known: int = 0, past_caches: bool = False):
+    """Intrinsic (to, n, taps, taps_apart, shares, shares_apart, first, count, step): what n elements get of dy.
 
-    Of each row come `count` windows, whose elements begin at number start + k*apart; each gives its dy where its tap is
-    the row's first + tap + k*step. known: count where the kernel is for that many only.
+    Window k of `count` has its taps at taps + k*taps_apart bytes and its dy, of `source` dtype, at shares +
+    k*shares_apart; an element gets it where the tap is first + k*step. known: count where the kernel is for that many
+    only. Past the caches whole vectors are written, which are then aligned.
     """
     read, wide, read_bytes, wide_bytes = row_types(source, compute, vl)
     _, write, _, write_bytes = row_types(compute, target, vl)
     numbers = _numbers(compute, vl)
 
     def codegen(context, builder, sig, args):
-        to, n, rows, n_rows, start, apart, tap, count, tap_step = args
-        every_number = partial(_every, builder, numbers)
+        to, n, taps, taps_apart, shares, shares_apart, first, count, tap_step = args
 
         def step(i, mask):
             zero = ir.Constant(wide, None)
             total = cgutils.alloca_once_value(builder, zero)
-            with cgutils.for_range(builder, n_rows) as loop:
-                taps, shares = _entry(builder, rows, loop.index, 0), _entry(builder, rows, loop.index, 1)
-                first = builder.add(_entry(builder, rows, loop.index, 2), tap)
 
-                def take(k, taps=taps, shares=shares, first=first):
-                    at = builder.add(builder.add(start, i), builder.mul(k, apart))
-                    chosen = load(builder, element(builder, taps, at, wide, wide_bytes), wide, wide_bytes, mask)
-                    share = load(builder, element(builder, shares, at, read, read_bytes), read, read_bytes, mask)
-                    wanted = every_number(builder.add(first, builder.mul(k, tap_step)))
-                    hit = builder.icmp_signed("==", builder.bitcast(chosen, numbers), wanted)
-                    given = builder.select(hit, convert(builder, share, source, compute, vl), zero)
-                    builder.store(builder.fadd(builder.load(total), given), total)
+            def take(k):
+                taps_of = builder.add(taps, builder.mul(k, taps_apart))
+                shares_of = builder.add(shares, builder.mul(k, shares_apart))
+                tap = load(builder, element(builder, taps_of, i, wide, wide_bytes), wide, wide_bytes, mask)
+                share = load(builder, element(builder, shares_of, i, read, read_bytes), read, read_bytes, mask)
+                wanted = _every(builder, numbers, builder.add(first, builder.mul(k, tap_step)))
+                hit = builder.icmp_signed("==", builder.bitcast(tap, numbers), wanted)
+                given = builder.select(hit, convert(builder, share, source, compute, vl), zero)
+                builder.store(builder.fadd(builder.load(total), given), total)
 
-                _repeat(builder, known, I64(0), count, take)
-            result = convert(builder, builder.load(total), compute, target, vl)
-            store(builder, result, element(builder, to, i, write, write_bytes), write_bytes, mask)
+            _repeat(builder, known, I64(0), count, take)
+            result, slot = (
+                convert(builder, builder.load(total), compute, target, vl),
+                element(builder, to, i, write, write_bytes),
+            )
+            if past_caches and mask is None:
+                store_past_caches(builder, result, slot)
+            else:
+                store(builder, result, slot, write_bytes, mask)
 
         by_vectors(builder, n, vl, step)
         return context.get_dummy_value()
 
     @intrinsic
-    def gather(typingctx, to, n, rows, n_rows, start, apart, tap, count, step):
+    def gather(typingctx, to, n, taps, taps_apart, shares, shares_apart, first, count, step):
         return signature(types.none, *[types.int64] * 9), codegen
 
     return gather
 
 
 @cache
-def gather_few(source: str, compute: str, target: str, vl: int):
-    """Compiled-in function: `gather_shares`, for few windows a row without a loop over them."""
-    every, one, two, three = (gather_shares(source, compute, target, vl, known) for known in range(4))
+def find_few(source: str, compute: str, vl: int):
+    """Compiled-in function: `find_taps`, for few taps without a loop over them."""
+    every, two, three = (find_taps(source, compute, vl, known) for known in (0, 2, 3))
 
     @njit(**DEVICE)
-    def gather(to, n, rows, n_rows, start, apart, tap, count, step):
-        if count == 1:
-            one(to, n, rows, n_rows, start, apart, tap, count, step)
-        elif count == 2:
-            two(to, n, rows, n_rows, start, apart, tap, count, step)
-        elif count == 3:
-            three(to, n, rows, n_rows, start, apart, tap, count, step)
+    def find(found, taps, n, start, offsets, begin, end):
+        if end - begin == 2:
+            two(found, taps, n, start, offsets, begin, end)
+        elif end - begin == 3:
+            three(found, taps, n, start, offsets, begin, end)
         else:
-            every(to, n, rows, n_rows, start, apart, tap, count, step)
+            every(found, taps, n, start, offsets, begin, end)
 
-    return gather
+    return find
 
 
 @cache
-def find_few(source: str, compute: str, vl: int, planar: bool):
-    """Compiled-in function: `find_taps`, for few taps a row without a loop over them."""
-    every, two, three = (find_taps(source, compute, vl, planar, known) for known in (0, 2, 3))
+def gather_few(source: str, compute: str, target: str, vl: int, past_caches: bool = False):
+    """Compiled-in function: `gather_shares`, for few windows without a loop over them."""
+    every, one, two, three = (gather_shares(source, compute, target, vl, known, past_caches) for known in range(4))
 
     @njit(**DEVICE)
-    def find(to, n, rows, n_rows, columns, begin, end, shift, first):
-        if end - begin == 2:
-            two(to, n, rows, n_rows, columns, begin, end, shift, first)
-        elif end - begin == 3:
-            three(to, n, rows, n_rows, columns, begin, end, shift, first)
+    def gather(to, n, taps, taps_apart, shares, shares_apart, first, count, step):
+        if count == 1:
+            one(to, n, taps, taps_apart, shares, shares_apart, first, count, step)
+        elif count == 2:
+            two(to, n, taps, taps_apart, shares, shares_apart, first, count, step)
+        elif count == 3:
+            three(to, n, taps, taps_apart, shares, shares_apart, first, count, step)
         else:
-            every(to, n, rows, n_rows, columns, begin, end, shift, first)
+            every(to, n, taps, taps_apart, shares, shares_apart, first, count, step)
 
-    return find
+    return gather
 
 
 @njit(**DEVICE)

@@ -1,0 +1,310 @@
+"""Pooling on the CPU where one window is all of a plane: whole planes are joined, filled or searched.
+
+    y = join over i of x[i]            join: max or sum
+    dx[i] = dy / count, or of a maximum: dy where x[i] is the first maximum, or the last NaN, and 0 elsewhere
+
+A task is a run of planes; channels-last it is a block of channels of one image, whose pixels pass by a vector of sums.
+The gradient of a maximum of channels is in `pool_max_channels.py`.
+
+Traffic: x and y (dy and dx) once. Sums in float32 (float64), in vectors of partial sums. Source: own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import ceil, prod
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.compile import compile_task
+from nbdnn.kernels.cpu.launch import Phase, Program
+from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
+from nbdnn.kernels.cpu.pool_phases import by_vectors, element, load, store
+from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.vector import (
+    I32,
+    I64,
+    NARROW,
+    NUMBA_FLOAT,
+    WIDEN,
+    constant,
+    convert,
+    filled,
+    pointer,
+    record,
+    row_types,
+    splat,
+    struct,
+)
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_pool import PoolProblem
+
+_TASKS_PER_THREAD = 8
+_BLOCK_CHANNELS = 512  # of a task
+_PLANE_VECTORS, _PIXEL_VECTORS = 4, 8  # of sums, powers of 2: enough to wait for no addition
+
+# planes: of one channel, or images; elements: of a plane; blocks: of channels. scratch: a line of a block for a worker.
+_FIELDS = record("planes", "planes_a_task", "elements", "averages", "channels", "blocks", "scratch", "scratch_bytes")
+
+
+def takes_all(axes: Axes) -> bool:
+    return axes.extent == axes.taps and not any(axes.pad)
+
+
+def _joined(builder, is_max: bool, found, value):
+    """Their sum; or the larger one, NaN where one of them is."""
+    if not is_max:
+        return builder.fadd(found, value)
+    better = builder.or_(builder.fcmp_ordered(">", value, found), builder.fcmp_unordered("uno", value, value))
+    return builder.select(better, value, found)
+
+
+def _halved(builder, parts: Sequence[ir.Value], vl: int, join) -> Sequence[ir.Value]:
+    """Lane 0 of what the lanes of vectors come to; join: of two such sequences."""
+    half = vl // 2
+    while half:
+        order = ir.Constant(ir.VectorType(I32, vl), [(lane + half) % vl for lane in range(vl)])
+        parts = join(parts, [builder.shuffle_vector(part, part, order) for part in parts])
+        half //= 2
+    return [builder.extract_element(part, I32(0)) for part in parts]
+
+
+@cache
+def _join_plane(source: str, compute: str, vl: int, is_max: bool):
+    """Intrinsic (start, n): what n elements come to."""
+    read, wide, read_bytes, _ = row_types(source, compute, vl)
+    neutral = constant(wide, float("-inf") if is_max else 0.0)
+
+    def codegen(context, builder, sig, args):
+        start, n = args
+        sums = [cgutils.alloca_once_value(builder, neutral) for _ in range(_PLANE_VECTORS)]
+
+        def take(i, to, mask):
+            value = load(builder, element(builder, start, i, read, read_bytes), read, read_bytes, mask)
+            value = convert(builder, value, source, compute, vl)
+            if mask is not None:
+                value = builder.select(mask, value, neutral)
+            builder.store(_joined(builder, is_max, builder.load(to), value), to)
+
+        groups = builder.and_(n, I64(-vl * _PLANE_VECTORS))
+        with cgutils.for_range_slice(builder, I64(0), groups, I64(vl * _PLANE_VECTORS), I64) as (i, _):
+            for k, to in enumerate(sums):
+                take(builder.add(i, I64(k * vl)), to, None)
+        by_vectors(builder, builder.sub(n, groups), vl, lambda i, mask: take(builder.add(groups, i), sums[0], mask))
+        total = builder.load(sums[0])
+        for other in sums[1:]:
+            total = _joined(builder, is_max, total, builder.load(other))
+        return _halved(builder, [total], vl, lambda a, b: [_joined(builder, is_max, a[0], b[0])])[0]
+
+    @intrinsic
+    def join(typingctx, start, n):
+        return signature(NUMBA_FLOAT[compute], types.int64, types.int64), codegen
+
+    return join
+
+
+@cache
+def _first_maximum(source: str, compute: str, vl: int):
+    """Intrinsic (start, n): the number of the first maximum of n elements; of the last NaN where there is one."""
+    read, wide, read_bytes, _ = row_types(source, compute, vl)
+    numbers = ir.VectorType(I64 if compute == "f64" else I32, vl)
+
+    def codegen(context, builder, sig, args):
+        start, n = args
+        lanes = ir.Constant(numbers, list(range(vl)))
+        best = cgutils.alloca_once_value(builder, constant(wide, float("-inf")))
+        place = cgutils.alloca_once_value(builder, lanes)
+
+        def look(i, mask):
+            value = load(builder, element(builder, start, i, read, read_bytes), read, read_bytes, mask)
+            value = convert(builder, value, source, compute, vl)
+            most = builder.load(best)
+            better = builder.or_(builder.fcmp_ordered(">", value, most), builder.fcmp_unordered("uno", value, value))
+            if mask is not None:
+                better = builder.and_(better, mask)
+            number = i if compute == "f64" else builder.trunc(i, I32)
+            here = builder.add(lanes, splat(builder, number, numbers))
+            builder.store(builder.select(better, value, most), best)
+            builder.store(builder.select(better, here, builder.load(place)), place)
+
+        def earlier(a, b):
+            """A NaN before a number and the last of two, else the larger, else the first."""
+            (value, at), (other, there) = a, b
+            before = builder.icmp_signed("<", there, at)
+            larger = builder.or_(
+                builder.fcmp_ordered(">", other, value), builder.and_(builder.fcmp_ordered("==", other, value), before)
+            )
+            kept = builder.and_(builder.fcmp_unordered("uno", value, value), before)
+            is_last = builder.and_(builder.fcmp_unordered("uno", other, other), builder.not_(kept))
+            better = builder.or_(larger, is_last)
+            return [builder.select(better, other, value), builder.select(better, there, at)]
+
+        by_vectors(builder, n, vl, look)
+        _, found = _halved(builder, [builder.load(best), builder.load(place)], vl, earlier)
+        return found if compute == "f64" else builder.zext(found, I64)
+
+    @intrinsic
+    def find(typingctx, start, n):
+        return signature(types.int64, types.int64, types.int64), codegen
+
+    return find
+
+
+@cache
+def _fill_plane(compute: str, target: str, vl: int):
+    """Intrinsic (to, n, value): that many elements of `target` dtype."""
+    _, write, _, write_bytes = row_types(compute, target, vl)
+    wide = row_types(compute, compute, vl)[0]
+
+    def codegen(context, builder, sig, args):
+        to, n, value = args
+        given = convert(builder, splat(builder, value, wide), compute, target, vl)
+        by_vectors(
+            builder,
+            n,
+            vl,
+            lambda i, mask: store(builder, given, element(builder, to, i, write, write_bytes), write_bytes, mask),
+        )
+        return context.get_dummy_value()
+
+    @intrinsic
+    def fill(typingctx, to, n, value):
+        return signature(types.none, types.int64, types.int64, NUMBA_FLOAT[compute]), codegen
+
+    return fill
+
+
+@cache
+def _join_pixels(source: str, compute: str, vl: int, is_max: bool):
+    """Intrinsic (to, n, start, count, pitch): what `count` lines of n elements, `pitch` bytes apart, come to."""
+    read, wide, read_bytes, wide_bytes = row_types(source, compute, vl)
+    neutral = constant(wide, float("-inf") if is_max else 0.0)
+
+    def codegen(context, builder, sig, args):
+        to, n, start, count, pitch = args
+
+        def block(first, vectors, mask):
+            sums = [cgutils.alloca_once_value(builder, neutral) for _ in range(vectors)]
+            for total in sums:
+                builder.store(neutral, total)
+            with cgutils.for_range(builder, count) as loop:
+                line = builder.add(start, builder.mul(loop.index, pitch))
+                for k, total in enumerate(sums):
+                    slot = element(builder, line, builder.add(first, I64(k * vl)), read, read_bytes)
+                    value = convert(builder, load(builder, slot, read, read_bytes, mask), source, compute, vl)
+                    builder.store(_joined(builder, is_max, builder.load(total), value), total)
+            for k, total in enumerate(sums):
+                slot = element(builder, to, builder.add(first, I64(k * vl)), wide, wide_bytes)
+                store(builder, builder.load(total), slot, wide_bytes, mask)
+
+        groups = builder.and_(n, I64(-vl * _PIXEL_VECTORS))
+        with cgutils.for_range_slice(builder, I64(0), groups, I64(vl * _PIXEL_VECTORS), I64) as (i, _):
+            block(i, _PIXEL_VECTORS, None)
+        by_vectors(builder, builder.sub(n, groups), vl, lambda i, mask: block(builder.add(groups, i), 1, mask))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def join(typingctx, to, n, start, count, pitch):
+        return signature(types.none, *[types.int64] * 5), codegen
+
+    return join
+
+
+@cache
+def _planes_task(op: str, dtype: str, is_max: bool, vl: int):
+    """A run of planes."""
+    compute = DEFAULT_COMPUTE[dtype]
+    i64, at, data = pointer("i64"), struct(_FIELDS), pointer(dtype)
+    itemsize, real = ITEMSIZE[dtype], NUMBA_FLOAT[compute]
+    widen, narrow = WIDEN[dtype], NARROW[dtype]
+    join, find, fill = (
+        _join_plane(dtype, compute, vl, is_max), _first_maximum(dtype, compute, vl), _fill_plane(compute, dtype, vl),
+    )  # fmt: skip
+
+    def forward(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        scale = real(1.0) / real(f.elements if f.averages else 1)
+        for plane in range(index * f.planes_a_task, min(f.planes, (index + 1) * f.planes_a_task)):
+            found = join(pointers[0] + plane * f.elements * itemsize, f.elements)
+            data(pointers[1])[plane] = narrow(found * scale)
+
+    def sums_backward(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        scale = real(1.0) / real(f.elements if f.averages else 1)
+        for plane in range(index * f.planes_a_task, min(f.planes, (index + 1) * f.planes_a_task)):
+            share = widen(data(pointers[0])[plane]) * scale
+            fill(pointers[1] + plane * f.elements * itemsize, f.elements, share)
+
+    def max_backward(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        for plane in range(index * f.planes_a_task, min(f.planes, (index + 1) * f.planes_a_task)):
+            behind = plane * f.elements * itemsize
+            fill(pointers[3] + behind, f.elements, real(0.0))
+            data(pointers[3] + behind)[find(pointers[0] + behind, f.elements)] = data(pointers[2])[plane]
+
+    task = forward if op == "pool_fwd" else max_backward if is_max else sums_backward
+    return compile_task(task, (op, dtype, is_max, vl))
+
+
+@cache
+def _channels_task(op: str, dtype: str, is_max: bool, vl: int):
+    """A block of channels of an image: index = image * blocks + block."""
+    compute = DEFAULT_COMPUTE[dtype]
+    i64, at, wide = pointer("i64"), struct(_FIELDS), pointer(compute)
+    itemsize, real = ITEMSIZE[dtype], NUMBA_FLOAT[compute]
+    widen_row, narrow_row = convert_row(dtype, compute, vl), convert_row(compute, dtype, vl)
+    join = _join_pixels(dtype, compute, vl, is_max)
+
+    def forward(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        image, first = index // f.blocks, index % f.blocks * _BLOCK_CHANNELS
+        line, n = f.scratch + worker * f.scratch_bytes, min(_BLOCK_CHANNELS, f.channels - first)
+        source = pointers[0] + (image * f.elements * f.channels + first) * itemsize
+        join(line, n, source, f.elements, f.channels * itemsize)
+        if f.averages:
+            scale = real(1.0) / real(f.elements)
+            for j in range(n):
+                wide(line)[j] *= scale
+        narrow_row(pointers[1] + (image * f.channels + first) * itemsize, line, n)
+
+    def sums_backward(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        image, first = index // f.blocks, index % f.blocks * _BLOCK_CHANNELS
+        line, n = f.scratch + worker * f.scratch_bytes, min(_BLOCK_CHANNELS, f.channels - first)
+        widen_row(line, pointers[0] + (image * f.channels + first) * itemsize, n)
+        scale = real(1.0) / real(f.elements if f.averages else 1)
+        for j in range(n):
+            wide(line)[j] *= scale
+        for pixel in range(f.elements):
+            narrow_row(pointers[1] + ((image * f.elements + pixel) * f.channels + first) * itemsize, line, n)
+
+    return compile_task(forward if op == "pool_fwd" else sums_backward, (op, dtype, is_max, vl))
+
+
+def whole_planes(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
+    """The runner of a pooling that `takes_all`, but for the gradient of a maximum of channels."""
+    vl, is_last = device.lanes(problem.compute), problem.channels_last
+    planes = problem.n if is_last else problem.n * problem.c
+    planes_a_task = ceil(planes / (device.threads * _TASKS_PER_THREAD))
+    blocks, scratch_bytes = ceil(problem.c / _BLOCK_CHANNELS), whole_lines(_BLOCK_CHANNELS * ITEMSIZE[problem.compute])
+    scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
+    ctx = filled(
+        _FIELDS,
+        planes=planes,
+        planes_a_task=planes_a_task,
+        elements=prod(axes.extent),
+        averages=problem.mode.startswith("average"),
+        channels=problem.c,
+        blocks=blocks,
+        scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
+        scratch_bytes=scratch_bytes,
+    )
+    make, tasks = (_channels_task, planes * blocks) if is_last else (_planes_task, ceil(planes / planes_a_task))
+    return Program([Phase(make(problem.op, problem.dtype, problem.is_max, vl), tasks, ctx)], [scratch])
