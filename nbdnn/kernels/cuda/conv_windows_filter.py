@@ -218,18 +218,19 @@ def fma_kernel(*specialised_on):
     @ptx.inline
     def keep(acc, place, lane, base, slot, slots, is_first):
         """The lanes of different pixels add up; then as of the matrix kernel."""
-        for i in range(count):
-            total = acc[i]
-            for exchange in range(lanes_log2, 5):
-                total = total + ptx.shuffle_xor(total, 1 << exchange)
-            h, rest = i // (channels * filters), i % (channels * filters)
+        for h in range(2):
             quad = integer(place + h * lanes + (lane & (lanes - 1)))
-            row = integer(quad * channels + rest // filters)
-            where = word(base + (row * slots + slot + rest % filters) * 4)
-            if lane < lanes:
-                if not is_first:
-                    total = total + value(load_word(where))
-                store_word(where, ptx_tile.word_of(total))
+            for channel in range(channels):
+                row = integer(quad * channels + channel)
+                for o in range(filters):
+                    total = acc[(h * channels + channel) * filters + o]
+                    for exchange in range(lanes_log2, 5):
+                        total = total + ptx.shuffle_xor(total, 1 << exchange)
+                    where = word(base + (row * slots + slot + o) * 4)
+                    if lane < lanes:
+                        if not is_first:
+                            total = total + value(load_word(where))
+                        store_word(where, ptx_tile.word_of(total))
 
     return _kernel(variant, count, begin, offsets_of, add_tile, keep, 4)
 
