@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from nbdnn import driver
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
-from nbdnn.cudnn.api import BatchNormMode, call, failure, function, naming
+from nbdnn.cudnn.api import call, failure, function, naming
 from nbdnn.cudnn.descriptors import Legacy, tensor
+from nbdnn.cudnn.enums import BatchNormMode
 from nbdnn.cudnn.handle import handle
 from nbdnn.cudnn.library import loaded_version
 from nbdnn.device import Gpu

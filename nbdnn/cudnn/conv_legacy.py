@@ -18,10 +18,11 @@ from functools import lru_cache
 
 from nbdnn import driver
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
-from nbdnn.cudnn.api import BwdDataAlgo, BwdFilterAlgo, FwdAlgo, Status, StatusError, call, failure, function, naming
+from nbdnn.cudnn.api import StatusError, call, failure, function, naming
 from nbdnn.cudnn.conv_operations import roundings_with_beta
 from nbdnn.cudnn.cost import method_us
 from nbdnn.cudnn.descriptors import conv_descriptors
+from nbdnn.cudnn.enums import BwdDataAlgo, BwdFilterAlgo, FwdAlgo, Status
 from nbdnn.cudnn.handle import handle
 from nbdnn.cudnn.library import loaded_version
 from nbdnn.device import Gpu

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nbdnn.cudnn.api import Attribute, AttributeType, DescriptorType, PointwiseMode
 from nbdnn.cudnn.descriptors import DATA_TYPE, MODE, Backend
+from nbdnn.cudnn.enums import Attribute, AttributeType, DescriptorType, PointwiseMode
 from nbdnn.problem import ITEMSIZE, Operand, dense_strides
 from nbdnn.problem_conv import ConvProblem
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from ctypes import byref, c_int, c_int64, c_void_p
 from typing import Any, NamedTuple
 
-from nbdnn.cudnn.api import (
+from nbdnn.cudnn.api import call, function
+from nbdnn.cudnn.enums import (
     Attribute,
     AttributeType,
     ConvolutionMode,
@@ -20,8 +21,6 @@ from nbdnn.cudnn.api import (
     DescriptorType,
     MathType,
     TensorFormat,
-    call,
-    function,
 )
 from nbdnn.problem import Operand
 from nbdnn.problem_conv import ConvProblem
@@ -29,7 +28,7 @@ from nbdnn.problem_conv import ConvProblem
 DATA_TYPE = {"f16": DataType.HALF, "bf16": DataType.BFLOAT16, "f32": DataType.FLOAT, "f64": DataType.DOUBLE}
 MODE = {"conv": ConvolutionMode.CONVOLUTION, "cross": ConvolutionMode.CROSS_CORRELATION}
 # DEFAULT_MATH would compute float32 in TF32; float64 has only one arithmetic.
-_MATH = {
+MATH = {
     "f16": MathType.TENSOR_OP_MATH,
     "bf16": MathType.TENSOR_OP_MATH,
     "f32": MathType.FMA_MATH,
@@ -99,7 +98,7 @@ def convolution(problem: ConvProblem) -> Legacy:
     geometry = (problem.ndim, before, ints(problem.stride), ints(problem.dilation))
     call("cudnnSetConvolutionNdDescriptor", made.address, *geometry, MODE[problem.mode], DATA_TYPE[problem.compute])
     call("cudnnSetConvolutionGroupCount", made.address, problem.groups)
-    call("cudnnSetConvolutionMathType", made.address, _MATH[problem.dtype])
+    call("cudnnSetConvolutionMathType", made.address, MATH[problem.dtype])
     return made
 
 

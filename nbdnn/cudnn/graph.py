@@ -12,16 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nbdnn.cudnn.api import (
-    Attribute,
-    AttributeType,
-    BehaviorNote,
-    DescriptorType,
-    HeurMode,
-    Status,
-    StatusError,
-)
+from nbdnn.cudnn.api import StatusError
 from nbdnn.cudnn.descriptors import Backend
+from nbdnn.cudnn.enums import Attribute, AttributeType, BehaviorNote, DescriptorType, HeurMode, Status
 from nbdnn.cudnn.handle import Handle
 
 # Room for lists whose length cuDNN does not tell beforehand: no engine has had more than a dozen knobs.
@@ -151,16 +144,21 @@ class Packs:
         self._ids, self._places = zip(*tensors, strict=True)
         self._own = own
         self._packs: dict[tuple[tuple[int, ...], int], Backend] = {}
+        self._latest: tuple[tuple[tuple[int, ...], int], int] | None = None
 
     def __call__(self, pointers: tuple[int, ...], workspace: int) -> int:
         """The address of the pack for these addresses."""
         key = pointers, workspace
+        latest = self._latest
+        if latest is not None and latest[0] == key:
+            return latest[1]
         pack = self._packs.pop(key, None)
         if pack is None:
             if len(self._packs) >= _MOST_PACKS:
                 del self._packs[next(iter(self._packs))]
             pack = self._made(pointers, workspace)
         self._packs[key] = pack  # the last in order is the last used
+        self._latest = key, pack.address
         return pack.address
 
     def _made(self, pointers: tuple[int, ...], workspace: int) -> Backend:

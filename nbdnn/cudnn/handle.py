@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 
 from nbdnn import driver
-from nbdnn.cudnn.api import Attribute, AttributeType, DescriptorType, call
+from nbdnn.cudnn.api import call
 from nbdnn.cudnn.descriptors import Backend, Owned
+from nbdnn.cudnn.enums import Attribute, AttributeType, DescriptorType
 from nbdnn.device import Gpu
 
 

@@ -16,8 +16,9 @@ from functools import lru_cache
 from math import prod
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
-from nbdnn.cudnn.api import NanPropagation, PoolingMode, call, failure, function, naming
+from nbdnn.cudnn.api import call, failure, function, naming
 from nbdnn.cudnn.descriptors import Legacy, ints, tensor
+from nbdnn.cudnn.enums import NanPropagation, PoolingMode
 from nbdnn.cudnn.handle import handle
 from nbdnn.cudnn.library import loaded_version
 from nbdnn.device import Gpu

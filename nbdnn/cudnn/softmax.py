@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
-from nbdnn.cudnn.api import SoftmaxAlgorithm, SoftmaxMode, failure, function, naming
+from nbdnn.cudnn.api import failure, function, naming
 from nbdnn.cudnn.descriptors import tensor
+from nbdnn.cudnn.enums import SoftmaxAlgorithm, SoftmaxMode
 from nbdnn.cudnn.handle import handle
 from nbdnn.cudnn.library import library, loaded_version
 from nbdnn.device import Gpu

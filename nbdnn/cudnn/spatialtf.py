@@ -3,9 +3,9 @@
     grid = theta @ (u, v, 1),  y = sampler(x, grid)
     dx, dgrid = the sampler's gradient at x, grid, dy,  dtheta = sum of dgrid^T (u, v, 1)
 
-A grid and a sampler are a function each; the whole is both, with the grid (and dgrid) in the workspace. The sampler's
-gradient adds up in any order. Images are NCHW; a grid of 16 bits would miss positions by more than a rounding of the
-result, and an output of one row or column divides by 0.
+A grid and a sampler are a function each; the whole is both, with the grid (and dgrid) in the workspace. Gradients, of
+the sampler and of theta, add up in any order. Images are NCHW; a grid of 16 bits would miss positions by more than a
+rounding of the result, and an output of one row or column divides by 0.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
-from nbdnn.cudnn.api import SamplerType, call, failure, function, naming
+from nbdnn.cudnn.api import call, failure, function, naming
 from nbdnn.cudnn.descriptors import DATA_TYPE, Legacy, ints, tensor
+from nbdnn.cudnn.enums import SamplerType
 from nbdnn.cudnn.handle import handle
 from nbdnn.cudnn.library import loaded_version
 from nbdnn.device import Gpu
@@ -143,7 +144,7 @@ class Transformer(Candidate[NoConfig, Gpu]):
 
     def __init__(self, op: str) -> None:
         self.op = op
-        self.deterministic = op not in ("spatialtf_bwd", "spatialtf_sampler_bwd")
+        self.deterministic = not op.endswith("_bwd")
 
     @property
     def cudnn_version(self) -> int:

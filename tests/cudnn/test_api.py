@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from nbdnn.cudnn import api
-from nbdnn.cudnn.api import PREFIXES, Status, StatusError, call, naming
+from nbdnn.cudnn.api import StatusError, call, naming
+from nbdnn.cudnn.enums import PREFIXES, Status
 from nbdnn.cudnn.library import library
 from nbdnn.errors import CudnnError
 from nbdnn.problem import parse

@@ -7,10 +7,10 @@ from edge_cases import edges
 from planned import DEVICE
 
 from nbdnn.cudnn import conv_graph, conv_operations
-from nbdnn.cudnn.api import NumericalNote
 from nbdnn.cudnn.conv_graph import BWD_DATA, BWD_FILTER, FWD, Graph, _chosen, _proposals, _unusual, _usual
 from nbdnn.cudnn.conv_operations import Scalars, operations
 from nbdnn.cudnn.descriptors import Backend
+from nbdnn.cudnn.enums import NumericalNote
 from nbdnn.cudnn.graph import operation_graph, plan
 from nbdnn.cudnn.handle import property_descriptor
 from nbdnn.dispatch import registry
@@ -62,7 +62,7 @@ def test_configs_make_plans_in_the_workspace_they_say(candidate: Graph, problem:
     """With the usual factors and with others; plans whose kernel is compiled are made once a problem."""
     assert candidate.supports(problem, DEVICE).ok
     configs = candidate.configs(problem, DEVICE)
-    assert 1 <= len(configs) == len(set(map(str, configs))) <= 12
+    assert 1 <= len(configs) == len(set(map(str, configs))) <= (40 if problem.op == "conv_bwd_filter" else 12)
     where, compiled = property_descriptor(DEVICE), 0
     for config in configs:
         promised = candidate.workspace_bytes(problem, config, DEVICE)

@@ -6,7 +6,8 @@ import pytest
 from gpus import H200
 
 from nbdnn.cudnn import softmax
-from nbdnn.cudnn.api import SoftmaxAlgorithm, function
+from nbdnn.cudnn.api import function
+from nbdnn.cudnn.enums import SoftmaxAlgorithm
 from nbdnn.problem import parse
 from nbdnn.problem_softmax import ALGORITHMS
 

@@ -11,8 +11,9 @@ import pytest
 from edge_cases import edges
 
 from nbdnn.cudnn import descriptors
-from nbdnn.cudnn.api import Attribute, AttributeType, DescriptorType, StatusError, TensorFormat
+from nbdnn.cudnn.api import StatusError
 from nbdnn.cudnn.descriptors import Backend, Legacy, conv_descriptors, convolution, filter_, ints, tensor
+from nbdnn.cudnn.enums import Attribute, AttributeType, DescriptorType, TensorFormat
 from nbdnn.cudnn.library import library
 from nbdnn.problem import parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem

@@ -12,9 +12,10 @@ import pytest
 from planned import DEVICE, H200_PROPERTIES
 
 from nbdnn.cudnn import plan_file
-from nbdnn.cudnn.api import Attribute, AttributeType, StatusError
+from nbdnn.cudnn.api import StatusError
 from nbdnn.cudnn.conv_operations import Scalars, operations
 from nbdnn.cudnn.descriptors import Backend
+from nbdnn.cudnn.enums import Attribute, AttributeType
 from nbdnn.cudnn.graph import (
     EngineConfig,
     Packs,
