@@ -10,6 +10,7 @@ of a kernel. `emulated_ptx.py` has the words that a kernel is written in.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import nan
@@ -117,7 +118,8 @@ def operand_memory(operand: Operand, value: np.ndarray | None, align: int) -> Me
 
 
 class Thread:
-    """A thread of a block. waits_for: '' while it may run; 'block'; or the instruction that its warp has to come to."""
+    """A thread of a block. waits_for: '' while it may run; 'block'; 'turn' where it looks at a barrier in memory again
+    and again; the number of the block's first threads that have to meet; or the instruction that its warp comes to."""
 
     def __init__(self, number: int, body: Callable[[], None]) -> None:
         self.number, self.waits_for = number, ""
@@ -158,6 +160,7 @@ class Block:
         self.now: Thread
         self.collectives: dict[str, Callable[[list], Sequence]] = {}
         self.shared: list[Word] = []
+        self.moved = False
         self._dynamic_words = 0
 
     def run(self, kernel: Callable, arguments: list, launch: Launch, place: tuple[int, ...]) -> None:
@@ -166,18 +169,23 @@ class Block:
         self.shared = [nan] * self._dynamic_words
         threads = [Thread(number, lambda: kernel(*arguments)) for number in range(launch.source.threads)]
         warps = [threads[first : first + 32] for first in range(0, len(threads), 32)]
-        while not threads[0].finished:
+        while not all(thread.finished for thread in threads):
+            self.moved = False
             for warp in warps:
                 self._run_warp(warp)
-            finished = [thread.finished for thread in threads]
-            assert all(finished) or not any(finished), "some threads left before a barrier"
+            self._release(threads)
+            assert self.moved, f"all threads wait: {Counter(thread.waits_for for thread in threads)}"
 
     def _run_warp(self, warp: list[Thread]) -> None:
-        """Until its lanes are at the block's barrier or at their end."""
+        """Until its lanes are at a barrier or at their end."""
         while True:
             for self.now in warp:
-                self.now.resume()
-            waits = {thread.waits_for for thread in warp}
+                if not self.now.finished and self.now.waits_for in ("", "turn", *self.collectives):
+                    self.now.resume()
+                    self.moved |= self.now.waits_for != "turn"
+            waits = {thread.waits_for for thread in warp if not thread.finished}
+            if "turn" in waits or waits <= {""}:
+                return
             assert len(waits) == 1, f"one warp at {waits}"
             (what,) = waits
             if what not in self.collectives:
@@ -185,6 +193,18 @@ class Block:
             answers = self.collectives[what]([thread.brought for thread in warp])
             for thread, answer in zip(warp, answers, strict=True):
                 thread.answer = answer
+
+    def _release(self, threads: list[Thread]) -> None:
+        """Those that have all met."""
+        waits = {thread.waits_for for thread in threads}
+        for what in waits - {"", "turn"}:
+            party = threads if what == "block" else threads[: int(what)]
+            together = all(thread.waits_for == what and not thread.finished for thread in party)
+            assert together or not any(thread.finished for thread in party), "some threads left before a barrier"
+            if together:
+                self.moved = True
+                for thread in party:
+                    thread.waits_for = ""
 
     def dynamic_shared(self) -> int:
         return _SHARED_AT
@@ -214,8 +234,9 @@ def run(block: Block, launch: Launch, operands: Sequence[Memory], workspace: Mem
             return None
         return operands[place] if place >= 0 else workspace.view(dtype, WORKSPACE - place)
 
-    pointers = map(pointer, launch.pointers, types)
-    arguments = [*pointers, *(scalars if launch.scalars else ()), launch.integers]
+    maps = [tuple((tensor, pointer(tensor.place, tensor.dtype)) for tensor in launch.maps)] if launch.maps else []
+    pointers = map(pointer, launch.pointers, types[len(maps) :])
+    arguments = [*maps, *pointers, *(scalars if launch.scalars else ()), launch.integers]
     for z, y, x in product(*map(range, reversed(launch.grid))):
         block.run(kernel, arguments, launch, (x, y, z))
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from emulated import Block, Memory, Word, float_of
+from emulated_tma import TmaWords, WgmmaWords
 from guarded import NUMPY_DTYPE
 
 import nbdnn.kernels.cuda as package
@@ -250,20 +251,27 @@ class Words:
     def shuffle_xor(self, value: float, lanes: int) -> float:
         return self._shuffle((value, lanes))
 
-    def _at(self, addresses: Sequence[int], place: tuple[int, int], size_bytes: int, at_once: int) -> list[int]:
-        """Where in shared memory lanes find what is at a place, `at_once` of them without a conflict of banks."""
+    def _at(
+        self, addresses: Sequence[int], place: tuple[int, int], size_bytes: int, at_once: int, may_share: bool = False
+    ) -> list[int]:
+        """Where in shared memory lanes find what is at a place, `at_once` of them without a conflict of banks.
+
+        may_share: lanes may read at one address, which is no conflict.
+        """
         xor, offset = place
         found = [(address ^ xor) + offset for address in addresses]
         for first in range(0, len(found), at_once):
-            banks = {address // size_bytes % (128 // size_bytes) for address in found[first : first + at_once]}
-            assert len(banks) == at_once, f"{at_once} lanes meet {len(banks)} banks at {place}"
+            different = set(found[first : first + at_once]) if may_share else found[first : first + at_once]
+            banks = {address // size_bytes % (128 // size_bytes) for address in different}
+            assert len(banks) == len(different), f"{len(different)} lanes meet {len(banks)} banks at {place}"
         return found
 
     def load_matrices_at(self, places: tuple, transposed: bool) -> Callable:
         def compute(addresses: list[int]) -> list[tuple]:
-            rows = [self.LOAD_SHARED[4](at) for place in places for at in self._at(addresses, place, 16, 8)]
+            rows = [self.LOAD_SHARED[4](at) for place in places for at in self._at(addresses, place, 16, 8, True)]
             words = [word for row in rows for word in row]
             if transposed:
+                assert all(word == word for word in words), "loads what was not written"
                 halves = np.array(words, np.uint32).view(np.uint16).reshape(-1, 8, 8)
                 words = np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint32).ravel().tolist()
             return list(zip(*(words[i : i + 32] for i in range(0, len(words), 32)), strict=True))
@@ -324,6 +332,8 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     words = Words(block)
     for name in ("ptx", "ptx_tile", "ptx_matrix"):
         monkeypatch.setitem(package.__dict__, name, words)
+    monkeypatch.setitem(package.__dict__, "ptx_tma", TmaWords(block))
+    monkeypatch.setitem(package.__dict__, "ptx_wgmma", WgmmaWords(block))
     for module in _BUILDERS:
         for name, built in list(vars(module).items()):
             if hasattr(built, "cache_clear"):

@@ -34,6 +34,7 @@ class StandIn:
         self.context, self.failure, self.static_bytes = 1, 0, 0
         self.started: list[Started] = []
         self.clusters: list[tuple[int, int, int]] = []
+        self.cooperative: list[int] = []
         self.loaded: list[bytes] = []
         self.permitted: list[int] = []
 
@@ -48,7 +49,9 @@ class StandIn:
             CUfunction_attribute=attributes,
             CUlaunchConfig=SimpleNamespace,
             CUlaunchAttribute=lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace())),
-            CUlaunchAttributeID=SimpleNamespace(CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster"),
+            CUlaunchAttributeID=SimpleNamespace(
+                CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster", CU_LAUNCH_ATTRIBUTE_COOPERATIVE="cooperative"
+            ),
         )
 
     def call(self, name: str, *arguments):
@@ -81,8 +84,11 @@ class StandIn:
     def cuLaunchKernelEx(self, config, function, parameters, extra):
         (attribute,) = config.attrs[: config.numAttrs]
         dimension = attribute.value.clusterDim
-        assert attribute.id == "cluster"
-        self.clusters.append((dimension.x, dimension.y, dimension.z))
+        if attribute.id == "cluster":
+            self.clusters.append((dimension.x, dimension.y, dimension.z))
+        else:
+            assert attribute.id == "cooperative"
+            self.cooperative.append(attribute.value.cooperative)
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
         block = config.blockDimX, config.blockDimY, config.blockDimZ
         return self.cuLaunchKernel(
@@ -122,6 +128,21 @@ def test_arguments_are_where_the_driver_looks(stand_in: StandIn) -> None:
     ]
 
 
+def test_a_call_packs_what_differs_from_the_last_one(stand_in: StandIn) -> None:
+    run = Program([launch(), launch(pointers=(0, WORKSPACE, NULL))], "sm_90a")
+    forward, backward = (X, W, Y), (Y, W, X)
+    calls = (
+        *((forward, (1.0, 0.0), SCRATCH), (forward, (1.0, 0.0), X)),
+        *((forward, (1.0, 2.0), X), (backward, (1.0, 2.0), X)),
+    )
+    for pointers, scalars, workspace in (call for call in calls for _ in range(2)):
+        run(pointers, scalars, workspace, 17)
+        (x, _, y), first, second = pointers, *stand_in.started[-2:]
+        assert first.arguments[:5] == (y, x, None, *scalars)
+        assert second.arguments[:5] == (x, workspace, None, *scalars)
+    assert len(stand_in.started) == 16
+
+
 def test_clusters_are_launched_as_such(stand_in: StandIn) -> None:
     run = Program([launch(cluster=3, dynamic_shared_bytes=64), launch()], "sm_90a")
     run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
@@ -135,6 +156,12 @@ def test_clusters_are_launched_as_such(stand_in: StandIn) -> None:
     stand_in.failure = 719
     with pytest.raises(CudaError, match="cuLaunchKernelEx: 719"):
         run((X, W, Y), (0.5, -2.0), SCRATCH, 18)
+
+
+def test_blocks_that_wait_for_each_other_are_launched_as_such(stand_in: StandIn) -> None:
+    run = Program([launch(cooperative=True), launch()], "sm_90a")
+    run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
+    assert (len(stand_in.started), stand_in.cooperative, stand_in.clusters) == (2, [1], [])
 
 
 def test_wide_arguments(stand_in: StandIn) -> None:

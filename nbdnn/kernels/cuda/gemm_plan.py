@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from math import ceil
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
@@ -69,7 +69,9 @@ def data_type(problem: ConvProblem) -> str:
 class MmaCandidate(LaunchedCandidate[Config]):
     """What the three directions share: dtypes, layouts, configs and their cost."""
 
-    algorithm, algo = "mma_gemm", "small"
+    algorithm = "mma_gemm"
+    algo: str | None = "small"
+    peak_share: ClassVar[dict[int, float]] = _MMA_SHARE
 
     def __init__(self, op: str, *, tf32: bool = False) -> None:
         self.op = op
@@ -125,7 +127,7 @@ class MmaCandidate(LaunchedCandidate[Config]):
         tile, parts = config
         blocks, stages = self.work(problem, tile)
         flops_per_s = peaks.tensor_flops_per_s(device, problem.dtype, problem.dtype == "f32") / device.sms
-        share = _MMA_SHARE.get(device.capability[0], min(_MMA_SHARE.values())) * _SUMS_SHARE[tile.sums]
+        share = self.peak_share.get(device.capability[0], min(self.peak_share.values())) * _SUMS_SHARE[tile.sums]
         stage_us = 2 * tile.m * tile.n * tile.k_elems(data_type(problem)) / (flops_per_s * share) * 1e6
         products_us = ceil(blocks * parts / device.sms) * (stages / parts + _FILL_STAGES) * stage_us
         bytes_per_us = peaks.copy_bytes_per_s(device) / 1e6

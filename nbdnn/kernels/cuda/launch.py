@@ -1,12 +1,14 @@
 """Prepared launches: everything a call of the driver needs lies packed in memory but the pointers, scalars and stream.
 
-A kernel's parameters are, in this order: pointers; alpha and beta, if it takes them, both of its compute type; its
-integers, a NamedTuple of int32 or int64. A call packs the first two into their places and hands the driver addresses.
+A kernel's parameters are, in this order: its tensor maps, as one; pointers; alpha and beta, if it takes them, both of
+its compute type; its integers, a NamedTuple of int32 or int64. A call packs all but the last into their places and
+gives the driver addresses.
 """
 
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 import threading
 from abc import abstractmethod
@@ -18,6 +20,7 @@ from nbdnn import driver
 from nbdnn.candidate import Candidate, ConfigT
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Kernel, Source, compile_kernel
+from nbdnn.kernels.cuda.tensor_map import MAP_BYTES, TensorMap, encoded
 from nbdnn.problem import Problem
 
 # Places of a kernel's pointers beyond the problem's operands; below WORKSPACE those of `in_workspace`.
@@ -37,7 +40,9 @@ class Launch(NamedTuple):
 
     pointers: where each comes from: a position among the problem's operands, `in_workspace`, WORKSPACE or NULL.
     scalars: the type of alpha and beta, 'f32' or 'f64'; '' where the kernel does not take them.
-    cluster: blocks, neighbours in the grid, that run at once and reach each other's shared memory.
+    cluster: blocks, neighbours in the grid, that run at once and reach each other's shared memory. maps: of the tensors
+    that the kernel copies by TMA. cooperative: all blocks run at once, or the launch fails: they may wait for each
+    other.
     """
 
     source: Source
@@ -48,6 +53,8 @@ class Launch(NamedTuple):
     integer_bits: int = 32
     dynamic_shared_bytes: int = 0
     cluster: int = 1
+    maps: tuple[TensorMap, ...] = ()
+    cooperative: bool = False
 
 
 def in_workspace(offset_bytes: int) -> int:
@@ -76,17 +83,22 @@ class Program:
     """
 
     def __init__(self, launches: Sequence[Launch], arch: str) -> None:
-        self._starts = [_prepared(launch, arch) for launch in launches if min(launch.grid) > 0]
+        self._prepared = [_prepared(launch, arch) for launch in launches if min(launch.grid) > 0]
         self._stream, self._handle = -1, None
+        self._packed: tuple[tuple[int, ...], tuple[float, ...], int] | None = None
 
     def __call__(
         self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int = 0, stream: int = 0
     ) -> None:
         if stream != self._stream:
             self._stream, self._handle = stream, driver.bindings().CUstream(stream)
-        given = (*pointers, workspace, 0)
-        for start in self._starts:
-            start(given, scalars, self._handle)
+        if self._packed != (wanted := (pointers, scalars, workspace)):
+            given, self._packed = (*pointers, workspace, 0), None
+            for prepared in self._prepared:
+                prepared.pack(given, scalars)
+            self._packed = wanted
+        for prepared in self._prepared:
+            prepared.start(self._handle)
 
 
 class LaunchedCandidate(Candidate[ConfigT, Gpu]):
@@ -102,56 +114,75 @@ class LaunchedCandidate(Candidate[ConfigT, Gpu]):
         return Program(self.launches(problem, config, device), device.arch)
 
 
-def _prepared(launch: Launch, arch: str) -> Callable[[tuple[int, ...], tuple[float, ...], Any], None]:
-    """Starts the kernel with the addresses it is `given` (operands, workspace, 0), alpha and beta, on a stream."""
+class _Prepared(NamedTuple):
+    """pack: puts the addresses `given` (operands, workspace, 0), alpha and beta to the integers. start: runs the kernel
+    with what was packed last, on a stream."""
+
+    pack: Callable[[tuple[int, ...], tuple[float, ...]], None]
+    start: Callable[[Any], None]
+
+
+def _prepared(launch: Launch, arch: str) -> _Prepared:
     function = load(compile_kernel(launch.source, arch), launch.dynamic_shared_bytes)
-    call_format = "=" + "Q" * len(launch.pointers) + 2 * _SCALAR[launch.scalars]
+    maps_format = f"{MAP_BYTES * len(launch.maps)}s" if launch.maps else ""
+    call_format = "=" + maps_format + "Q" * len(launch.pointers) + 2 * _SCALAR[launch.scalars]
     whole_format = call_format + _INTEGER[launch.integer_bits] * len(launch.integers)
     arguments = bytearray(struct.calcsize(whole_format))
     integers_at = struct.calcsize(call_format)
     struct.pack_into("=" + whole_format[len(call_format) :], arguments, integers_at, *launch.integers)
     # The driver takes an array of the addresses of the arguments, and copies what they point to at every launch.
     start = ctypes.addressof(ctypes.c_char.from_buffer(arguments))
-    offsets = [struct.calcsize(whole_format[: i + 1]) for i in range(len(whole_format) - 1)]
+    parts = re.findall(r"\d*\w", whole_format)
+    offsets = [struct.calcsize("=" + "".join(parts[:i])) for i in range(len(parts))]
     addresses = (ctypes.c_void_p * len(offsets))(*(start + offset for offset in offsets))
-
-    pack, select = struct.Struct(call_format).pack_into, _selection(launch.pointers)
+    pack_into, select = struct.Struct(call_format).pack_into, _mapped(launch.maps, _selection(launch.pointers))
     taken = 2 if launch.scalars else 0
-    cu_launch = driver.bindings().cuLaunchKernel
-    before = (function, *launch.grid, launch.source.threads, 1, 1, launch.dynamic_shared_bytes)
-    after = (ctypes.addressof(addresses), 0)
 
-    def run(
-        given: tuple[int, ...], scalars: tuple[float, ...], stream: Any, _alive: object = (arguments, addresses)
-    ) -> None:
-        pack(arguments, 0, *select(given), *scalars[:taken])
-        (status,) = cu_launch(*before, stream, *after)
-        if status:
-            driver.call("cuLaunchKernel", *before, stream, *after)  # fails again, and names the error
+    def pack(given: tuple[int, ...], scalars: tuple[float, ...], _alive: object = addresses) -> None:
+        pack_into(arguments, 0, *select(given), *scalars[:taken])
 
-    if launch.cluster == 1:
-        return run
-    cu_launch_ex, config = driver.bindings().cuLaunchKernelEx, _clustered(launch)
+    plain = launch.cluster == 1 and not launch.cooperative
+    start_on = _started if plain else _started_as_described
+    return _Prepared(pack, start_on(launch, function, ctypes.addressof(addresses)))
 
-    def run_clusters(
-        given: tuple[int, ...], scalars: tuple[float, ...], stream: Any, _alive: object = (arguments, addresses)
-    ) -> None:
-        pack(arguments, 0, *select(given), *scalars[:taken])
+
+def _started(launch: Launch, function: Any, parameters: int) -> Callable[[Any], None]:
+    """Starts the kernel with the arguments at these addresses."""
+    cu_launch, (x, y, z) = driver.bindings().cuLaunchKernel, launch.grid
+    threads, shared_bytes = launch.source.threads, launch.dynamic_shared_bytes
+
+    def start(stream: Any) -> None:
+        (status,) = cu_launch(function, x, y, z, threads, 1, 1, shared_bytes, stream, parameters, 0)
+        if status:  # once more, for an error with its name
+            driver.call("cuLaunchKernel", function, x, y, z, threads, 1, 1, shared_bytes, stream, parameters, 0)
+
+    return start
+
+
+def _started_as_described(launch: Launch, function: Any, parameters: int) -> Callable[[Any], None]:
+    """As `_started`, of blocks that know of each other."""
+    cu_launch, config = driver.bindings().cuLaunchKernelEx, _described(launch)
+
+    def start(stream: Any) -> None:
         config.hStream = stream
-        (status,) = cu_launch_ex(config, function, *after)
+        (status,) = cu_launch(config, function, parameters, 0)
         if status:
-            driver.call("cuLaunchKernelEx", config, function, *after)
+            driver.call("cuLaunchKernelEx", config, function, parameters, 0)
 
-    return run_clusters
+    return start
 
 
-def _clustered(launch: Launch) -> Any:
-    """The driver's description of a launch in clusters; the stream is set at every call."""
+def _described(launch: Launch) -> Any:
+    """The driver's description of a launch in clusters, or of a cooperative one; the stream is set at every call."""
     bindings = driver.bindings()
     attribute, config = bindings.CUlaunchAttribute(), bindings.CUlaunchConfig()
-    attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    dimension = attribute.value.clusterDim
-    dimension.x, dimension.y, dimension.z = launch.cluster, 1, 1
+    if launch.cooperative:
+        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+    else:
+        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = attribute.value.clusterDim
+        dimension.x, dimension.y, dimension.z = launch.cluster, 1, 1
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.source.threads, 1, 1
     config.sharedMemBytes = launch.dynamic_shared_bytes
@@ -168,6 +199,14 @@ def _selection(places: tuple[int, ...]) -> Callable[[tuple[int, ...]], tuple[int
     if len(places) == 1:
         return lambda given: (given[places[0]],)
     return itemgetter(*places)
+
+
+def _mapped(maps: tuple[TensorMap, ...], select: Callable[[tuple[int, ...]], tuple]) -> Callable[..., tuple]:
+    """Before what is selected, the maps of the tensors at their addresses."""
+    if not maps:
+        return select
+    places = _selection(tuple(tensor.place for tensor in maps))
+    return lambda given: (b"".join(map(encoded, maps, places(given))), *select(given))
 
 
 def load(kernel: Kernel, dynamic_shared_bytes: int = 0) -> Any:

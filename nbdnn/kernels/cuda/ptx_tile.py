@@ -262,16 +262,18 @@ def sandwich(matrix: tuple[tuple[float, ...], ...]):
 # ---- asynchronous copies from global to shared memory ----------------------------------------------------------------
 
 
-def _effect(text):
+def effect(text: str):
+    """An intrinsic without operands that is one piece of PTX."""
+
     @intrinsic
-    def effect(typingctx):
+    def run(typingctx):
         def codegen(context, builder, sig, args):
             asm(builder, ir.VoidType(), text, "~{memory}", [], EFFECT)
             return context.get_dummy_value()
 
         return signature(types.none), codegen
 
-    return effect
+    return run
 
 
 def _copy_async(size_bytes):
@@ -293,13 +295,13 @@ def _copy_async(size_bytes):
 
 # By the number of bytes.
 COPY_ASYNC = {size_bytes: _copy_async(size_bytes) for size_bytes in (4, 8, 16)}
-copy_async_commit = _effect("cp.async.commit_group;")
+copy_async_commit = effect("cp.async.commit_group;")
 
 
 @cache
 def copy_async_wait(groups: int):
     """Intrinsic that waits until at most that many of this thread's committed groups are under way."""
-    return _effect(f"cp.async.wait_group {groups};")
+    return effect(f"cp.async.wait_group {groups};")
 
 
 # ---- matrices of a warp ----------------------------------------------------------------------------------------------

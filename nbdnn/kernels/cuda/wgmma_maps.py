@@ -1,0 +1,74 @@
+"""What TMA copies of a convolution: the pixels that windows reach in a channels-last image, and the filter.
+
+A window's first tap lies, over all outputs, from `lower` before an image's border to `upper` behind the last pixel;
+TMA walks these places row by row, image by image, and moves each by the tap's distance.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from nbdnn.kernels.cuda.tensor_map import TensorMap, Window
+from nbdnn.kernels.cuda.wgmma_pipeline import LINE_ELEMS
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
+
+# What a map can say, by spatial axes: places from the border (least, most), and how far the last tap lies; steps.
+_PLACES = {2: (-128, 127), 3: (-16, 15)}
+_MOST_REACH = {2: 255, 3: 31}
+_MOST_STEP = 8
+
+
+def source_shape(problem: ConvProblem) -> tuple[int, ...]:
+    """Of what windows gather: x, or dy of a bwd_data."""
+    return problem.y_shape if problem.op == "conv_bwd_data" else problem.x_shape
+
+
+def window(problem: ConvProblem) -> Window:
+    """The places of the first taps, the innermost axis first. A bwd_data has its taps in reverse order."""
+    lower, upper = [], []
+    axes = zip(problem.pad, problem.filter, problem.dilation, problem.stride, strict=True)
+    data = problem.op == "conv_bwd_data"
+    targets = problem.spatial if data else problem.out_spatial
+    for axis, ((before, _), taps, dilation, stride) in enumerate(axes):
+        start = before - (taps - 1) * dilation if data else -before
+        lower.append(start)
+        upper.append(start + (targets[axis] - 1) * stride - (source_shape(problem)[2 + axis] - 1))
+    return Window(tuple(lower[::-1]), tuple(upper[::-1]), tuple(problem.stride[::-1]))
+
+
+def refusal(problem: ConvProblem) -> str:
+    """The number that no map can say, or ''."""
+    least, most = _PLACES[problem.ndim]
+    reach = _MOST_REACH[problem.ndim]
+    places = window(problem)
+    for place in (*places.lower, *places.upper):
+        if not least <= place <= most:
+            return f"windows begin {place} from a border, {least} to {most} are known"
+    for taps, dilation in zip(problem.filter, problem.dilation, strict=True):
+        if (taps - 1) * dilation > reach:
+            return f"the last tap lies {(taps - 1) * dilation} from the first, above {reach}"
+    return f"stride {problem.stride} is above {_MOST_STEP}" if max(problem.stride) > _MOST_STEP else ""
+
+
+def image_map(problem: ConvProblem, place: int, pixels: int) -> TensorMap:
+    """Of what windows gather: a copy takes 64 channels of so many pixels."""
+    n, channels, *extents = source_shape(problem)
+    shape = (channels, *extents[::-1], n)
+    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), (LINE_ELEMS, pixels), window(problem))
+
+
+def filter_map(problem: ConvProblem, place: int, filters: int) -> TensorMap:
+    """Of the filter [k][tap][c]: a copy takes 64 channels of one tap of so many filters."""
+    shape = (problem.w_shape[1], prod(problem.filter), problem.k)
+    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), (LINE_ELEMS, 1, filters))
+
+
+def gradient_map(problem: ConvProblem, place: int) -> TensorMap:
+    """Of dy as [pixel][k]: a copy takes 64 channels of 64 pixels."""
+    shape = (problem.k, problem.n * prod(problem.out_spatial))
+    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), (LINE_ELEMS, LINE_ELEMS))
+
+
+def _strides_bytes(problem: ConvProblem, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(ITEMSIZE[problem.dtype] * prod(shape[:axis]) for axis in range(1, len(shape)))

@@ -1,0 +1,192 @@
+"""What stands in for `ptx_tma` and `ptx_wgmma`: copies by tensor maps, barriers in memory, products of a warpgroup.
+
+A copy arrives at once, or not before somebody waits for its barrier (`Block.early`). A factor lies where a copy left
+it: what is known of swizzled lines stands here once, and copies and products have to agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import numpy as np
+from emulated import Block, Memory, Word
+from guarded import NUMPY_DTYPE
+
+from nbdnn.kernels.cuda.tensor_map import TensorMap
+
+_LINE_BYTES, _CHUNK_BYTES = 128, 16
+_Map = tuple[TensorMap, Memory]
+
+
+def _word_at(line: int, element: int) -> int:
+    """The address of the word that has an element of 16 bits of a line, which begins at an address."""
+    chunk, within = divmod(2 * element, _CHUNK_BYTES)
+    return line + _CHUNK_BYTES * (chunk ^ line // _LINE_BYTES % 8) + (within & ~3)
+
+
+class _Barrier:
+    """Of one phase after the other: arrivals and bytes that are to come, and copies that wait for somebody to wait."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals = self.missing = arrivals
+        self.missing_bytes = self.phase = 0
+        self.copies: list[Callable[[], None]] = []
+
+    def settle(self) -> None:
+        assert self.missing >= 0, "more arrivals than a phase has"
+        if self.missing == self.missing_bytes == 0:
+            self.missing, self.phase = self.arrivals, self.phase ^ 1
+
+
+class TmaWords:
+    """Stands in for `ptx_tma`."""
+
+    TensorMaps = staticmethod(lambda count: None)
+    map_of = staticmethod(lambda maps, place: maps[place])
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self.COPY_BOX = dict.fromkeys((2, 3), self._copy_box)
+        self.COPY_PIXELS = dict.fromkeys((2, 3), self._copy_pixels)
+        self.MEET = {threads: lambda threads=threads: block.now.wait(str(threads)) for threads in (128, 256, 512)}
+
+    def initialise(self, address: int, arrivals: int) -> None:
+        assert address % 8 == 0
+        self._block.shared[self._block.place_of(address, 2)] = _Barrier(arrivals)  # type: ignore[call-overload]
+
+    def publish_barriers(self) -> None:
+        pass
+
+    def _barrier(self, address: int) -> _Barrier:
+        found = self._block.shared[self._block.place_of(address, 2)]
+        assert isinstance(found, _Barrier), f"no barrier at {address}"
+        return found
+
+    def expect_bytes(self, address: int, count: int) -> None:
+        self._barrier(address).missing_bytes += count
+        self.arrive(address)
+
+    def arrive(self, address: int) -> None:
+        barrier = self._barrier(address)
+        barrier.missing -= 1
+        barrier.settle()
+
+    def wait(self, address: int, phase: int) -> None:
+        while True:
+            barrier = self._barrier(address)
+            while barrier.copies:
+                barrier.copies.pop(0)()
+            if barrier.phase != phase:
+                return
+            self._block.now.wait("turn")
+
+    def _copy_box(self, shared: int, source: _Map, barrier: int, place: Sequence[int], _: tuple) -> None:
+        tensor, _ = source
+        outer = product(*(range(extent) for extent in reversed(tensor.box[1:])))
+        steps = [tuple(reversed(step)) for step in outer]
+        lines = [(place[0], *(at + step for at, step in zip(place[1:], each, strict=True))) for each in steps]
+        self._start(shared, source, barrier, lines)
+
+    def _copy_pixels(self, shared: int, source: _Map, barrier: int, place: Sequence[int], taps: Sequence[int]) -> None:
+        tensor, _ = source
+        lines = [
+            (place[0], *(at + tap for at, tap in zip(pixel, taps, strict=True)), n)
+            for pixel, n in self._pixels(tensor, place)
+        ]
+        self._start(shared, source, barrier, lines)
+
+    @staticmethod
+    def _pixels(tensor: TensorMap, place: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+        """The pixels of a copy, the innermost axis first, from a place on: rows, planes, images."""
+        window = tensor.window
+        assert window is not None
+        ends = [extent - 1 + upper for extent, upper in zip(tensor.extents[1:-1], window.upper, strict=True)]
+        pixel, n = list(place[1:-1]), place[-1]
+        for axis, at in enumerate(pixel):
+            assert window.lower[axis] <= at <= ends[axis], f"a copy begins at {at}: {window}"
+        for _ in range(tensor.box[1]):
+            yield tuple(pixel), n
+            for axis, step in enumerate(window.steps):
+                pixel[axis] += step
+                if pixel[axis] <= ends[axis]:
+                    break
+                pixel[axis] = window.lower[axis]
+            else:
+                n += 1
+
+    def _start(self, shared: int, source: _Map, barrier: int, lines: list[tuple[int, ...]]) -> None:
+        assert shared % 1024 == 0
+
+        def arrive() -> None:
+            for i, line in enumerate(lines):
+                self._store_line(shared + i * _LINE_BYTES, source, line)
+            waited = self._barrier(barrier)
+            waited.missing_bytes -= len(lines) * _LINE_BYTES
+            waited.settle()
+
+        if self._block.early:
+            arrive()
+        else:
+            self._barrier(barrier).copies.append(arrive)
+
+    def _store_line(self, at: int, source: _Map, place: tuple[int, ...]) -> None:
+        """64 elements from a place on, zeros outside of the tensor."""
+        tensor, memory = source
+        inside = all(0 <= p < extent for p, extent in zip(place[1:], tensor.extents[1:], strict=True))
+        index = sum(p * stride // 2 for p, stride in zip(place[1:], tensor.strides_bytes, strict=True)) + place[0]
+        for element in range(0, _LINE_BYTES // 2, 2):
+            alive = inside and 0 <= place[0] + element < tensor.extents[0]
+            (word,) = memory.load(index + element, 1) if alive else (0,)
+            self._block.shared[self._block.place_of(_word_at(at, element), 1)] = word
+
+
+class WgmmaWords:
+    """Stands in for `ptx_wgmma`."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+
+    def fence(self) -> None:
+        pass
+
+    commit = wait = fence
+
+    @staticmethod
+    def descriptor(apart_bytes: int = 16) -> Callable:
+        return lambda address: (address, apart_bytes)
+
+    def multiply(self, dtype: str, n: int, steps: int, a_turned: bool, b_turned: bool) -> Callable:
+        name = f"wgmma {dtype} {n} {steps} {a_turned} {b_turned}"
+
+        def compute(brought: list[tuple]) -> list[tuple]:
+            _, a_at, b_at, warp = brought[0]
+            assert all(each[1:] == brought[0][1:] for each in brought), "lanes differ in their descriptors"
+            a = self._factor(dtype, a_at, 64, 16 * steps, a_turned)[16 * warp : 16 * warp + 16]
+            b = self._factor(dtype, b_at, n, 16 * steps, b_turned)
+            products = (a @ b.T).reshape(2, 8, n // 8, 4, 2)  # (half, row, eight columns, lane's pair, of the pair)
+            sums = np.reshape([each[0] for each in brought], (8, 4, n // 8, 2, 2)) + products.transpose(1, 3, 2, 0, 4)
+            return list(map(tuple, sums.reshape(32, -1).tolist()))
+
+        self._block.collectives[name] = compute
+
+        def add(sums: tuple, a: tuple, b: tuple) -> tuple:
+            now = self._block.now
+            return now.wait(name, (sums, a, b, now.number // 32 % 4))
+
+        return add
+
+    def _factor(self, dtype: str, at: tuple[int, int], rows: int, depth: int, turned: bool) -> np.ndarray:
+        """(rows, depth) of a or b."""
+        start, apart = at
+        lines = depth if turned else rows
+        boxes = rows // 64 if turned else 1
+        words: list[Word] = [
+            self._block.shared[self._block.place_of(_word_at(start + box * apart + line * _LINE_BYTES, element), 1)]
+            for box in range(boxes)
+            for line in range(lines)
+            for element in range(0, 64 if turned else depth, 2)
+        ]
+        found = np.array(words, np.uint32).view(NUMPY_DTYPE[dtype]).astype(float).reshape(boxes, lines, -1)
+        assert not np.isnan(found).any(), "multiplies what was not written"
+        return found.transpose(0, 2, 1).reshape(rows, depth) if turned else found[0]
