@@ -35,7 +35,7 @@ from nbdnn.problem_conv import ConvProblem
 _MOST_STRIDE_W = 8  # of bwd_data, where a tile is a multiple of it
 _MOST_WEIGHT_BYTES = 96 << 10  # of shared memory in a block
 _MOST_VECTORS = {True: 16, False: 8}  # of channels in a block: few where a block has many weights to turn
-_ROWS_IN_TURN = ((4, 4), (8, 4), (4, 2), (2, 4), (2, 2))
+_ROWS_IN_TURN = ((4, 4), (8, 4), (4, 2), (8, 2), (2, 4), (2, 2))
 _TAPS_IN_TURN = ((1, 7), (1, 8), (1, 4))
 
 

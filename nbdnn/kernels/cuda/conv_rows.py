@@ -1,14 +1,15 @@
 """The first layer of a network by windows of raw image rows: forward and filter gradient of up to four channels.
 
-`rows_plan.py` has the idea and the tiling, `rows_forward.py` and `rows_filter.py` the kernels, their traffic and their
-order of summation. Where rows of the image are no multiple of 4 bytes, or taps are dilated, `conv_stem.py` has the
-layer.
+`rows_plan.py` has the idea and the tiling; `rows_forward.py`, `rows_filter.py` and, for 16 bits, `rows_phases.py` have
+the kernels, their traffic and their order of summation. Where rows of the image are no multiple of 4 bytes, or taps are
+dilated, `conv_stem.py` has the layer.
 """
 
 from __future__ import annotations
 
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda.rows_launch import CONFIGS, SMALLEST, Config, forward, gradients
+from nbdnn.kernels.cuda import rows_launch, rows_phases_launch
+from nbdnn.kernels.cuda.rows_launch import CONFIGS, SMALLEST, Config
 from nbdnn.kernels.cuda.rows_plan import refusal
 from nbdnn.kernels.cuda.window_candidate import ByWindows, Planned, Shares
 from nbdnn.problem import ITEMSIZE
@@ -25,11 +26,15 @@ class ByRows(ByWindows[Config]):
     shares, smallest = Shares(0.65, 0.35, 0.65), SMALLEST
 
     def plan(self, problem: ConvProblem, config: Config, device: Gpu) -> Planned:
-        plan = gradients if self.op == "conv_bwd_filter" else forward
-        return plan(problem, self.units_math(problem), config, device)
+        math = self.units_math(problem)
+        if self.op == "conv_fwd":
+            return rows_launch.forward(problem, math, config, device)
+        if math == "mma":
+            return rows_phases_launch.gradients(problem, config, device)
+        return rows_launch.gradients(problem, math, config, device)
 
     def choices(self, problem: ConvProblem) -> tuple[Config, ...]:
-        return CONFIGS[self.op][self.units_math(problem) == "fma"]
+        return CONFIGS[self.op][self.units_math(problem)]
 
     def refused(self, problem: ConvProblem) -> str:
         if reason := super().refused(problem):

@@ -223,7 +223,7 @@ def outputs_left(count: int, stride_bytes: int):
 
 
 def _gradients(sums: int, groups: int, words: int, generate):
-    """Intrinsic (sums, pixels, offsets, dy, first, left, selector) -> sums of the pixels of some groups.
+    """Intrinsic (sums, pixels, offsets, dy, first, left) -> sums of the pixels of some groups.
 
     pixels: where the window of pixel `first`, the lane's own, of each group begins. offsets: of the lane's words of a
     window. dy: that pixel of the first group, at the lane's filters. left: outputs that the groups have.
@@ -232,13 +232,13 @@ def _gradients(sums: int, groups: int, words: int, generate):
     offsets_type, lefts = types.UniTuple(types.uint32, words), types.UniTuple(types.int32, groups)
 
     @intrinsic
-    def multiply(typingctx, acc, pixels, offsets, dy, first, left, selector):
+    def multiply(typingctx, acc, pixels, offsets, dy, first, left):
         def codegen(context, builder, sig, args):
-            counts = sums, groups, words, 0, 0, groups, 0
+            counts = sums, groups, words, 0, 0, groups
             given = [unpacked(builder, arg, n) if n else arg for arg, n in zip(args, counts, strict=True)]
             return packed(builder, generate(builder, *given))
 
-        operands = floats, places, offsets_type, types.uint32, types.int32, lefts, types.uint32
+        operands = floats, places, offsets_type, types.uint32, types.int32, lefts
         return signature(floats, *operands), codegen
 
     return multiply
@@ -252,45 +252,14 @@ def _multiplied(builder, dtype, values, part, a, every_b):
 
 
 @cache
-def narrow_gradients(dtype: str, groups: int, step_bytes: int, dy_bytes: int, filters: int, masked: bool):
-    """`_gradients` of 16 bits, two groups a product: words g and g + 8 of pixels t and t + 4, neighbours in k.
-
-    Rows of the product are first halves, then second halves of words. Pixels that are not left do not count, if
-    `masked`.
-    """
-    n_tiles, split = filters // 8, step_bytes % 4 > 0
-
-    def generate(builder, values, pixels, offsets, dy, t, left, selector):
-        x, b = {}, {}
-        for group in range(groups):
-            for half in range(2):
-                for i, offset in enumerate(offsets):
-                    base, ahead = builder.add(pixels[group], offset), half * 4 * step_bytes
-                    word = _window_word(builder, base, ahead, split, selector)
-                    if masked:
-                        word = _live(builder, word, builder.add(t, I32(half * 4)), left[group])
-                    x[group, half, i] = word
-                b[group, half] = _load(builder, dy, (group * GROUP + half * 4) * dy_bytes, n_tiles // 2)
-        for pair in range(0, groups, 2):
-            both = pair, pair + 1
-            every_b = [
-                [_paired(builder, (_LOW, _HIGH)[tile % 2], b[g, 0][tile // 2], b[g, 1][tile // 2]) for g in both]
-                for tile in range(n_tiles)
-            ]
-            for part, text in enumerate((_LOW, _HIGH)):
-                a = [_paired(builder, text, x[g, 0, i], x[g, 1, i]) for g in both for i in range(2)]
-                _multiplied(builder, dtype, values, part, a, every_b)
-        return values
-
-    return _gradients(2 * n_tiles * 4, groups, 2, generate)
-
-
-@cache
 def tf32_gradients(groups: int, step_bytes: int, dy_bytes: int, filters: int, masked: bool):
-    """`_gradients` of float32 rounded to TF32, a group a product: words g, g + 8, g + 16, g + 24 of pixels t, t + 4."""
+    """`_gradients` of float32 rounded to TF32, a group a product: words g, g + 8, g + 16, g + 24 of pixels t, t + 4.
+
+    Pixels that are not left do not count, if `masked`.
+    """
     n_tiles, vectors = filters // 8, max(1, filters // 32)
 
-    def generate(builder, values, pixels, offsets, dy, t, left, selector):
+    def generate(builder, values, pixels, offsets, dy, t, left):
         for group in range(groups):
             x, b = {}, []
             for half in range(2):
@@ -314,7 +283,7 @@ def tf32_gradients(groups: int, step_bytes: int, dy_bytes: int, filters: int, ma
 def fma_gradients(step_bytes: int, dy_bytes: int, masked: bool):
     """`_gradients` of float32, of one group: eight words of every second pixel, from the lane's own on."""
 
-    def generate(builder, values, pixels, offsets, dy, first, left, selector):
+    def generate(builder, values, pixels, offsets, dy, first, left):
         at = [builder.add(pixels[0], offset) for offset in offsets]
         for i in range(0, GROUP, 2):
             row = i * dy_bytes

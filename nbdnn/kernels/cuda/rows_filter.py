@@ -1,4 +1,4 @@
-"""Filter gradient of few channels: windows of raw image rows in shared memory, and dy of their pixels beside them.
+"""Filter gradient of few channels in float32: windows of raw image rows in shared memory, and dy of their pixels.
 
     dw[k, c, r, s] = sum over n, p, q of  x[n, c, p*u + r*d - pad, q*u + s - pad] * dy[n, k, p, q]
 
@@ -9,10 +9,9 @@ filters of the block, over all tiles of the block; warps that are left share the
     3. warps of different pixels add up, in order                    4. the block's sums to the workspace
     5. those of all blocks add up, in order, in `rows_sums.py`
 
-Matrix units: k = the pixels of two groups. Rows of 16-bit words are their first halves, then their second halves: a
-lane loads words of two pixels, and pairs the halves. FMA units: lane 16z + 4a + b has words a, a + 4, ... of every
-second pixel, from z on, and the filters 4b..4b+3 and 16 beyond. A row of the sums beyond the window's words, or of a
-half before it, is summed like the others, and read by nobody.
+Matrix units: k = the pixels of a group. FMA units: lane 16z + 4a + b has words a, a + 4, ... of every second pixel,
+from z on, and the filters 4b..4b+3 and 16 beyond. A row of the sums beyond the window's words is summed like the
+others, and read by nobody. Data of 16 bits: `rows_phases.py`.
 Traffic: x once for each tile and 64 (f32: 32) filters that see it, dy once (twice for more than a dozen sets), the sums
 of each block twice. Accumulates in float32. Source: own.
 """
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
-from nbdnn.kernels.cuda.rows_plan import ENTRY_BYTES, FRACTION_BITS, GROUP, Gradient, Lines, Rows
+from nbdnn.kernels.cuda.rows_plan import ENTRY_BYTES, FRACTION_BITS, GROUP, SET_WORDS, Gradient, Lines, Rows
 from nbdnn.kernels.cuda.rows_tile import copy_lines, fill_groups, slab_behind, tile_place, word_offset
 
 _BATCH = 4  # copies of a thread that are prepared side by side
@@ -95,30 +94,26 @@ def _offset_of(lines: Lines):
     return offset_of
 
 
-def mma_kernel(*specialised_on):
+def tf32_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_rows
 
     variant = Gradient(*specialised_on)
-    lines, filters, row_elems, integer = variant.lines, variant.filters, variant.row_elems, ptx.INTEGER[32]
-    tf32, n_tiles, offset_of = lines.math == "tf32", filters // 8, _offset_of(lines)
-    vector = min(n_tiles * lines.itemsize, 16)  # bytes of dy that a lane loads at once
-    row_bytes, at_once = filters * 4, vector // lines.itemsize
+    lines, filters, integer = variant.lines, variant.filters, ptx.INTEGER[32]
+    n_tiles, offset_of = filters // 8, _offset_of(lines)
+    vector = min(n_tiles * 4, 16)  # bytes of dy that a lane loads at once
+    row_bytes, at_once = filters * 4, vector // 4
     common = variant.groups, lines.step_bytes, variant.dy_bytes, filters
-    whole, masked = (
-        ptx_rows.tf32_gradients(*common, end) if tf32 else ptx_rows.narrow_gradients(lines.dtype, *common, end)
-        for end in (False, True)
-    )
+    whole, masked = (ptx_rows.tf32_gradients(*common, end) for end in (False, True))
 
     @ptx.inline
-    def two_offsets(first, lane, f):
+    def offsets_of(first, lane, f):
         g = integer(first + (lane >> 2))
-        return offset_of(g, f), offset_of(integer(g + 8), f)
-
-    @ptx.inline
-    def four_offsets(first, lane, f):
-        g = integer(first + (lane >> 2))
-        near, far = two_offsets(first, lane, f), integer(g + 16)
-        return near[0], near[1], offset_of(far, f), offset_of(integer(far + 8), f)
+        return (
+            offset_of(g, f),
+            offset_of(integer(g + 8), f),
+            offset_of(integer(g + 16), f),
+            offset_of(integer(g + 24), f),
+        )
 
     @ptx.inline
     def pixel_of(lane):
@@ -130,23 +125,16 @@ def mma_kernel(*specialised_on):
 
     @ptx.inline
     def start_of(lane):
-        return integer((lane >> 2) * (row_elems * row_bytes) + (lane & 3) * (2 * at_once * 4))
+        return integer((lane >> 2) * row_bytes + (lane & 3) * (2 * at_once * 4))
 
     places = tuple(
-        _row_of(lines, part, e // 2) * row_bytes
-        + (tile // at_once * 8 * at_once + e % 2 * at_once + tile % at_once) * 4
+        (part * 16 + e // 2 * 8) * row_bytes + (tile // at_once * 8 * at_once + e % 2 * at_once + tile % at_once) * 4
         for part in range(2)
         for tile in range(n_tiles)
         for e in range(4)
     )
-    offsets_of = four_offsets if tf32 else two_offsets
     lanes = _Lanes(8 * n_tiles, whole, masked, 1, places, offsets_of, pixel_of, filters_of, start_of)
     return _kernel(variant, lanes)
-
-
-def _row_of(lines: Lines, part: int, half: int) -> int:
-    """The row of the sums, from a lane's first: of 16-bit words both halves follow each other."""
-    return half * 16 + part if lines.itemsize == 2 else part * 16 + half * 8
 
 
 def fma_kernel(*specialised_on):
@@ -196,7 +184,7 @@ def _kernel(variant: Gradient, lanes: _Lanes):
     fill_places, next_slab = fill_groups(lines, threads, groups), slab_behind(stages)
     commit, wait = ptx_tile.copy_async_commit, ptx_tile.copy_async_wait(stages - 2)
     zeros, add_sums, write_sums = ptx_rows.zeros(lanes.sums), _add_sums(variant, lanes), _write_sums(variant)
-    offsets_of, add_tile, set_words = lanes.offsets_of, _add_tile(variant, lanes), variant.set_words
+    offsets_of, add_tile, set_words = lanes.offsets_of, _add_tile(variant, lanes), SET_WORDS
 
     def gradients(x, dy, parts, f):
         thread = integer(ptx.thread_x())
@@ -241,7 +229,7 @@ def _add_tile(variant: Gradient, lanes: _Lanes):
     from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
 
     lines, groups, integer, word = variant.lines, variant.groups, ptx.INTEGER[32], ptx.cuda.types.uint32
-    placed, selector = tile_place(lines), ptx_rows.halves_selector
+    placed = tile_place(lines)
     addresses = ptx_rows.addresses(groups, ENTRY_BYTES)
     outputs_left = ptx_rows.outputs_left(groups, ENTRY_BYTES)
     step_bytes, dy_bytes, group_bytes = lines.step_bytes, variant.dy_bytes, GROUP * variant.dy_bytes
@@ -250,13 +238,12 @@ def _add_tile(variant: Gradient, lanes: _Lanes):
     @ptx.inline
     def added(add, acc, slab, rows, columns, offsets, dy, split, pixel, f):
         entries = integer(integer(ptx_tile.dynamic_shared()) + f.groups_at)
-        start, group = word(slab + pixel * step_bytes), integer(split * groups)
-        chosen, begin = selector(start), word(start & -4)
+        begin, group = word(slab + pixel * step_bytes), integer(split * groups)
         while group < f.groups:
             entry = word(entries + group * ENTRY_BYTES)
             left = outputs_left(entry, rows, columns)
             where = word(dy + group * group_bytes)
-            acc = add(acc, addresses(entry, begin), offsets, where, pixel, left, chosen)
+            acc = add(acc, addresses(entry, begin), offsets, where, pixel, left)
             group = integer(group + f.parts * groups)
         return acc
 

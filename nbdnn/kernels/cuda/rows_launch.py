@@ -11,11 +11,10 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.rows_plan import (
     ENTRY_BYTES,
     GROUP,
+    SET_WORDS,
     Block,
     Forward,
     Gradient,
-    Lines,
-    Rows,
     Tile,
     aligned,
     lines,
@@ -62,11 +61,18 @@ _FILTER_MMA = (
     *(Config(448, 128, 64, 1, 2), Config(224, 128, 64, 1, 2), Config(112, 64, 64, 3, 2), Config(224, 128, 32, 3, 2)),
     *(Config(112, 128, 64, 1, 2),),
 )
+_FILTER_PHASES = (
+    *(Config(896, 128, 64, 1, 2), Config(448, 128, 64, 2, 2), Config(448, 128, 64, 1, 3), Config(448, 128, 64, 1, 2)),
+    *(Config(224, 128, 64, 2, 2),),
+)
 _FILTER_FMA = (
     *(Config(224, 128, 32, 2, 2), Config(448, 128, 32, 1, 2), Config(112, 64, 32, 3, 2), Config(112, 128, 32, 2, 2)),
     *(Config(224, 128, 32, 1, 2), Config(112, 128, 32, 1, 2)),
 )
-CONFIGS = {"conv_fwd": (_FORWARD_MMA, _FORWARD_FMA), "conv_bwd_filter": (_FILTER_MMA, _FILTER_FMA)}
+CONFIGS = {
+    "conv_fwd": {"mma": _FORWARD_MMA, "tf32": _FORWARD_MMA, "fma": _FORWARD_FMA},
+    "conv_bwd_filter": {"mma": _FILTER_PHASES, "tf32": _FILTER_MMA, "fma": _FILTER_FMA},
+}
 SMALLEST = (Config(64, 64, 16, 1, 2),)  # what has no room for this is not supported
 
 
@@ -74,8 +80,8 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Pla
     """The kernel of a conv_fwd."""
     seen = image(problem)
     form = lines(seen, problem, math)
-    filters = _FMA_FILTERS if math == "fma" else min(config.filters, _power_of_two(problem.k, 8))
-    units = max(1, min(config.filters, _power_of_two(problem.k, 8)) // filters)
+    filters = _FMA_FILTERS if math == "fma" else min(config.filters, power_of_two(problem.k, 8))
+    units = max(1, min(config.filters, power_of_two(problem.k, 8)) // filters)
     tiled = tile(seen, form, config.pixels, config.width)
     if math == "fma":
         # With 7 groups of 8 pixels a turn, rows of 56 or 112 leave no warp idle.
@@ -93,7 +99,7 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Pla
     slab_bytes = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
     chunks = ceil(problem.k / (units * filters))
     block = Block(
-        blocks=_blocks(seen, tiled, config, chunks, device),
+        blocks=blocks_of(seen, tiled, config, chunks, device),
         entries=entries,
         fragments=fragments,
         groups_at=groups_at,
@@ -111,21 +117,21 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Pla
         integers=rows(seen, form, tiled, block),
         grid=(block.blocks, chunks, 1),
         shared_bytes=slabs_at + config.stages * slab_bytes,
-        most_blocks=_warps_at_once(variant.registers) // (rows_forward.THREADS // 32),
+        most_blocks=warps_at_once(variant.registers) // (rows_forward.THREADS // 32),
     )
 
 
 def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Planned:
-    """The kernels of a bwd_filter."""
+    """The kernels of a bwd_filter in float32."""
     seen = image(problem)
     form = lines(seen, problem, math)
-    filters = _FMA_FILTERS if math == "fma" else min(config.filters, _power_of_two(problem.k, 16))
+    filters = _FMA_FILTERS if math == "fma" else min(config.filters, power_of_two(problem.k, 16))
     words = seen.taps[0] * (seen.group_in // form.inner) * form.segment_words
-    every = ceil(words / Gradient(form, 0, filters, 0).set_words)
+    every = ceil(words / SET_WORDS)
     grid_z = ceil(every / _MOST_SETS)
     sets = ceil(every / grid_z)
     variant = Gradient(form, config.stages, filters, sets * 32)
-    warps = _warps_at_once(variant.registers)
+    warps = warps_at_once(variant.registers)
     splits = max(1, min(warps // config.blocks, 2 * _WARPS if config.blocks == 1 else _WARPS) // sets)
     variant = variant._replace(threads=sets * splits * 32)
     tiled = tile(seen, form, config.pixels, config.width)
@@ -136,7 +142,7 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> P
     slab_bytes = aligned(dy_at + groups * GROUP * variant.dy_bytes)
     chunks = ceil(problem.k / filters)
     block = Block(
-        blocks=_blocks(seen, tiled, config, chunks * grid_z, device),
+        blocks=blocks_of(seen, tiled, config, chunks * grid_z, device),
         entries=words,
         fragments=0,
         groups_at=0,
@@ -148,7 +154,7 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> P
         sets=sets,
         all_sets=sets * grid_z,
     )
-    builder = rows_filter.fma_kernel if math == "fma" else rows_filter.mma_kernel
+    builder = rows_filter.fma_kernel if math == "fma" else rows_filter.tf32_kernel
     integers = rows(seen, form, tiled, block)
     of_sums = Source(rows_sums.sum_kernel, (problem.dtype, problem.epilogue), rows_sums.SUM_THREADS)
     return Planned(
@@ -157,44 +163,23 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> P
         grid=(block.blocks, chunks, grid_z),
         shared_bytes=max(slabs_at + config.stages * slab_bytes, sets * variant.set_sums * 4),
         most_blocks=warps // (variant.threads // 32),
-        totals=Totals(of_sums, _sums(seen, variant, integers, chunks)),
+        totals=Totals(
+            of_sums, rows_sums.sums(form, integers, block.blocks, chunks, filters, block.all_sets * SET_WORDS)
+        ),
     )
 
 
-def _sums(seen: Image, variant: Gradient, f: Rows, chunks: int) -> rows_sums.Sums:
-    form: Lines = variant.lines
-    return rows_sums.Sums(
-        blocks=f.blocks,
-        elements=chunks * f.all_sets * variant.set_sums,
-        filters=variant.filters,
-        rows=f.all_sets * variant.set_words * variant.row_elems,
-        per_word=variant.row_elems,
-        segment_words=form.segment_words,
-        odd=form.odd,
-        run=form.run,
-        inner=form.inner,
-        planes=f.planes,
-        taps_h=f.taps_h,
-        out_c=f.out_c,
-        w_start=f.w_start,
-        w_out=f.w_out,
-        w_in=f.w_in,
-        w_r=f.w_r,
-        w_s=f.w_s,
-    )
-
-
-def _power_of_two(count: int, least: int) -> int:
+def power_of_two(count: int, least: int) -> int:
     """The first from `count` on, and from `least`."""
     return max(least, 1 << (count - 1).bit_length())
 
 
-def _blocks(seen: Image, tiled: Tile, config: Config, others: int, device: Gpu) -> int:
+def blocks_of(seen: Image, tiled: Tile, config: Config, others: int, device: Gpu) -> int:
     """Blocks that share the tiles, where `others` times as many run at once."""
     return min(seen.n * tiled.tiles_h * tiled.tiles_w, max(1, config.blocks * device.sms // others))
 
 
-def _warps_at_once(registers: int) -> int:
+def warps_at_once(registers: int) -> int:
     """Warps of a multiprocessor, for which there are so many registers a thread."""
     return 4 * (_REGISTERS // (32 * registers))
 

@@ -25,7 +25,10 @@ GROUP = 8  # pixels
 ENTRY_BYTES = 8  # of a table
 # Pixels are divided by those of a row by a product with 2^20 over that, rounded up.
 FRACTION_BITS = 20
-_CHUNK_BYTES = 16
+CHUNK_BYTES = 16
+CHUNK, STEP = 8, 16  # of a filter gradient by phases: elements, and pixels of a product
+MOST_CHUNKS = 8  # of a set: its sums and addresses stay in registers
+SET_WORDS = 32  # of a window, that a warp sums for a filter gradient in float32: rows of a product
 
 
 class Lines(NamedTuple):
@@ -78,7 +81,7 @@ def lines(seen: Image, problem: ConvProblem, math: str) -> Lines:
         taps_w=seen.taps[1],
         step=seen.stride[1] * inner,
         odd=seen.pad[1] * inner % 2 if itemsize == 2 else 0,
-        copy_bytes=gcd(_CHUNK_BYTES, seen.extent[1] * inner * itemsize, problem.align),
+        copy_bytes=gcd(CHUNK_BYTES, seen.extent[1] * inner * itemsize, problem.align),
     )
 
 
@@ -88,7 +91,8 @@ class Rows(NamedTuple):
     blocks: that share the tiles. tile_groups: of a row; groups: of a tile. planes: channels that are lines of their
     own. line_copies: of a line. per_row: fraction that divides by the pixels of a tile's row. entries: of the table
     of words, or of segments; fragments: of eight. parts: a block's warps take turns at pixels; sets: of words, of a
-    block and of all.
+    block and of all. By phases: entries are a window's chunks, fragments the products of a phase, and groups_at and
+    filters_at the places of the tables of pixels.
     """
 
     tiles: int
@@ -173,7 +177,7 @@ def tile(seen: Image, form: Lines, pixels: int, width: int) -> Tile:
         row_groups=row_groups,
         in_rows=(tile_rows - 1) * seen.stride[0] + reach + 1,
         line_copies=copies,
-        pitch=aligned(copies * form.copy_bytes, _CHUNK_BYTES),
+        pitch=aligned(copies * form.copy_bytes, CHUNK_BYTES),
     )
 
 
@@ -229,7 +233,7 @@ class Forward(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """What a kernel of bwd_filter is compiled for. stages: as of the forward. filters, threads: of a block."""
+    """What a kernel of bwd_filter in float32 is compiled for. stages as of the forward; filters, threads of a block."""
 
     lines: Lines
     stages: int
@@ -239,31 +243,61 @@ class Gradient(NamedTuple):
     @property
     def groups(self) -> int:
         """That a warp adds at once."""
-        return {"mma": 4, "tf32": 2, "fma": 1}[self.lines.math]
-
-    @property
-    def set_words(self) -> int:
-        """Of a window, that a warp sums: 32 rows of a product."""
-        return 16 if self.lines.math == "mma" else 32
-
-    @property
-    def row_elems(self) -> int:
-        """Rows of the sums that a word has."""
-        return 4 // self.lines.itemsize
+        return {"tf32": 2, "fma": 1}[self.lines.math]
 
     @property
     def dy_bytes(self) -> int:
         """From a pixel of dy to the next in shared memory; four pixels' filters lie in different banks."""
-        return self.filters * self.lines.itemsize + 32
+        return self.filters * 4 + 32
 
     @property
     def registers(self) -> int:
         """Of a thread: its sums, and the factors of some groups at once."""
-        return {"fma": 128, "tf32": 64 + self.filters, "mma": 32 + 2 * self.filters}[self.lines.math]
+        return {"fma": 128, "tf32": 64 + self.filters}[self.lines.math]
 
     @property
     def set_sums(self) -> int:
-        return self.set_words * self.row_elems * self.filters
+        return SET_WORDS * self.filters
+
+
+class Phased(NamedTuple):
+    """What a kernel of bwd_filter in 16 bits is compiled for: `rows_phases.py`.
+
+    stages as of the forward; filters, threads of a block. phases: of all pixels; of_block: that a block
+    takes. chunks: of a segment. set_chunks: of a set. shift: elements from where a tile's lines are copied to the first
+    window; before: by which they are copied from further on the left, for each group of phases.
+    """
+
+    lines: Lines
+    stages: int
+    filters: int
+    threads: int
+    phases: int
+    of_block: int
+    chunks: int
+    set_chunks: int
+    shift: int
+    before: tuple[int, ...]
+
+    @property
+    def dy_bytes(self) -> int:
+        """From a pixel of dy to the next in shared memory: eight pixels lie in different banks."""
+        return self.filters * 2 + 16
+
+    @property
+    def sums_step(self) -> int:
+        """Elements from a column of a warp's sums to the next in shared memory."""
+        return self.filters + 4
+
+    @property
+    def warp_bytes(self) -> int:
+        """Of a warp's sums."""
+        return self.set_chunks * CHUNK * self.sums_step * 4
+
+    @property
+    def registers(self) -> int:
+        """Of a thread: its sums and 56 more."""
+        return self.set_chunks * self.filters // 4 + 56
 
 
 def aligned(bytes_: int, to: int = 128) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from nbdnn.kernels.cuda.rows_plan import Lines, Rows
+
 # Elements of a block, slices of the blocks' sums that are added side by side, loads under way.
 SUM_THREADS, SUM_ELEMENTS = 1024, 32
 _SLICES, _AT_ONCE = SUM_THREADS // SUM_ELEMENTS, 4
@@ -12,16 +14,14 @@ _SLICES, _AT_ONCE = SUM_THREADS // SUM_ELEMENTS, 4
 class Sums(NamedTuple):
     """The integers of the kernel that adds the sums of all blocks: `elements` of each of `blocks`.
 
-    Of an element [chunk of filters][row][filter]. per_word: rows of a word. The window as in `Rows` and `Lines`.
+    Of an element [chunk of filters][row][filter], where a row is an element of a window's segments. The window as in
+    `Rows` and `Lines`.
     """
 
     blocks: int
     elements: int
     filters: int
     rows: int
-    per_word: int
-    segment_words: int
-    odd: int
     run: int
     inner: int
     planes: int
@@ -32,6 +32,13 @@ class Sums(NamedTuple):
     w_in: int
     w_r: int
     w_s: int
+
+
+def sums(form: Lines, f: Rows, blocks: int, chunks: int, filters: int, rows: int) -> Sums:
+    """Of so many blocks, chunks of so many filters, and rows."""
+    elements = chunks * rows * filters
+    window = form.run, form.inner, f.planes, f.taps_h, f.out_c
+    return Sums(blocks, elements, filters, rows, *window, f.w_start, f.w_out, f.w_in, f.w_r, f.w_s)
 
 
 def sum_kernel(dtype: str, tokens: tuple[str, ...]):
@@ -67,12 +74,10 @@ def sum_kernel(dtype: str, tokens: tuple[str, ...]):
                 total = total + part_sums[other * SUM_ELEMENTS + lane]
             rest, o = ptx.divided(element, f.filters)
             chunk, row = ptx.divided(rest, f.rows)
-            word, half = ptx.divided(row, f.per_word)
-            segment, inner = ptx.divided(word, f.segment_words)
-            at = integer(inner * f.per_word + half - f.odd)
+            segment, at = ptx.divided(row, f.run)
             plane, r = ptx.divided(segment, f.taps_h)
             k = integer(chunk * f.filters + o)
-            if plane < f.planes and at >= 0 and at < f.run and k < f.out_c:
+            if plane < f.planes and k < f.out_c:
                 s, c = ptx.divided(at, f.inner)
                 to = integer(f.w_start + k * f.w_out + integer(plane + c) * f.w_in + r * f.w_r + s * f.w_s)
                 store(total, alpha, beta, dw, to, dw, k, dw)
