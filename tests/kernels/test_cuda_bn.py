@@ -10,7 +10,7 @@ from gpus import H200
 from libraries import library
 
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import bn_held, bn_plan
+from nbdnn.kernels.cuda import bn_held, bn_plan, bn_teams
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.peaks import shared_bytes
 from nbdnn.problem import parse
@@ -22,6 +22,9 @@ KERNELS = (
     ("bn_train:f32:n32c256h56w56:spatial:nchw", "held"),
     ("bn_bwd:bf16:n4096c4096h1w1:per-activation:nchw:pf32", "held"),
     ("bn_train:f16:n3c5h5w7:spatial:nchw:run", "held"),
+    ("bn_train:f32:n32c256h56w56:spatial:nhwc", "teams"),
+    ("bn_bwd:bf16:n4096c4096h1w1:per-activation:nchw:pf32", "teams"),
+    ("bn_train:f64:n3c5h5w7:spatial:nchw:run", "teams"),
     ("bn_train:bf16:n32c256h56w56:spatial:nhwc", "streamed"),
     ("bn_infer_bwd:f64:n4c16h8w8:spatial:nhwc", "streamed"),
     ("bn_infer:bf16:n32c256h56w56:spatial:nhwc", "streamed"),
@@ -36,7 +39,7 @@ def test_kernels_stay_within_their_means(text: str, algorithm: str, arch: str) -
     problem, device = parse(text), replace(H200, capability=CAPABILITIES[arch])
     candidate = registry.candidate(f"{problem.op}/numba/{algorithm}")
     if not candidate.supports(problem, device).ok:
-        assert arch in ("sm_80", "sm_120") and algorithm == "held"
+        assert arch in ("sm_80", "sm_120") and algorithm in ("held", "teams")
         return
     for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
         kernel, source = compile_kernel(launch.source, arch), launch.source
@@ -45,7 +48,7 @@ def test_kernels_stay_within_their_means(text: str, algorithm: str, arch: str) -
         assert kernel.shared_bytes + launch.dynamic_shared_bytes <= shared_bytes(device), source
         assert launch.cluster == 1 or device.capability >= (9, 0)
         ptx = ptx_text(source, arch)
-        assert (".f64" in ptx) == (problem.dtype == "f64"), source
+        assert (".f64" in ptx) == (problem.dtype == "f64") or not source.specialised_on, source
         assert not re.search(r"(?:div|rem)\.[su]64", ptx), source
 
 
@@ -59,6 +62,35 @@ def test_every_row_has_a_block_and_every_slab_a_cluster() -> None:
             assert walk.chunk * config.cluster >= walk.rows
             assert launch.grid[0] == walk.slabs * config.cluster
             assert walk.slabs * config.columns >= walk.columns
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bn_train:f32:n32c256h56w56:spatial:nhwc",
+        "bn_bwd:bf16:n4c64d16h56w56:spatial:ncdhw:pf32",
+        "bn_bwd:f32:n4096c4096h1w1:per-activation:nchw",
+        "bn_train:f16:n3c40h5w7:spatial:nhwc",
+    ],
+)
+def test_all_blocks_of_a_team_are_there_at_once(text: str) -> None:
+    problem = parse(text)
+    candidate = registry.candidate(f"{problem.op}/numba/teams")
+    configs = candidate.configs(problem, H200)
+    assert configs
+    for config in configs:
+        *_, main = candidate.launches(problem, config, H200)
+        walk = bn_plan.Walk._make(main.integers[: len(bn_plan.Walk._fields)])
+        turns = bn_teams._Turns._make(main.integers[len(bn_plan.Walk._fields) :])
+        assert main.grid == (turns.teams * walk.parts, 1, 1)
+        assert main.grid[0] <= H200.sms * config.resident
+        assert main.cooperative == (walk.parts > 1)
+        assert walk.chunk * walk.parts >= walk.rows > walk.chunk * (walk.parts - 1)
+        elems = turns.full * (walk.parts - 1) + turns.rest
+        assert elems == problem.m, f"{elems} elements of a channel are counted"
+        static_bytes = compile_kernel(main.source, "sm_90a").shared_bytes
+        block_bytes = static_bytes + main.dynamic_shared_bytes + 1024
+        assert config.resident * block_bytes <= shared_bytes(H200) + 1024
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from libraries import library
 
 from nbdnn.candidate import Candidate
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import pool_plane, pool_window
+from nbdnn.kernels.cuda import pool_plan, pool_plane, pool_window
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.kernels.cuda.pool_axes import Axis, covers, reaches, taps_met
@@ -96,6 +96,15 @@ def test_tables_are_the_definition() -> None:
         assert all(p * axis.stride + r - axis.pad == i for i, pairs in met.items() for p, r in pairs)
 
 
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 56, 255, 256, 65537, 2**30, 2**30 + 1, 2**31 - 1])
+def test_what_is_multiplied_by_a_reciprocal_is_divided(divisor: int) -> None:
+    multiplier, shift = pool_plan.reciprocal(divisor)
+    most = 2**31 - 1
+    ends = (k * divisor for k in (1, 2, most // divisor // 2, most // divisor))
+    for n in {0, most, *(n for end in ends for n in (end - 1, end, end + 1) if 0 <= n <= most)}:
+        assert (2 * n * (multiplier % 2**32) >> 32) >> shift == n // divisor, n
+
+
 def test_tiles_cover_every_output_once() -> None:
     for op, layout in product(FAMILIES["pool"], ("nchw", "nhwc")):
         problem = parse(f"{op}:f32:n3c40h29w28:r3s3:p1x1:u2x2:max:{layout}")
@@ -103,7 +112,8 @@ def test_tiles_cover_every_output_once() -> None:
         height, width = problem.out_spatial if op == "pool_fwd" else problem.spatial
         for config in candidate.configs(problem, H200):
             (launch,) = candidate.launches(problem, config, H200)
-            blocks = pool_window.Blocks._make(launch.integers[-len(pool_window.Blocks._fields) :])
+            first = len(pool_plan.Pool._fields)
+            blocks = pool_window.Blocks._make(launch.integers[first : first + len(pool_window.Blocks._fields)])
             assert (blocks.tiles_h - 1) * config.rows < height <= blocks.tiles_h * config.rows
             assert (blocks.tiles_w - 1) * config.columns < width <= blocks.tiles_w * config.columns
             if layout == "nhwc":
@@ -111,6 +121,16 @@ def test_tiles_cover_every_output_once() -> None:
                 assert blocks.slabs * blocks.vectors * config.lanes >= problem.c
                 assert blocks.blocks_w * blocks.block_w >= blocks.tiles_w
                 assert blocks.blocks_h * blocks.block_h >= blocks.tiles_h
+
+
+def test_elements_between_windows_are_written() -> None:
+    """Rows that no window covers get their zeros from all three ways to a gradient: as many stores as without y."""
+    problem, stores = parse("pool_bwd:f32:n2c3h7w5:r2s3:p1x0:u3x2:max:nchw"), {}
+    for config in pool_window.BWD.configs(problem, H200):
+        (launch,) = pool_window.BWD.launches(problem, config, H200)
+        stores[config] = ptx_text(launch.source, "sm_90a").count("st.global")
+    for config, count in stores.items():
+        assert count == (1 + config.reads_y) * stores[config._replace(reads_y=False)], f"{config}: {stores}"
 
 
 def test_windows_that_overlap_may_read_y() -> None:

@@ -3,8 +3,11 @@
     word[i] = word i % 4 of block offset + i // 4, seed as key      kept: word >= threshold
     y[i] = x[i] * scale where kept, else 0                           dx[i] = dy[i] * scale where kept, else 0
 
-    thread  a run of 8 neighbours: two blocks of the generator, a byte of the mask, two quads of data; then the run that
-            the whole grid is further on
+    thread  a run of 8 elements: two blocks of the generator, a byte of the mask, 16 or 32 bytes of data; then the run
+            that the whole grid is further on
+
+Its quads are neighbours; of float32 the first ones of a warp are side by side, and the second ones: a warp's load is of
+512 bytes in a row. Then two threads have half of two bytes of the mask each.
 
 The state is read by every thread, and a second kernel advances it when all are done. Traffic: x and y once, an eighth
 of a byte an element of mask. Source: J. Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC11).
@@ -26,8 +29,10 @@ from nbdnn.problem_dropout import BLOCK_ELEMS, DropoutProblem
 
 _THREADS, _MIN_BLOCKS = 256, 4
 _RUN = 8  # elements of a byte of the mask
-_WAVES = 4  # of blocks that a multiprocessor holds; beyond these a thread takes several runs
-_ROUNDS = 10
+# Of blocks that a multiprocessor holds: beyond these a thread that draws takes several runs, whose rounds have the same
+# keys; one that only reads a mask takes one run, in the order of memory (float32, 2^25 elements, H200: 68 us, not 70).
+_WAVES = 8
+_VECTOR_BYTES = 16
 _LAUNCH_US = 2.5
 _MOST_ELEMENTS = 2**31 - _RUN * _THREADS * 4096  # a run beyond the last is still an int32
 
@@ -37,7 +42,7 @@ class _Variant(NamedTuple):
 
     dtype: str
     forward: bool
-    quads: bool
+    vectors: bool
 
 
 class _Fields(NamedTuple):
@@ -48,93 +53,88 @@ class _Fields(NamedTuple):
     step: int
 
 
-def _generator():
-    """Device function (block, seed, threshold) -> for each of the block's four words, whether it reaches the threshold;
-    all three are of 64 bits."""
-    from nbdnn.kernels.cuda import ptx
-
-    wide = ptx.WIDE
-
-    @ptx.inline
-    def half_round(a, b, key, multiplier):
-        product = wide(a * multiplier)
-        return wide((product >> wide(32)) ^ b ^ key), wide(product & wide(0xFFFFFFFF))
-
-    @ptx.inline
-    def reaches(block, seed, threshold):
-        low = wide(0xFFFFFFFF)
-        a, b, c, d = wide(block & low), wide(block >> wide(32)), wide(0), wide(0)
-        key_0, key_1 = wide(seed & low), wide(seed >> wide(32))
-        for _ in range(_ROUNDS):
-            a_next, b_next = half_round(c, b, key_0, wide(0xCD9E8D57))
-            c, d = half_round(a, d, key_1, wide(0xD2511F53))
-            a, b = a_next, b_next
-            key_0, key_1 = wide((key_0 + wide(0x9E3779B9)) & low), wide((key_1 + wide(0xBB67AE85)) & low)
-        return a >= threshold, b >= threshold, c >= threshold, d >= threshold
-
-    return reaches
-
-
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, quads
+    from nbdnn.kernels.cuda import ptx, ptx_philox
 
     variant = _Variant(*specialised_on)
-    integer, wide, dtype = ptx.INTEGER[32], ptx.WIDE, variant.dtype
+    integer, word, wide, dtype = ptx.INTEGER[32], ptx.WORD, ptx.WIDE, variant.dtype
     real, widen, narrow = ptx.REAL[DEFAULT_COMPUTE[dtype]], ptx.WIDEN[dtype], ptx.NARROW[dtype]
-    reaches, by_quads = _generator(), variant.quads
-    load, store = (quads.quad(dtype, True), quads.store_quad(dtype)) if by_quads else (None, None)
+    by_vectors, drawn, conditions_of = variant.vectors, ptx_philox.drawn, ptx_philox.conditions_of
+    load, store = _run(dtype) if by_vectors else (None, None)
+    by_quads = by_vectors and ITEMSIZE[dtype] * QUAD == _VECTOR_BYTES
 
     @ptx.inline
-    def drawn(block, state, threshold):
-        """The byte of a run's mask, all of it."""
-        first = reaches(block, wide(state[0]), threshold)
-        second = reaches(wide(block + wide(1)), wide(state[0]), threshold)
-        bits = integer(0)
-        for i in range(4):
-            bits = integer(bits | (integer(first[i]) << i) | (integer(second[i]) << (i + 4)))
-        return bits
-
-    @ptx.inline
-    def scaled(value, bits, place, scale):
-        return value * scale if (bits >> place) & 1 else real(0.0)
-
-    @ptx.inline
-    def finish_quad(source, target, at, bits, scale):
-        v = load(source, at)
-        store(
-            target, at,
-            (scaled(v[0], bits, 0, scale), scaled(v[1], bits, 1, scale), scaled(v[2], bits, 2, scale),
-             scaled(v[3], bits, 3, scale)),
-        )  # fmt: skip
-
-    @ptx.inline
-    def finish_run(source, target, run, bits, scale, f):
+    def placed(run, f):
+        """The first elements of a thread's two quads, and how many elements there are from the first on, if these are
+        fewer than a run."""
         at = integer(run * _RUN)
-        if by_quads and at + _RUN <= f.elements:
-            finish_quad(source, target, at, bits, scale)
-            finish_quad(source, target, integer(at + QUAD), integer(bits >> QUAD), scale)
+        if by_quads and integer((run | 31) * _RUN + _RUN) <= f.elements:
+            first = integer(integer(run & ~31) * _RUN + integer(run & 31) * QUAD)
+            return first, integer(first + 32 * QUAD), integer(_RUN)
+        return at, integer(at + QUAD), integer(f.elements - at)
+
+    @ptx.inline
+    def store_halves(mask, at, after, bits):
+        """Of two neighbours in a warp each has half of two bytes: the first stores the lower one."""
+        odd = integer(at >> 2) & 1
+        other = integer(ptx.shuffle_xor(integer(bits & 15 if odd else bits >> 4), integer(1)))
+        if odd:
+            mask[integer(after >> 3)] = integer(bits & 0xF0) | other
         else:
-            place = integer(0)
-            while place < _RUN and at + place < f.elements:
-                value = widen(ptx.load_constant(source, integer(at + place)))
-                target[integer(at + place)] = narrow(scaled(value, bits, place, scale))
-                place = integer(place + 1)
+            mask[integer(at >> 3)] = integer(bits & 15) | (other << 4)
+
+    @ptx.inline
+    def load_halves(mask, at, after):
+        if not by_quads:
+            return integer(ptx.load_constant(mask, integer(at >> 3)))
+        first, second = ptx.load_constant(mask, integer(at >> 3)), ptx.load_constant(mask, integer(after >> 3))
+        low = integer(first) >> (integer(at) & 4)
+        return integer((low & 15) | integer(integer(second) >> (integer(after) & 4) & 15) << 4)
+
+    @ptx.inline
+    def finish_one_by_one(source, target, at, bits, scale, f):
+        place = integer(0)
+        while place < _RUN and at + place < f.elements:
+            value = widen(ptx.load_constant(source, integer(at + place)))
+            target[integer(at + place)] = narrow(value * scale if (bits >> place) & 1 else real(0.0))
+            place = integer(place + 1)
 
     def forward(x, y, mask, state, threshold, scale, f):
         run = integer(ptx.block_x() * _THREADS + ptx.thread_x())
+        first, keys = wide(state[1]), ptx_philox.keys(wide(state[0]))
+        # A threshold has 33 bits: what is not below it is larger than one less.
+        keeps_all, limit, factor = threshold == 0, word(wide(threshold) - wide(1)), real(scale)
         while run < f.runs:
-            bits = drawn(wide(wide(state[1]) + wide(2) * wide(run)), state, wide(threshold))
-            left = integer(f.elements - run * _RUN)
+            at, after, left = placed(run, f)
+            whole = by_vectors and left >= _RUN
+            if by_vectors:
+                values = load(x, at, after, whole)
+            begin, second = wide(first + wide(at >> 2)), wide(first + wide(after >> 2))
+            kept = drawn(begin, second, keys, limit, keeps_all)
+            bits = ptx_philox.byte_of(kept)
             if left < _RUN:
                 bits = integer(bits & ((1 << left) - 1))
-            mask[run] = bits
-            finish_run(x, y, run, bits, real(scale), f)
+            if at + QUAD == after:
+                mask[run] = bits
+            else:
+                store_halves(mask, at, after, bits)
+            if by_vectors:
+                store(y, at, after, whole, ptx_philox.scaled(values, kept, factor))
+            if not whole:
+                finish_one_by_one(x, y, at, bits, factor, f)
             run = integer(run + f.step)
 
     def backward(dy, mask, dx, threshold, scale, f):
         run = integer(ptx.block_x() * _THREADS + ptx.thread_x())
+        factor = real(scale)
         while run < f.runs:
-            finish_run(dy, dx, run, integer(ptx.load_constant(mask, run)), real(scale), f)
+            at, after, left = placed(run, f)
+            whole, bits = by_vectors and left >= _RUN, load_halves(mask, at, after)
+            if by_vectors:
+                values = load(dy, at, after, whole)
+                store(dx, at, after, whole, ptx_philox.scaled(values, conditions_of(bits), factor))
+            if not whole:
+                finish_one_by_one(dy, dx, at, bits, factor, f)
             run = integer(run + f.step)
 
     data, of_mask, of_state, scalar = ptx.pointer(dtype), ptx.pointer("u8"), ptx.pointer("i64"), ptx.REAL["f64"]
@@ -142,6 +142,34 @@ def _kernel(*specialised_on):
     if variant.forward:
         return forward, (data, data, of_mask, of_state, scalar, scalar, fields)
     return backward, (data, of_mask, data, scalar, scalar, fields)
+
+
+def _run(dtype: str):
+    """Device functions (source, at, after, wanted) -> eight float32, and (target, at, after, wanted, these): two quads,
+    of 16-bit data side by side, 16 bytes at a time."""
+    from nbdnn.kernels.cuda import ptx, ptx_pool_vector
+
+    lanes = _VECTOR_BYTES // ITEMSIZE[dtype]
+    load, store = ptx_pool_vector.load(dtype, lanes), ptx_pool_vector.store(dtype, lanes)
+
+    @ptx.inline
+    def load_one(source, at, after, wanted):
+        return load(source, at, wanted)
+
+    @ptx.inline
+    def store_one(target, at, after, wanted, values):
+        store(target, at, wanted, values)
+
+    @ptx.inline
+    def load_two(source, at, after, wanted):
+        return load(source, at, wanted) + load(source, after, wanted)
+
+    @ptx.inline
+    def store_two(target, at, after, wanted, values):
+        store(target, at, wanted, values[:lanes])
+        store(target, after, wanted, values[lanes:])
+
+    return (load_one, store_one) if lanes == _RUN else (load_two, store_two)
 
 
 class _Advance(NamedTuple):
@@ -177,10 +205,12 @@ class Philox(LaunchedCandidate[NoConfig]):
     def launches(self, problem: DropoutProblem, config: NoConfig, device: Gpu) -> list[Launch]:
         forward, dtype = self.op == "dropout_fwd", problem.dtype
         runs = ceil(problem.elements / _RUN)
-        blocks = min(ceil(runs / _THREADS), _WAVES * _MIN_BLOCKS * device.sms)
-        quads = dtype != "f64" and problem.align % (QUAD * ITEMSIZE[dtype]) == 0
+        blocks = ceil(runs / _THREADS)
+        if forward:
+            blocks = min(blocks, _WAVES * _MIN_BLOCKS * device.sms)
+        vectors = dtype != "f64" and problem.align % _VECTOR_BYTES == 0
         main = Launch(
-            source=Source(_kernel, _Variant(dtype, forward, quads), _THREADS, _MIN_BLOCKS),
+            source=Source(_kernel, _Variant(dtype, forward, vectors), _THREADS, _MIN_BLOCKS),
             grid=(blocks, 1, 1),
             pointers=(0, 1, 2, 3) if forward else (0, 1, 2),
             scalars="f64",

@@ -27,7 +27,7 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pool_axes import Axis, Tile, Variant, covers, reaches, taps_met
-from nbdnn.kernels.cuda.pool_plan import Pool, index_bits, pool
+from nbdnn.kernels.cuda.pool_plan import Pool, index_bits, pool, reciprocal
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
@@ -61,11 +61,37 @@ class Blocks(NamedTuple):
     blocks_h: int
 
 
+class Reciprocals(NamedTuple):
+    """What `ptx.split` takes of the divisors: multipliers and shifts."""
+
+    tiles_d: int
+    tiles_d_shift: int
+    tiles_h: int
+    tiles_h_shift: int
+    tiles_w: int
+    tiles_w_shift: int
+    slabs: int
+    slabs_shift: int
+    vectors: int
+    vectors_shift: int
+    block_w: int
+    block_w_shift: int
+    channels: int
+    channels_shift: int
+
+
+def _reciprocals(v: Variant, b: Blocks, channels: int) -> Reciprocals:
+    """Rows and columns are of blocks channels-last, else of tiles."""
+    rows, columns = (b.blocks_h, b.blocks_w) if v.channels_last else (b.tiles_h, b.tiles_w)
+    divisors = b.tiles_d, rows, columns, b.slabs, b.vectors, b.block_w, channels
+    return Reciprocals(*(number for divisor in divisors for number in reciprocal(divisor)))
+
+
 def _kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_pool
 
     v = Variant._make(specialised_on)
-    integer, box = ptx.INTEGER[v.bits], ptx_pool.Box
+    integer, box, narrow = ptx.INTEGER[v.bits], ptx_pool.Box, v.bits == 32
     compute, forward, is_max, lanes = ptx_pool.tile(v), v.op == "pool_fwd", v.is_max, v.lanes_x
     # First elements of neighbouring tiles, in x and in y.
     depth, rows, columns = (
@@ -74,17 +100,21 @@ def _kernel(*specialised_on):
     )
     (x_d, y_d), (x_h, y_h), (x_w, y_w) = depth, rows, columns
 
+    @ptx.inline
+    def split(dividend, divisor, multiplier, shift):
+        return ptx.split(dividend, divisor, multiplier, shift) if narrow else ptx.divided(dividend, divisor)
+
     # 1. Where a thread is: (n, channel, depth, row and column of its tile); n is -1 where it has none.
     if v.channels_last:
 
         @ptx.inline
-        def place(f, b):
-            rest, slab = ptx.divided(integer(ptx.block_x()), b.slabs)
-            rest, column = ptx.divided(rest, b.blocks_w)
-            rest, row = ptx.divided(rest, b.blocks_h)
-            n, d = ptx.divided(rest, b.tiles_d)
-            in_block, vector = ptx.divided(integer(ptx.thread_x()), b.vectors)
-            in_row, in_column = ptx.divided(in_block, b.block_w)
+        def place(f, b, r):
+            rest, slab = split(integer(ptx.block_x()), b.slabs, r.slabs, r.slabs_shift)
+            rest, column = split(rest, b.blocks_w, r.tiles_w, r.tiles_w_shift)
+            rest, row = split(rest, b.blocks_h, r.tiles_h, r.tiles_h_shift)
+            n, d = split(rest, b.tiles_d, r.tiles_d, r.tiles_d_shift)
+            in_block, vector = split(integer(ptx.thread_x()), b.vectors, r.vectors, r.vectors_shift)
+            in_row, in_column = split(in_block, b.block_w, r.block_w, r.block_w_shift)
             row, column = integer(row * b.block_h + in_row), integer(column * b.block_w + in_column)
             channel = integer((slab * b.vectors + vector) * lanes)
             inside = in_row < b.block_h and row < b.tiles_h and column < b.tiles_w and channel < f.channels
@@ -92,12 +122,12 @@ def _kernel(*specialised_on):
     else:
 
         @ptx.inline
-        def place(f, b):
+        def place(f, b, r):
             thread = integer(integer(ptx.block_x()) * _THREADS + ptx.thread_x())
-            rest, column = ptx.divided(thread, b.tiles_w)
-            rest, row = ptx.divided(rest, b.tiles_h)
-            rest, d = ptx.divided(rest, b.tiles_d)
-            n, channel = ptx.divided(rest, f.channels)
+            rest, column = split(thread, b.tiles_w, r.tiles_w, r.tiles_w_shift)
+            rest, row = split(rest, b.tiles_h, r.tiles_h, r.tiles_h_shift)
+            rest, d = split(rest, b.tiles_d, r.tiles_d, r.tiles_d_shift)
+            n, channel = split(rest, f.channels, r.channels, r.channels_shift)
             return n if thread < f.elements else integer(-1), channel, d, row, column
 
     # 2. The tensors from there.
@@ -115,26 +145,27 @@ def _kernel(*specialised_on):
         start = integer(n * f.y_n + channel * f.y_c + d * f.y_d + row * f.y_h + column * f.y_w)
         return box(data, start, d, row, column, f.y_d, f.y_h, f.y_w, f.out_d, f.out_h, f.out_w)
 
-    data, integers = ptx.pointer(v.dtype), (ptx.record(Pool, v.bits), ptx.record(Blocks, v.bits))
+    data = ptx.pointer(v.dtype)
+    integers = tuple(ptx.record(fields, v.bits) for fields in (Pool, Blocks, Reciprocals))
     if forward:
 
-        def pool_tiles(x, y, f, b):
-            at = place(f, b)
+        def pool_tiles(x, y, f, b, r):
+            at = place(f, b, r)
             if at[0] >= 0:
                 compute((image(x, at, f), pooled(y, at, f)))
 
         return pool_tiles, (data, data, *integers)
     if not is_max:
 
-        def spread_tiles(dy, dx, f, b):
-            at = place(f, b)
+        def spread_tiles(dy, dx, f, b, r):
+            at = place(f, b, r)
             if at[0] >= 0:
                 compute((pooled(dy, at, f), image(dx, at, f)))
 
         return spread_tiles, (data, data, *integers)
 
-    def find_tiles(x, y, dy, dx, f, b):
-        at = place(f, b)
+    def find_tiles(x, y, dy, dx, f, b, r):
+        at = place(f, b, r)
         if at[0] >= 0:
             compute((image(x, at, f), pooled(y, at, f), pooled(dy, at, f), image(dx, at, f)))
 
@@ -302,7 +333,7 @@ class Window(LaunchedCandidate[Tile]):
                 grid=(boxes if v.channels_last else ceil(threads / _THREADS), 1, 1),
                 pointers=(0, 1, 2, 3) if finds else (last - 1, last),
                 scalars="",
-                integers=(*integers, *b),
+                integers=(*integers, *b, *_reciprocals(v, b, problem.c)),
                 integer_bits=v.bits,
             )
         ]

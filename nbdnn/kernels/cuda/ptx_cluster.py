@@ -11,7 +11,7 @@ from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
 from nbdnn.kernels.cuda import ptx
-from nbdnn.kernels.cuda.ptx import EFFECT, F32, asm
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, asm
 
 
 def _barrier(step):
@@ -40,6 +40,28 @@ def store_to_block(typingctx, where, block, value):
         return context.get_dummy_value()
 
     return signature(types.none, types.uint32, types.int32, types.float32), codegen
+
+
+@intrinsic
+def address_in_block(typingctx, where, block):
+    """What a shared address is in a block of the cluster, by its number there."""
+
+    def codegen(context, builder, sig, args):
+        return asm(builder, I32, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", list(args))
+
+    return signature(types.uint32, types.uint32, types.int32), codegen
+
+
+@intrinsic
+def store_in_block(typingctx, where, value):
+    """A float32 to an address in a block of the cluster."""
+
+    def codegen(context, builder, sig, args):
+        text = "st.shared::cluster.f32 [$0], $1;"
+        asm(builder, ir.VoidType(), text, "r,f,~{memory}", list(args), EFFECT)
+        return context.get_dummy_value()
+
+    return signature(types.none, types.uint32, types.float32), codegen
 
 
 def _load_of_block(compute):

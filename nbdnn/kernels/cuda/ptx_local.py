@@ -13,26 +13,13 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
-from nbdnn.kernels.cuda.ptx import EFFECT, F16, F32, I32, I64, asm
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, asm
+from nbdnn.kernels.cuda.ptx_vector import narrowed, parts_of, widened
 from nbdnn.problem import ITEMSIZE
 
 _I16, _F64 = ir.IntType(16), ir.DoubleType()
 _IN_MEMORY = {"f16": _I16, "bf16": _I16, "f32": F32, "f64": _F64}
 _SHARED = 3  # the address space
-
-
-def _widened(builder, value, dtype):
-    if dtype == "f16":
-        return builder.fpext(builder.bitcast(value, F16), F32)
-    if dtype == "bf16":
-        return builder.bitcast(builder.shl(builder.zext(value, I32), I32(16)), F32)
-    return value
-
-
-def _narrowed(builder, values, dtype):
-    if dtype in ("f32", "f64"):
-        return values
-    return [asm(builder, _I16, f"cvt.rn.{dtype}.f32 $0, $1;", "=h,f", [value]) for value in values]
 
 
 def _elements(context, builder, kind, array, place, lanes):
@@ -42,13 +29,20 @@ def _elements(context, builder, kind, array, place, lanes):
 
 
 def _load(context, builder, dtype, lanes, where, targets, constant):
-    vector = ir.VectorType(_IN_MEMORY[dtype], lanes)
+    part, count = _parts(dtype, lanes)
+    vector = ir.VectorType(part, count)
     at = builder.bitcast(where, vector.as_pointer(where.type.addrspace))
     loaded = builder.load(at, align=lanes * ITEMSIZE[dtype])
     if constant:
         loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
-    for i, target in enumerate(targets):
-        builder.store(_widened(builder, builder.extract_element(loaded, I32(i)), dtype), target)
+    parts = [builder.extract_element(loaded, I32(i)) for i in range(count)]
+    for value, target in zip(parts if dtype == "f64" else widened(builder, dtype, parts), targets, strict=True):
+        builder.store(value, target)
+
+
+def _parts(dtype, lanes):
+    """(type of a part, number of parts) of a vector as it is moved: pairs of 16-bit elements are words."""
+    return (_F64, lanes) if dtype == "f64" else parts_of(dtype, lanes)
 
 
 @cache
@@ -93,10 +87,11 @@ def store(dtype: str, lanes: int):
     def store_lanes(typingctx, base, index, array, place):
         def codegen(context, builder, sig, args):
             sources = _elements(context, builder, sig.args[2], args[2], args[3], lanes)
-            values = _narrowed(builder, [builder.load(source) for source in sources], dtype)
-            vector = ir.VectorType(_IN_MEMORY[dtype], lanes)
+            values = [builder.load(source) for source in sources]
+            parts = values if dtype == "f64" else narrowed(builder, dtype, values)
+            vector = ir.VectorType(*_parts(dtype, lanes))
             filled = ir.Constant(vector, ir.Undefined)
-            for i, value in enumerate(values):
+            for i, value in enumerate(parts):
                 filled = builder.insert_element(filled, value, I32(i))
             where = builder.bitcast(builder.gep(args[0], [args[1]]), vector.as_pointer())
             stored = builder.store(filled, where, align=lanes * ITEMSIZE[dtype])

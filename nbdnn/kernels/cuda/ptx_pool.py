@@ -307,6 +307,9 @@ def _matched(builder, v: Variant, image: _Tensor, maxima: dict, dy: _Tensor, dx:
                     maxima[window][lane] = _met(builder, value, most)
         if in_tile((d, h, 0)):
             dx.store_row(d, h, [totals[w] for w in range(v.tile.columns)])
+    for d, h in product(range(v.tile.depth), range(v.tile.rows)):
+        if d not in met[0] or h not in met[1]:  # between windows that lie apart
+            dx.store_row(d, h, [[F32(0.0)] * v.cell_lanes] * v.tile.columns)
 
 
 def _added_where_equal(builder, total, value, most, gradient):

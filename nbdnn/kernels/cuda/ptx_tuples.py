@@ -210,6 +210,11 @@ def power(builder, value, shift):
     return _exp2(builder, builder.fmul(difference, F32(_LOG2_E)))
 
 
+def power_share(builder, value, shift, scale):
+    """exp(value - shift) * scale."""
+    return builder.fmul(power(builder, value, shift), scale)
+
+
 def log_power(builder, value, shift, total_log):
     """log(exp(value - shift) / total)."""
     return builder.fsub(builder.fsub(value, shift), total_log)

@@ -65,6 +65,12 @@ class _Fields(NamedTuple):
     tiles: int
 
 
+def keeps_powers(dtype: str, algorithm: str) -> bool:
+    """Whether a forward keeps powers from the sum to the store. Elements of 16 bits take half their room: as they were
+    loaded more of them fit, and are raised to powers again."""
+    return dtype == "f32" and algorithm != "log"
+
+
 def parts(config: Config) -> int:
     """Partial sums of a column that meet in shared memory."""
     return ceil(config.columns * config.splits / max(_WARP, config.columns))
@@ -156,6 +162,7 @@ def _forward_kernel(*specialised_on):
     v = Variant(*specialised_on)
     columns = v.config.columns
     is_log, shifts, spread = v.algorithm == "log", v.algorithm != "fast", parts(v.config) > 1
+    keeps = keeps_powers(v.dtype, v.algorithm)
     cell, placed = _placed(v)
     finish_sum = ptx_tuples.log if is_log else ptx_tuples.reciprocal
     merged, finished = _merged(v, finish_sum) if spread else None, ptx_tuples.each(finish_sum, 1)
@@ -163,7 +170,7 @@ def _forward_kernel(*specialised_on):
     load, widen, store = ptx_tuples.load(held, "-inf"), ptx_tuples.widen(held), ptx_tuples.store(held)
     maximum = ptx_tuples.gather(held, ptx_tuples.itself, ptx_tuples.larger, 1)
     total_power = ptx_tuples.gather(held, ptx_tuples.power, ptx_tuples.total, 1)
-    store_log = ptx_tuples.scatter(held, ptx_tuples.log_power, 1, 2)
+    store_afresh = ptx_tuples.scatter(held, ptx_tuples.log_power if is_log else ptx_tuples.power_share, 1, 2)
     total = ptx_tuples.fold(ptx_tuples.total, v.lanes)
     largest, summed = (ptx_tuples.across(formula, columns, _WARP) for formula in (ptx_tuples.larger, ptx_tuples.total))
     power, product = (ptx_tuples.each(formula, 2) for formula in (ptx_tuples.power, ptx_tuples.product))
@@ -179,11 +186,11 @@ def _forward_kernel(*specialised_on):
             shift = largest(maximum(loaded, shift))
             if spread:
                 shift = finite(shift)
-        if is_log:
-            sums = summed(total_power(loaded, shift))
-        else:
+        if keeps:
             powers = power(widen(loaded), shift)
             sums = summed(total(powers))
+        else:
+            sums = summed(total_power(loaded, shift))
 
         # 2. Of whole columns.
         column_shift = shift
@@ -193,12 +200,12 @@ def _forward_kernel(*specialised_on):
             scale = finished(sums)
 
         # 3. What is stored.
-        if is_log:
-            store_log(placed(y, at, f), loaded, column_shift, scale)
-        else:
+        if keeps:
             if spread:
                 scale = product(scale, power(shift, column_shift))
             store(placed(y, at, f), product(powers, scale))
+        else:
+            store_afresh(placed(y, at, f), loaded, column_shift, scale)
 
     data = ptx.pointer(v.dtype)
     return softmax_columns, (data, data, ptx.record(_Fields, 32))
@@ -273,21 +280,27 @@ class Columns(LaunchedCandidate[Config]):
         if not _LEAST_THREADS <= columns * splits <= _MOST_THREADS or columns >= 2 * ceil(inner / lanes):
             return []
         config = Config(columns, splits)
-        fits = plan.holds(problem, ceil(length / splits) * lanes) and self._resident(problem, config)
+        fits = plan.holds(problem, ceil(length / splits) * lanes, self._afresh(problem))
+        fits = fits and self._resident(problem, config) > 0
         return [config] if fits and 8 * parts(config) * columns * lanes <= _MOST_SHARED_BYTES else []
+
+    def _afresh(self, problem: SoftmaxProblem) -> bool:
+        return self.op == "softmax_fwd" and problem.dtype != "f32" and problem.algorithm != "log"
 
     def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
         """Blocks that a multiprocessor holds at once."""
         lanes = plan.vector_lanes(problem, problem.rows[2])
         elems = ceil(problem.rows[1] / config.splits) * lanes
-        registers = plan.registers(problem, elems, lanes)
+        registers = plan.registers(problem, elems, lanes, self._afresh(problem))
         return plan.resident_blocks(config.columns * config.splits, registers)
 
     def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
         (launch,) = self.launches(problem, config, device)
         _, length, inner = problem.rows
         line_bytes = ITEMSIZE[problem.dtype] * min(plan.vector_lanes(problem, inner) * config.columns, inner)
-        shape = plan.Shape(length * line_bytes, line_bytes, ceil(length / config.splits))
+        # Elements that stay as they were loaded take so few registers that many vectors of a thread cost nothing.
+        vectors = 0 if self._afresh(problem) else ceil(length / config.splits)
+        shape = plan.Shape(length * line_bytes, line_bytes, vectors)
         return plan.kernel_us(problem, device, launch, shape)
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:

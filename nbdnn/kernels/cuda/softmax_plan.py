@@ -17,7 +17,10 @@ _VECTOR_BYTES = 16
 _WARP, _SCHEDULERS, _REGISTER_STEP = 32, 4, 8
 _SCHEDULER_REGISTERS, _RESIDENT_WARPS, _RESIDENT_BLOCKS = 16384, 64, 32
 _OTHER_REGISTERS, _REGISTERS_A_NUMBER = 28, 3  # of a thread, beside its elements; for each maximum that it finds
+# The same, of elements of 16 bits that stay as they were loaded, and what is needed at least.
+_OTHER_AFRESH, _REGISTERS_A_SUM, _LEAST_AFRESH = 32, 2, 72
 _MOST_ELEMS = {"f32": 96, "f16": 64, "bf16": 64}
+_MOST_AFRESH = 128
 _CONFIGS, _ALIKE, _WORTH_MEASURING = 4, 2, 1.2  # at most so many, of a kind, and how far from the best guess
 _LAUNCH_US = 2.0
 LINE_BYTES = 128
@@ -36,8 +39,11 @@ def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
     return lanes
 
 
-def registers(problem: SoftmaxProblem, elems: int, numbers: int) -> int:
-    """Of a thread with so many elements of each input, and as many sums: what kernels were seen to need."""
+def registers(problem: SoftmaxProblem, elems: int, numbers: int, afresh: bool = False) -> int:
+    """Of a thread with so many elements of each input, and as many sums: what kernels were seen to need. afresh: a
+    forward keeps elements of 16 bits as they were loaded."""
+    if afresh:
+        return max(_LEAST_AFRESH, _OTHER_AFRESH + _REGISTERS_A_SUM * numbers + elems * ITEMSIZE[problem.dtype] // 4)
     others, words = _OTHER_REGISTERS + _REGISTERS_A_NUMBER * numbers, elems * ITEMSIZE[problem.dtype] // 4
     if problem.op == "softmax_fwd" and problem.algorithm != "log":
         return elems + others  # powers
@@ -45,9 +51,9 @@ def registers(problem: SoftmaxProblem, elems: int, numbers: int) -> int:
     return words * (len(problem.operands) - 1) + widened + others
 
 
-def holds(problem: SoftmaxProblem, elems: int) -> bool:
+def holds(problem: SoftmaxProblem, elems: int, afresh: bool = False) -> bool:
     """Whether a thread may have so many elements: with more, registers spilled."""
-    return elems <= _MOST_ELEMS[problem.dtype]
+    return elems <= (_MOST_AFRESH if afresh else _MOST_ELEMS[problem.dtype])
 
 
 def resident_blocks(threads: int, registers_a_thread: int) -> int:

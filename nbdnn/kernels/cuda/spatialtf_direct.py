@@ -18,16 +18,18 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.kernels.cuda.spatialtf_position import Fields as ImageFields
 from nbdnn.kernels.cuda.spatialtf_position import (
+    TILE,
     Kind,
     fields,
     index_bits,
     nearest,
+    output_place,
     position,
-    thread_place,
+    tile_columns,
     vector_lanes,
 )
+from nbdnn.kernels.cuda.spatialtf_position import Fields as ImageFields
 from nbdnn.kernels.cuda.spatialtf_theta import along_axis
 from nbdnn.problem import DEFAULT_COMPUTE
 from nbdnn.problem_spatialtf import SpatialtfProblem
@@ -55,9 +57,8 @@ def configs(problem: SpatialtfProblem, device: Gpu, work: int) -> tuple[Config, 
     vectors = max(problem.c // vector_lanes(problem), 1)
     if problem.channels_last:
         most = min(1 << (vectors - 1).bit_length(), 32)
-        ways = sorted(
-            {min(most, wanted) for wanted in (_MOST_SHARING, 2, 32)}, key=lambda t: t != min(most, _MOST_SHARING)
-        )
+        wanted = _MOST_SHARING if vectors >= _MOST_SHARING else 1
+        ways = sorted({min(most, threads) for threads in (wanted, 2, 32)}, key=lambda t: t != min(most, wanted))
         return tuple(Config(threads, vectors) for threads in ways)
     blocks = problem.n * ceil(work / THREADS)
     wanted = min(vectors, ceil(_WAVES * _RESIDENT * device.sms / max(blocks, 1)))
@@ -66,12 +67,19 @@ def configs(problem: SpatialtfProblem, device: Gpu, work: int) -> tuple[Config, 
     return tuple(Config(1, group) for group in dict.fromkeys(groups))
 
 
-def launched(problem: SpatialtfProblem, config: Config, work: int) -> tuple[Kind, ImageFields, tuple[int, int, int]]:
-    """(what a kernel is compiled for, its integers, its grid). work: positions of an image that want a thread."""
+def launched(
+    problem: SpatialtfProblem, config: Config, work: int | None = None
+) -> tuple[Kind, ImageFields, tuple[int, int, int]]:
+    """(what a kernel is compiled for, its integers, its grid). work: positions of an image that want a thread, one
+    after the other; without it the outputs do, tile by tile."""
     lanes, bits = vector_lanes(problem), index_bits(problem)
-    kind = Kind(problem.is_affine, problem.dtype, problem.param_dtype, lanes, config.threads, bits)
+    columns, (out_h, out_w) = tile_columns(problem), problem.out_spatial
+    kind = Kind(problem.is_affine, problem.dtype, problem.param_dtype, lanes, config.threads, columns, bits)
+    tiles_w = ceil(out_w / max(columns, 1))
+    if work is None:
+        work = TILE * tiles_w * ceil(out_h * columns / TILE) if columns else problem.positions
     blocks = ceil(work / (THREADS // config.threads))
-    integers = fields(problem, lanes, blocks, config.group)
+    integers = fields(problem, lanes, blocks, tiles_w, config.group)
     return kind, integers, (blocks * problem.n, ceil(integers.vectors / max(config.group, 1)), 1)
 
 
@@ -81,7 +89,7 @@ def _forward_kernel(*specialised_on):
     kind = Kind(*specialised_on)
     integer, real, lanes = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], kind.lanes
     load, store, threads = ptx_local.load(kind.dtype, lanes), ptx_local.store(kind.dtype, lanes), kind.threads
-    place, locate, find = thread_place(kind, THREADS), position(kind), nearest(kind.compute, kind.bits)
+    place, locate, find = output_place(kind, THREADS), position(kind), nearest(kind.compute, kind.bits)
     hat, used = ptx_spatialtf.hat, ptx_spatialtf.used
     held, at_once = 4 * lanes, max(1, _HELD_ELEMS // lanes)
     all_held = held * at_once
@@ -102,10 +110,9 @@ def _forward_kernel(*specialised_on):
             store(y, integer(to + k * threads * f.y_v), results, integer(0))
 
     def sample_outputs(x, places, y, f):
-        image, output, vector, end = place(f)
-        if output >= f.outputs:
+        image, i, j, vector, end = place(f)
+        if i >= f.out_h or j >= f.out_w:
             return
-        i, j = ptx.divided(output, f.out_w)
         s, t = locate(places, image, i, j, f)
         (column, right), (row, down) = find(s, f.in_w), find(t, f.in_h)
         top, bottom, left, next_ = hat(down), hat(down - real(1.0)), hat(right), hat(right - real(1.0))
@@ -143,7 +150,7 @@ class Direct(LaunchedCandidate[Config]):
         return _LAUNCH_US + _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6
 
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
-        kind, integers, grid = launched(problem, config, problem.positions)
+        kind, integers, grid = launched(problem, config)
         source = Source(_forward_kernel, kind, THREADS)
         return [Launch(source, grid, (0, 1, 2), "", integers, kind.bits)]
 

@@ -16,7 +16,7 @@ every output that is near a pixel; atomic: dx twice more. Source: own.
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
@@ -33,6 +33,7 @@ from nbdnn.kernels.cuda.spatialtf_position import (
     at_output,
     index_bits,
     nearest,
+    output_place,
     position,
     thread_place,
 )
@@ -82,7 +83,7 @@ def _slopes(kind: Kind):
 
 
 def _of_output(v: _Variant):
-    """Device function (x, places, dy, total, image, output, vector, end, f) -> (ds, dt) of a thread's channels."""
+    """Device function (x, places, dy, total, image, i, j, vector, end, f) -> (ds, dt) of a thread's channels."""
     from nbdnn.kernels.cuda import ptx, ptx_local, ptx_spatialtf
 
     kind = v.kind
@@ -100,8 +101,7 @@ def _of_output(v: _Variant):
             add(total, at, top, integer(0), w)
 
     @ptx.inline
-    def gradient(x, places, dy, total, image, output, vector, end, f):
-        i, j = ptx.divided(output, f.out_w)
+    def gradient(x, places, dy, total, image, i, j, vector, end, f):
         s, t = locate(places, image, i, j, f)
         (column, right), (row, down) = find(s, f.in_w), find(t, f.in_h)
         first, second, left, next_ = hat(down), hat(down - real(1.0)), hat(right), hat(right - real(1.0))
@@ -186,41 +186,44 @@ def _gradient_kernel(*specialised_on):
     kind = v.kind
     integer, real, narrow = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], ptx.NARROW[kind.param_dtype]
     of_output, along = _of_output(v), along_axis(kind.compute, kind.bits)
-    place, threads = thread_place(kind, THREADS), kind.threads
-    gathers = v.dx == "gather"
+    gathers, threads = v.dx == "gather", kind.threads
+    place, output_of = thread_place(kind, THREADS), output_place(kind, THREADS)
     of_pixel = _of_pixel(v) if gathers else None
     store = store_sums(kind.compute, kind.bits, THREADS)
 
     @ptx.inline
     def found_by(x, places, dy, total, f):
-        image, output, vector, end = place(f)
+        if gathers:
+            image, output, vector, end = place(f)
+            i, j = ptx.divided(output, f.out_w)
+        else:
+            image, i, j, vector, end = output_of(f)
         s, t = real(0.0), real(0.0)
-        if output < f.outputs:
-            s, t = of_output(x, places, dy, total, image, output, vector, end, f)
+        if i < f.out_h and j < f.out_w:
+            s, t = of_output(x, places, dy, total, image, i, j, vector, end, f)
         if gathers and output < f.pixels:
             of_pixel(places, dy, total, image, output, vector, end, f)
-        return image, output, s, t
+        return image, i, j, s, t
 
     def add_affine(x, places, dy, total, parts, f):
-        _, output, s, t = found_by(x, places, dy, total, f)
-        i, j = ptx.divided(output, f.out_w)
+        _, i, j, s, t = found_by(x, places, dy, total, f)
         u, w = along(j, f.out_w), along(i, f.out_h)
         groups, _ = ptx.divided(integer(f.vectors + f.group - 1), f.group)
         part = integer(ptx.block_x() * groups + ptx.block_y())
         store(parts, integer(part * SUMS), (s * u, s * w, s, t * u, t * w, t))
 
     def add_grid(x, places, dy, total, dgrid, f):
-        image, output, s, t = found_by(x, places, dy, total, f)
+        image, i, j, s, t = found_by(x, places, dy, total, f)
         shared_s, shared_t = ptx.cuda.shared.array(THREADS, real), ptx.cuda.shared.array(THREADS, real)
         thread = integer(ptx.thread_x())
         shared_s[thread], shared_t[thread] = s, t
         ptx.cuda.syncthreads()
         _, lane = ptx.divided(thread, integer(threads))
-        if lane == 0 and output < f.outputs:
+        if lane == 0 and i < f.out_h and j < f.out_w:
             for other in range(1, threads):
                 s = s + shared_s[integer(thread + other)]
                 t = t + shared_t[integer(thread + other)]
-            at = integer((image * f.outputs + output) * 2)
+            at = integer((image * f.outputs + i * f.out_w + j) * 2)
             dgrid[at] = narrow(s)
             dgrid[integer(at + 1)] = narrow(t)
 
@@ -318,16 +321,15 @@ class Gradient(LaunchedCandidate[Config]):
         return YES
 
     def configs(self, problem: SpatialtfProblem, device: Gpu) -> tuple[Config, ...]:
-        found = configs(problem, device, self._work(problem))
+        found = configs(problem, device, self._work(problem) or problem.positions)
         if problem.is_affine:
             return found
         # Of a grid, the threads of one position have all of its channels.
         return tuple(dict.fromkeys(config._replace(group=max(problem.c, 1)) for config in found))
 
-    def _work(self, problem: SpatialtfProblem) -> int:
-        """Positions of an image that want a thread."""
-        pixels = problem.spatial[0] * problem.spatial[1]
-        return max(problem.positions, pixels) if self.algorithm == "gather" else problem.positions
+    def _work(self, problem: SpatialtfProblem) -> int | None:
+        """Positions of an image that want a thread one after the other; None where outputs do, tile by tile."""
+        return max(problem.positions, prod(problem.spatial)) if self.algorithm == "gather" else None
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6

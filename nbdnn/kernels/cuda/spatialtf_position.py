@@ -18,17 +18,21 @@ from nbdnn.problem_spatialtf import SpatialtfProblem
 
 # What int32 may hold here: the last block of a grid counts on beyond the last element.
 _INT32_END = 2**31 - 2**16
-_VECTOR_BYTES = 16
+_VECTOR_BYTES, _ROW_BYTES = 16, 32
+TILE = 32  # outputs
+_FEW_CHANNELS = 4
 
 
 class Fields(NamedTuple):
     """x (dx) and y (dy) by strides and extents; a vector is `lanes` neighbouring channels.
 
-    blocks: of an image. vectors: of a position, of which a block of the grid's second axis takes `group`. x_v, y_v:
-    from a vector to the next. right, down: from a pixel to the next, 0 where there is one only.
+    blocks: of an image. tiles_w: those side by side in a row of outputs. vectors: of a position, of which a block of
+    the grid's second axis takes `group`. x_v, y_v: from a vector to the next. right, down: from a pixel to the next, 0
+    where there is one only.
     """
 
     blocks: int
+    tiles_w: int
     images: int
     outputs: int
     pixels: int
@@ -52,13 +56,14 @@ class Fields(NamedTuple):
 
 class Kind(NamedTuple):
     """What every kernel with an image is compiled for. threads: of one position, neighbours in a block; 1 where images
-    are not channels-last. bits: of the integers."""
+    are not channels-last. tile_columns: of a tile of outputs. bits: of the integers."""
 
     affine: bool
     dtype: str
     param_dtype: str
     lanes: int
     threads: int
+    tile_columns: int
     bits: int
 
     @property
@@ -76,7 +81,7 @@ def vector_lanes(problem: SpatialtfProblem) -> int:
     return lanes
 
 
-def fields(problem: SpatialtfProblem, lanes: int, blocks: int, group: int) -> Fields:
+def fields(problem: SpatialtfProblem, lanes: int, blocks: int, tiles_w: int, group: int) -> Fields:
     """The integers of a problem."""
     (x_n, x_c, _, x_h, x_w), (y_n, y_c, _, y_h, y_w) = (
         tensor_strides(shape, problem.channels_last) for shape in (problem.x_shape, problem.y_shape)
@@ -84,6 +89,7 @@ def fields(problem: SpatialtfProblem, lanes: int, blocks: int, group: int) -> Fi
     (in_h, in_w), (out_h, out_w) = problem.spatial, problem.out_spatial
     return Fields(
         blocks=blocks,
+        tiles_w=tiles_w,
         images=problem.n,
         outputs=problem.positions,
         pixels=in_h * in_w,
@@ -218,5 +224,43 @@ def thread_place(kind: Kind, block_threads: int):
         end = integer(first + f.group)
         end = end if end < f.vectors else f.vectors
         return image, integer(block * at_once + local), integer(first + lane), end
+
+    return place
+
+
+def tile_columns(problem: SpatialtfProblem) -> int:
+    """Columns of a tile of outputs; 0 for no tiles, but rows. What is near each other in the image is so in a tile,
+    however the image is turned; many channels that lie apart are rather stored in long rows."""
+    if problem.channels_last:
+        return 8
+    return max(8, _ROW_BYTES // ITEMSIZE[problem.dtype]) if problem.c <= _FEW_CHANNELS else 0
+
+
+@cache
+def output_place(kind: Kind, block_threads: int):
+    """Device function (f) -> (image, row, column, first vector, end of vectors) of a thread, tile by tile; the row or
+    the column may be outside."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer, threads, at_once = ptx.INTEGER[kind.bits], kind.threads, block_threads // kind.threads
+    columns = kind.tile_columns
+    rows = TILE // max(columns, 1)
+
+    @ptx.inline
+    def place(f):
+        image, block = ptx.divided(integer(ptx.block_x()), f.blocks)
+        local, lane = ptx.divided(integer(ptx.thread_x()), integer(threads))
+        index = integer(block * at_once + local)
+        if columns:
+            tile, index = ptx.divided(index, integer(TILE))
+            tile_row, tile_column = ptx.divided(tile, f.tiles_w)
+            row, column = ptx.divided(index, integer(columns))
+            row, column = integer(tile_row * rows + row), integer(tile_column * columns + column)
+        else:
+            row, column = ptx.divided(index, f.out_w)
+        first = integer(ptx.block_y() * f.group)
+        end = integer(first + f.group)
+        end = end if end < f.vectors else f.vectors
+        return image, row, column, integer(first + lane), end
 
     return place
