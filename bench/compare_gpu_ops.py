@@ -8,7 +8,8 @@ beside it stands the best of its own kernels alone. Both are captured into graph
 next of several copies of the operands. The floor is a copy of as many bytes.
 
 A family of ops has a module ``peers_<family>.py`` with ``rows()``, the texts of its problems, and ``peer(problem,
-device)``, PyTorch's function of the problem's inputs. The JSON file keeps every row with the versions it was measured
+device)``, PyTorch's function of the problem's inputs; ``posed(problem)``, where a row is several problems, says which
+they are on nbdnn's side. The JSON file keeps every row with the versions it was measured
 with: a row that is there is not measured again, unless --again says so.
 """
 
@@ -82,19 +83,29 @@ def peers(problem: Problem, function: Function, copies: int, compiled: bool) -> 
     return {name: Peer([partial(way, *given) for given in inputs]) for name, way in ways.items()}
 
 
-def watches_of(problem: Problem, device: Gpu, budget_s: float) -> dict[str, tuple[Option, Samples]]:
-    """A stopwatch of what the tuner chose, and one of the best of nbdnn's own kernels."""
-    result = tune(problem, device, dispatcher.database(), filters=Filters(), budget_s=budget_s)
+Watches = dict[str, list[tuple[Option, Samples]]]
+
+
+def watches_of(posed: dict[str, tuple[Problem, ...]], device: Gpu, budget_s: float) -> Watches:
+    """Stopwatches of what the tuner chose for each of a row's problems, and of the best of nbdnn's own kernels; none
+    where one of the problems has none."""
+    found = {kind: [_watch(problem, device, budget_s, kind) for problem in each] for kind, each in posed.items()}
+    return {kind: [w for w in watches if w] for kind, watches in found.items() if all(watches)}
+
+
+def _watch(problem: Problem, device: Gpu, budget_s: float, kind: str) -> tuple[Option, Samples] | None:
     options, _ = survey(problem, device, Filters())
-    own = fastest([option for option in options if option.candidate.provider == "numba"], result.rows)
+    if kind == "own":
+        options = [option for option in options if option.candidate.provider == "numba"]
+    if not options:
+        return None
+    option = fastest(options, tune(problem, device, dispatcher.database(), budget_s=budget_s).rows)
+    if option is None:
+        return None
     operands = rotating(problem, device, device.free_memory_bytes() // 4)
     assert isinstance(operands, GpuOperands)
-    return {
-        kind: (option, operands.stopwatch(option.candidate.prepare(problem, option.config, device), problem.scalars,
-                                          option.workspace_bytes))
-        for kind, option in (("chosen", result.best), ("own", own))
-        if option is not None
-    }  # fmt: skip
+    runner = option.candidate.prepare(problem, option.config, device)
+    return option, operands.stopwatch(runner, problem.scalars, option.workspace_bytes)
 
 
 class How(NamedTuple):
@@ -105,26 +116,29 @@ class How(NamedTuple):
     versions: str
 
 
-def measure(problem: Problem, function: Function, device: Gpu, how: How) -> Result:
+def measure(
+    problem: Problem, posed: dict[str, tuple[Problem, ...]], function: Function, device: Gpu, how: How
+) -> Result:
     """Tune, then sample each side in turn."""
-    own = watches_of(problem, device, how.budget_s)
+    own = watches_of(posed, device, how.budget_s)
     one_bytes = sum(operand.size_bytes for operand in problem.operands)
     copies = min(_MOST_COPIES, ceil(1.5 * device.l2_bytes / one_bytes))
     others = peers(problem, function, copies, how.compiled)
     for _ in range(_SAMPLES):
-        for watch in [*(watch for _, watch in own.values()), *others.values()]:
+        for watch in [*(watch for watches in own.values() for _, watch in watches), *others.values()]:
             watch.sample()
     theirs = min(others, key=lambda name: others[name].median_us)
-    (chosen, watch), entry = own["chosen"], own.get("own")
+    names = {kind: " + ".join(str(option) for option, _ in watches) for kind, watches in own.items()}
+    times_us = {kind: sum(watch.median_us for _, watch in watches) for kind, watches in own.items()}
     return Result(
         problem.op.partition("_")[0],
         str(problem),
-        floor_us(problem, device),
-        watch.median_us,
-        watch.spread or 0.0,
-        str(chosen),
-        entry[1].median_us if entry else None,
-        str(entry[0]) if entry else "",
+        sum(floor_us(each, device) for each in posed["chosen"]),
+        times_us["chosen"],
+        max(watch.spread or 0.0 for _, watch in own["chosen"]),
+        names["chosen"],
+        times_us.get("own"),
+        names.get("own", ""),
         others[theirs].median_us,
         others[theirs].spread or 0.0,
         theirs,
@@ -170,7 +184,9 @@ def main() -> None:
                     continue
                 if args.again or text not in known:
                     problem = parse(text)
-                    known[text] = measure(problem, module.peer(problem, "cuda"), device, how)
+                    alone = {"chosen": (problem,), "own": (problem,)}
+                    posed = module.posed(problem) if hasattr(module, "posed") else alone
+                    known[text] = measure(problem, posed, module.peer(problem, "cuda"), device, how)
                     torch.cuda.empty_cache()
                     if args.json:
                         args.json.write_text(json.dumps([asdict(result) for result in known.values()], indent=1) + "\n")

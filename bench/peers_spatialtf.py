@@ -36,7 +36,7 @@ def rows() -> list[str]:
     return with_image + grids
 
 
-def peer(problem: SpatialtfProblem) -> Callable[..., Any]:
+def peer(problem: SpatialtfProblem, device: str) -> Callable[..., Any]:
     """PyTorch's function of the problem's inputs: x, theta or grid, and dy of a gradient; theta; or dgrid.
 
     PyTorch samples at positions of the image's dtype. Its sampler's gradient is called without autograd; the grid's is

@@ -1,7 +1,7 @@
 """Views over the arrays of other libraries: NumPy, PyTorch, JAX, CuPy and Numba, in host memory and on GPUs.
 
-Every call reads each of its arrays once, with `read`: an address, and a key that is equal for arrays that can share a
-plan. The rest of this module runs once a plan, or where an operand must be copied.
+Every call reads each of its arrays once, with `Library.read_all`: addresses, and a key that is equal for arrays that
+can share a plan. The rest of this module runs once a plan, or where an operand must be copied.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
@@ -123,6 +123,22 @@ class Library(ABC):
     @abstractmethod
     def read(self, array: Any) -> tuple[int, Hashable]:
         """(address, key of shape, strides, dtype and alignment). On the path of every call."""
+
+    def read_all(self, arrays: Sequence[Any]) -> tuple[int, list[int], list[Hashable]]:
+        """(GPU of the first, addresses, keys) of a call's arrays, the first of them of this library; 0 and None for
+        those that are None. On the path of every call."""
+        pointers: list[int] = []
+        keys: list[Hashable] = []
+        kind = type(arrays[0])
+        for array in arrays:
+            if array is None:
+                pointers.append(0)
+                keys.append(None)
+            else:
+                pointer, key = self.read(array) if type(array) is kind else read(array)
+                pointers.append(pointer)
+                keys.append(key)
+        return self.gpu(arrays[0]), pointers, keys
 
     @abstractmethod
     def view(self, array: Any) -> View: ...

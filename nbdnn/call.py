@@ -45,32 +45,20 @@ def compute(
     arguments: hashable; with what `read` says of the arrays they are the memo's key. arrays: inputs, then the outputs
     that the caller gave; None where absent. stream: what the caller gave, for arrays on a GPU.
     """
-    first = arrays[0]
     try:
-        library = library_of(first)
-        read_one, kind = library.read, type(first)
-        pointers: list[int] = []
-        key: list[Hashable] = [arguments]
-        for array in arrays:
-            if array is None:
-                pointers.append(0)
-                key.append(None)
-            else:
-                pointer, facts = read_one(array) if type(array) is kind else read(array)
-                pointers.append(pointer)
-                key.append(facts)
+        library = library_of(arrays[0])
+        gpu, pointers, facts = library.read_all(arrays)
     except InvalidType:
         _name_unreadable(family.names(arguments), arrays)
         raise
-    gpu = library.gpu(first)
     if gpu < 0:
         context = dispatcher.context()
-        call = _call(context, tuple(key), family, arguments, arrays, scalars)
+        call = _call(context, facts, family, arguments, arrays, scalars)
         return call.run(context, arrays, pointers, scalars, 0)
     changed = driver.enter(gpu)
     try:
         context = dispatcher.context(gpu)
-        call = _call(context, tuple(key), family, arguments, arrays, scalars)
+        call = _call(context, facts, family, arguments, arrays, scalars)
         if stream is None:
             return call.run(context, arrays, pointers, scalars, library.stream(gpu))
         handle = stream_handle(stream)
@@ -83,13 +71,14 @@ def compute(
 
 def _call(
     context: dispatcher.Context,
-    key: tuple,
+    facts: list[Hashable],
     family: Family,
     arguments: tuple,
     arrays: Sequence[Any],
     scalars: tuple[float, ...],
 ) -> Call:
-    """What runs calls with this key: made of the first of them."""
+    """What runs calls with these arguments on arrays with these facts: made of the first of them."""
+    key = (arguments, *facts)
     try:
         call = context.memo.get(key)
     except TypeError:  # unhashable, as a list is: the checks say what should have been there
@@ -127,7 +116,7 @@ class Call:
     order: the arrays whose addresses the runner takes, as it takes them. results: places of the outputs. inputs:
     (place, name, offsets from the address to the first byte and past the last) of every input that is not empty; given:
     the same of the outputs that the caller gives. views: of each array, as the first call had it. without_plan: what
-    runs a problem without elements.
+    runs a problem without elements. latest: addresses of the last call's arrays, and of them those in `order`.
     """
 
     problem: Problem
@@ -141,6 +130,7 @@ class Call:
     views: tuple[View | None, ...]
     without_plan: Callable[[Any, Any], Runs] | None = None
     plan: Runs | None = None
+    latest: tuple[list[int] | None, tuple[int, ...]] = (None, ())
 
     def run(
         self,
@@ -150,14 +140,14 @@ class Call:
         scalars: tuple[float, ...],
         stream: int,
     ) -> Any:
-        for place, result, low, high in self.given:
-            low, high = low + pointers[place], high + pointers[place]
-            for i, name, first, end in self.inputs:
-                if pointers[i] + first < high and low < pointers[i] + end and self._overlap(i, place, pointers):
-                    raise InvalidProblem(f"{result} overlaps {name} in memory")
-        outputs = self._allocate(arrays, pointers) if self.made else arrays
-        copied = self._copy(arrays, pointers) if self.copies else None
-        addresses = tuple([pointers[i] for i in self.order])
+        seen, addresses = self.latest
+        if pointers != seen:
+            addresses = self._placed(pointers)
+        outputs, copied = arrays, None
+        if self.made or self.copies:
+            pointers = pointers.copy()  # `latest` has what the caller gave
+            outputs, copied = self._allocate(arrays, pointers), self._copy(arrays, pointers)
+            addresses = tuple([pointers[i] for i in self.order])
         if self.plan is None:
             self.plan = self._plan(context, addresses, scalars, stream)
         self.plan.run(addresses, scalars, stream)
@@ -167,6 +157,17 @@ class Call:
         if len(self.results) == 1:
             return outputs[self.results[0]]
         return tuple([outputs[place] for place in self.results])
+
+    def _placed(self, pointers: list[int]) -> tuple[int, ...]:
+        """The addresses as the runner takes them, of arrays none of which is written where another is read."""
+        for place, result, low, high in self.given:
+            low, high = low + pointers[place], high + pointers[place]
+            for i, name, first, end in self.inputs:
+                if pointers[i] + first < high and low < pointers[i] + end and self._overlap(i, place, pointers):
+                    raise InvalidProblem(f"{result} overlaps {name} in memory")
+        addresses = tuple([pointers[i] for i in self.order])
+        self.latest = pointers, addresses
+        return addresses
 
     def _overlap(self, one: int, other: int, pointers: list[int]) -> bool:
         """Whether the arrays at two places, which lie in one range of memory, have a byte in common."""

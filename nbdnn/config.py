@@ -208,11 +208,14 @@ class Settings:
         return Settings({**self._values, **values})
 
 
-class _Thread(threading.local):
-    """The calling thread's changes, and the settings they were last merged into."""
+_NOTHING: tuple[None, None, dict] = (None, None, {})
 
-    base: Settings | None = None
-    merged: Settings | None = None
+
+class _Thread(threading.local):
+    """The calling thread's changes; latest: the process's settings that they were last merged into, the result, and
+    what others keep for that."""
+
+    latest: tuple[Settings | None, Settings | None, dict[Any, Any]] = _NOTHING
     changes: tuple[dict[str, Any], ...] = ()
 
 
@@ -223,22 +226,32 @@ _lock = threading.Lock()
 
 def current() -> Settings:
     """The flags as the calling thread sees them."""
-    if _process is None or _thread.base is not _process:
-        return _merge()
-    return _thread.merged  # type: ignore[return-value]
+    base, merged, _ = _thread.latest
+    if merged is None or base is not _process:
+        merged, _ = _merge()
+    return merged
 
 
-def _merge() -> Settings:
+def kept() -> dict[Any, Any]:
+    """What the calling thread keeps for the flags as it sees them now: another, empty one when they have changed."""
+    base, merged, found = _thread.latest
+    if merged is None or base is not _process:
+        _, found = _merge()
+    return found
+
+
+def _merge() -> tuple[Settings, dict[Any, Any]]:
     global _process
     with _lock:
         if _process is None:
             defaults = {name: flag.default for name, flag in _FLAGS.items()}
             _process = Settings({**defaults, **_from_environment()})
-        _thread.base = merged = _process
+        base = merged = _process
     for change_ in _thread.changes:
         merged = merged.changed(change_)
-    _thread.merged = merged
-    return merged
+    found: dict[Any, Any] = {}
+    _thread.latest = base, merged, found
+    return merged, found
 
 
 def set_flags(**values: Any) -> None:
@@ -254,11 +267,11 @@ def set_flags(**values: Any) -> None:
 def change(**values: Any) -> Iterator[None]:
     """Set flags for the calling thread while the block runs: ``with change(dnn__conv__algo_fwd="time_once"):``."""
     outer = _thread.changes
-    _thread.changes, _thread.base = (*outer, _checked(values)), None
+    _thread.changes, _thread.latest = (*outer, _checked(values)), _NOTHING
     try:
         yield
     finally:
-        _thread.changes, _thread.base = outer, None
+        _thread.changes, _thread.latest = outer, _NOTHING
 
 
 def database_path() -> Path:

@@ -36,6 +36,7 @@ def edges(op: str) -> list[RnnProblem]:
             problems += [replace(plain, dtype=dtype, bidirectional=dtype == "bf16") for dtype in _DTYPES]
     for mode in GATES:
         problems += [RnnProblem(op, "f32", 3, 2, 11, 11, 2, mode, skip=True, bidirectional=mode == "gru")]
+        problems += [RnnProblem(op, "f32", 3, 2, 8, 8, 1, mode, skip=True)]
         problems += [RnnProblem(op, "f32", *shape, mode) for shape in _MORE[:2]]
         problems += [RnnProblem(op, "f32", *_CORE[0], mode, align=4), RnnProblem(op, "f16", *_CORE[0], mode, align=2)]
     modes = ("lstm", "gru", "rnn_tanh")

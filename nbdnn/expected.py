@@ -40,10 +40,11 @@ class ConvSample(Sample):
 @dataclass(frozen=True)
 class BoundedSample(Sample):
     """Of any other op. ``slack``: the error that is permitted before the result is rounded to `dtype`, in units of eps
-    of the compute type; 0 is exact."""
+    of the compute type; 0 is exact. narrow_slack: the same for who rounds to 16 bits on the way, None: not known."""
 
     slack: np.ndarray
     dtype: str
+    narrow_slack: np.ndarray | None = None
 
 
 def ends_and_some(extent: int, count: int, rng: np.random.Generator) -> np.ndarray:

@@ -101,6 +101,11 @@ class Problem(ABC):
         """Bytes moved if every operand is read or written once (an output that keeps what was in it: both)."""
         return sum(o.size_bytes * (1 + o.keeps) for o in self.operands)
 
+    @property
+    def only(self) -> str:
+        """The one candidate, as provider/algorithm, that understands the operands; '' where anybody does."""
+        return ""
+
     @abstractmethod
     def _tokens(self, *, extents: bool) -> list[str]:
         """The words of the text form; without `extents` those of the layer."""

@@ -2,7 +2,7 @@
 
 Grammar (tokens joined by ``:``, the ones in brackets only where they differ from the default)::
 
-    op : dtype : dims : mode : direction : input [: training] [: alignment]
+    op : dtype : dims : mode : direction : input [: training] [: tape] [: alignment]
 
     op         rnn_fwd | rnn_bwd
     dtype      f16 | bf16 | f32 | f64                 of everything but the tape
@@ -11,6 +11,7 @@ Grammar (tokens joined by ``:``, the ones in brackets only where they differ fro
     direction  uni | bi
     input      linear | skip                          skip: the first layer adds its input as it is (then i = h)
     training   train                                  rnn_fwd also writes the tape that rnn_bwd reads
+    tape       tape46080/cudnn/rnn/standard           a tape of that writer's own, of so many elements
     alignment  a4                                     bytes every pointer is a multiple of; default 16
 
 The tape has what a gradient needs and cannot know again cheaply, in the compute type: for each layer its outputs h
@@ -20,6 +21,10 @@ The tape has what a gradient needs and cannot know again cheaply, in the compute
     gru    gates r, u, n after their activations, and q = R_n h + bR_n, which r multiplies
     rnn_*  nothing: h says all
 
+A library that keeps a secret of its own for its own gradient has tapes of its own. The problem then says whose it is:
+``provider/algorithm/config`` of the candidate of rnn_fwd that writes it, which alone runs the problem, as does its
+gradient.
+
 Example: ``rnn_fwd:f32:t50b32i128h256l2:lstm:uni:linear``.
 """
 
@@ -28,7 +33,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem import DEFAULT_ALIGN, DEFAULT_COMPUTE, FAMILIES, ITEMSIZE, Operand, Problem, dense_strides, named
@@ -37,6 +42,7 @@ from nbdnn.rnn_parameters import GATES, Parameters
 
 # Values that the tape keeps of a hidden unit at a step, besides its output.
 SAVED = {"rnn_relu": 0, "rnn_tanh": 0, "lstm": 5, "gru": 4}
+_TAPE = re.compile(r"tape(\d+)/(\w+/\w+/\w+)")
 _DIMS = re.compile(r"t(\d+)b(\d+)i(\d+)h(\d+)l(\d+)")
 # Of each op: what is read, what is written.
 _NAMES = {
@@ -44,6 +50,16 @@ _NAMES = {
     "rnn_bwd": (["x", "hx", "cx", "w", "y", "tape", "dy", "dhy", "dcy"], ["dw", "dx", "dhx", "dcx"]),
 }
 _OPTIONAL = ("hx", "cx", "dhy", "dcy")
+
+
+class OwnTape(NamedTuple):
+    """A tape that only its writer understands. writer: provider/algorithm/config."""
+
+    size_elems: int
+    writer: str
+
+    def __str__(self) -> str:
+        return f"tape{self.size_elems}/{self.writer}"
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,7 @@ class RnnProblem(Problem):
     bidirectional: bool = False
     skip: bool = False
     training: bool = False
+    tape: OwnTape | None = None
     align: int = DEFAULT_ALIGN
 
     multiplies_matrices: ClassVar[bool] = True
@@ -80,6 +97,8 @@ class RnnProblem(Problem):
             raise InvalidProblem(f"skip input adds {self.input} inputs to {self.hidden} hidden units")
         if self.training and self.op == "rnn_bwd":
             raise InvalidProblem("rnn_bwd writes no tape")
+        if self.tape and self.op == "rnn_fwd" and not self.training:
+            raise InvalidProblem(f"{self.tape} is written in training only")
 
     @property
     def compute(self) -> str:  # type: ignore[override]
@@ -98,6 +117,10 @@ class RnnProblem(Problem):
         return Parameters(self.input, self.hidden, self.layers, self.directions, self.mode, self.skip)
 
     @property
+    def only(self) -> str:
+        return self.tape.writer.rpartition("/")[0] if self.tape else ""
+
+    @property
     def x_shape(self) -> tuple[int, ...]:
         return self.steps, self.batch, self.input
 
@@ -112,7 +135,7 @@ class RnnProblem(Problem):
 
     @property
     def layer_tape_elems(self) -> int:
-        """Elements of the tape that one layer has: its outputs, then what its mode saves."""
+        """Elements of nbdnn's tape that one layer has: its outputs, then what its mode saves."""
         return self.steps * self.batch * self.directions * self.hidden * (1 + SAVED[self.mode])
 
     @cached_property
@@ -124,7 +147,7 @@ class RnnProblem(Problem):
             "x": self.x_shape,
             "y": self.y_shape,
             "w": (self.parameters.size_elems,),
-            "tape": (self.layers * self.layer_tape_elems,),
+            "tape": (self.tape.size_elems if self.tape else self.layers * self.layer_tape_elems,),
         }
 
         def operand(name: str, role: Literal["in", "out"]) -> Operand:
@@ -157,6 +180,8 @@ class RnnProblem(Problem):
         network = named(("i", "h", "l"), (self.input, self.hidden, self.layers))
         kind = [self.mode, "bi" if self.bidirectional else "uni", "skip" if self.skip else "linear"]
         tokens = [self.op, self.dtype, sequence + network, *kind, *(["train"] if self.training else [])]
+        if self.tape:
+            tokens.append(str(self.tape) if extents else f"tape/{self.tape.writer}")
         return tokens + ([f"a{self.align}"] if self.align != DEFAULT_ALIGN else [])
 
 
@@ -167,8 +192,9 @@ def read(op: str, tokens: Tokens) -> RnnProblem:
     mode = tokens.next("a mode")
     bidirectional = tokens.one_of("uni", "bi") == "bi"
     skip = tokens.one_of("linear", "skip") == "skip"
-    training, align = bool(tokens.flag("train")), tokens.align()
+    training, found, align = bool(tokens.flag("train")), tokens.optional(_TAPE), tokens.align()
     tokens.end()
+    tape = OwnTape(int(found[1]), found[2]) if found else None
     return RnnProblem(
-        op, dtype, steps, batch, input, hidden, layers, mode, bidirectional, skip, training, align
+        op, dtype, steps, batch, input, hidden, layers, mode, bidirectional, skip, training, tape, align
     )  # fmt: skip

@@ -48,6 +48,13 @@ class Tokens:
         """The next word if it is one of `words`, else ''."""
         return self._left.pop(0) if self._left and self._left[0] in words else ""
 
+    def optional(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """The next word if it is of that form, taken."""
+        found = pattern.fullmatch(self._left[0]) if self._left else None
+        if found:
+            self._left.pop(0)
+        return found
+
     def one_of(self, *words: str) -> str:
         """The next word, which must be one of `words`."""
         token = self.next(expected := " or ".join(words))

@@ -13,6 +13,7 @@ import numpy as np
 
 from nbdnn.expected import COEFFICIENT
 
+LARGEST_EPS = 2.0**-23  # of the compute types
 _FEW = 8.0  # eps of an exponential or a tangent by polynomial, and the quotient after it
 
 
@@ -37,11 +38,21 @@ class Inexact:
     def __getitem__(self, index: Any) -> Inexact:
         return Inexact(self.value[index], self.slack[index])
 
-    def times(self, matrix: np.ndarray) -> Inexact:
-        """The rows, multiplied with an exact matrix (k, n)."""
-        squares = matrix * matrix
-        rounded = COEFFICIENT**2 * len(matrix) * (self.value**2 @ squares)
-        return Inexact(self.value @ matrix, np.sqrt(rounded + self.slack**2 @ squares))
+    def times(self, matrix: np.ndarray | Inexact) -> Inexact:
+        """The rows, multiplied with a matrix (k, n)."""
+        factor = matrix if isinstance(matrix, Inexact) else exact(matrix)
+        squares = factor.value * factor.value
+        squared = COEFFICIENT**2 * len(squares) * (self.value**2 @ squares) + self.slack**2 @ squares
+        if isinstance(matrix, Inexact):
+            squared += self.value**2 @ (matrix.slack * matrix.slack)
+        return Inexact(self.value @ factor.value, np.sqrt(squared))
+
+    def stored(self, roundings: float) -> Inexact:
+        """After a stay in memory, as a number of a type whose roundings are that many eps."""
+        return Inexact(self.value, self.slack + roundings * abs(self.value)) if roundings else self
+
+    def reshape(self, *shape: int) -> Inexact:
+        return Inexact(self.value.reshape(*shape), self.slack.reshape(*shape))
 
     @property
     def T(self) -> Inexact:
@@ -65,7 +76,8 @@ def tanh(x: Inexact) -> Inexact:
 
 
 def relu(x: Inexact) -> Inexact:
-    return Inexact(np.maximum(x.value, 0), x.slack)
+    """Exactly 0 where x is negative beyond doubt."""
+    return Inexact(np.maximum(x.value, 0), np.where(x.value < -LARGEST_EPS * x.slack, 0, x.slack))
 
 
 def stacked(parts: list[Inexact], axis: int = 0) -> Inexact:

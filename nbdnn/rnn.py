@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem_rnn import RnnProblem
+from nbdnn.problem_rnn import OwnTape, RnnProblem
 from nbdnn.rnn_parameters import GATES, Parameters
 
 INPUT_MODES = ("linear", "skip")
@@ -21,7 +21,8 @@ class Tape:
     The arrays are the caller's, not copies: what is written into them between the forward and the gradient changes the
     gradient. memory: in float32 (float64 for float64), for each layer its outputs h (T, B, directions * H), then for
     each step, sequence and direction what the mode keeps: of a LSTM i, f, g, o after their activations and the cell c;
-    of a GRU r, u, n and what r multiplied, R_n h + bR_n; of the others nothing more.
+    of a GRU r, u, n and what r multiplied, R_n h + bR_n; of the others nothing more. own: where the memory is not that,
+    but what a library keeps for its own gradient, whose it is.
     """
 
     block: RNNBlock
@@ -31,11 +32,12 @@ class Tape:
     cx: Any = field(repr=False)
     y: Any = field(repr=False)
     memory: Any = field(repr=False)
+    own: OwnTape | None = None
 
     @property
     def problem(self) -> str:
         """The text of the problem that this is the tape of."""
-        return str(self.block.problem(tuple(self.x.shape), training=True))
+        return str(replace(self.block.problem(tuple(self.x.shape), training=True), tape=self.own))
 
 
 class RNNBlock:
@@ -66,8 +68,9 @@ class RNNBlock:
     -----
     All parameters are one array of one axis, in cuDNN's order on every device and for every implementation: the
     matrices of all pseudo-layers, then the biases; see `split_params`. 16-bit data are computed in float32, and each
-    result is rounded once. Errors: every sum of K products by the model of `nbdnn.tolerance`, through all steps. A
-    gradient needs a workspace, as does a forward through several layers. Thread-safe; a block has no state.
+    result is rounded once; by cuDNN also what one step leaves to the next. Errors: every sum of K products by the model
+    of `nbdnn.tolerance`, through all steps. A gradient needs a workspace, as does a forward through several layers.
+    Thread-safe; a block has no state.
     """
 
     def __init__(
@@ -203,8 +206,11 @@ class RNNBlock:
             A candidate asked for by id cannot run this problem, or none in so little workspace.
         """
         options = policy, workspace_limit, deterministic, allow_tf32, layer
-        results = _compute("rnn_fwd", self.facts, training, (w, x, hx, cx), out, options, stream)
-        return (*results[:-1], Tape(self, w, x, hx, cx, results[0], results[-1])) if training else results
+        if not training:
+            return _compute("rnn_fwd", self.facts, False, None, (w, x, hx, cx), out, options, stream)
+        own = _tape_of(self, w, x, options)
+        *results, memory = _compute("rnn_fwd", self.facts, True, own, (w, x, hx, cx), out, options, stream)
+        return (*results, Tape(self, w, x, hx, cx, results[0], memory, own))
 
     def grad(
         self, tape: Tape, dy: Any, dhy: Any = None, dcy: Any = None,
@@ -237,7 +243,7 @@ class RNNBlock:
             raise InvalidProblem(f"tape is {tape!r}, expected one of {self!r}")
         options = policy, workspace_limit, deterministic, allow_tf32, layer
         arrays = tape.w, tape.x, tape.hx, tape.cx, tape.y, tape.memory, dy, dhy, dcy
-        return _compute("rnn_bwd", self.facts, False, arrays, out, options, stream)
+        return _compute("rnn_bwd", self.facts, False, tape.own, arrays, out, options, stream)
 
 
 def _dtype(given: Any) -> str:
@@ -264,3 +270,12 @@ def _compute(*call: Any) -> Any:
 
     _compute = compute
     return compute(*call)
+
+
+def _tape_of(*call: Any) -> Any:
+    """The same for the choice of a tape."""
+    global _tape_of
+    from nbdnn.rnn_tape import tape_of
+
+    _tape_of = tape_of
+    return tape_of(*call)

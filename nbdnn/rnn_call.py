@@ -13,7 +13,7 @@ from nbdnn.array import at
 from nbdnn.call import Call
 from nbdnn.device import Device
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem_rnn import RnnProblem
+from nbdnn.problem_rnn import OwnTape, RnnProblem
 
 # Of each op, in the order of the arrays of a call: what the caller gives, and what comes back.
 _INPUTS = {
@@ -27,12 +27,19 @@ _SAME = {"hy": "hx", "cy": "cx", "dhx": "dhy", "dcx": "dcy"}
 
 
 def compute(
-    op: str, facts: tuple, training: bool, arrays: Sequence[Any], out: Any, options: tuple, stream: Any = None
+    op: str,
+    facts: tuple,
+    training: bool,
+    own: OwnTape | None,
+    arrays: Sequence[Any],
+    out: Any,
+    options: tuple,
+    stream: Any = None,
 ) -> tuple:
-    """The results of a call: those of `op` in its order. facts: of the block. arrays: inputs, None where absent. out:
-    what the caller gave for the results but the tape."""
+    """The results of a call: those of `op` in its order. facts: of the block. own: whose the tape is, None where it is
+    nbdnn's. arrays: inputs, None where absent. out: what the caller gave for the results but the tape."""
     outputs = call_setup.outputs_given(out, _outputs(op, facts))
-    arguments = op, facts, training, *options
+    arguments = op, facts, training, own, *options
     return call.compute(_FAMILY, arguments, (*arrays, *outputs, *([None] if training else [])), (), stream)
 
 
@@ -54,7 +61,7 @@ def _names(arguments: tuple) -> tuple[str, ...]:
 
 
 def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]) -> Call:
-    op, facts, training, *options = arguments
+    op, facts, training, own, *options = arguments
     names, plain = _names(arguments), _plain_names(arguments)
     inputs, outputs = range(len(_INPUTS[op])), range(len(_INPUTS[op]), len(arrays))
     _check_presence(op, facts[3], dict(zip(plain, arrays, strict=True)))
@@ -64,7 +71,7 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
         raise InvalidType(f"x has {len(x_shape)} axes, expected 3: steps, batch, input")
     dtype, hidden, layers, mode, both, skip = facts
     steps, batch, width = x_shape
-    problem = RnnProblem(op, dtype, steps, batch, width, hidden, layers, mode, both, skip, training)
+    problem = RnnProblem(op, dtype, steps, batch, width, hidden, layers, mode, both, skip, training, own)
     operands = {operand.name: operand for operand in problem.operands}
     for name, plain_name, each in zip(names, plain, views, strict=True):
         if plain_name in operands:

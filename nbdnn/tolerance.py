@@ -11,7 +11,8 @@ Methods that transform the image (FFT, Winograd) sum products of *transformed* v
 its rounding error in every output of the tile. There the largest m of the image stands in for the output's own; the
 image of a filter gradient is the whole result.
 
-The references of the other ops say themselves how far off each output may be, in units of eps of the compute type.
+The references of the other ops say themselves how far off each output may be, in units of eps of the compute type; of
+recurrent networks in 16 bits also how far where what lies between their steps is rounded.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def allowed(
     """
     eps = EPS["tf32" if candidate.math == "tf32" else problem.compute]
     if isinstance(sample, BoundedSample):
-        return eps * sample.slack + _rounding(sample.dtype, abs(sample.value))
+        slack = sample.slack if roundings == 1 or sample.narrow_slack is None else sample.narrow_slack
+        return eps * slack + _rounding(sample.dtype, abs(sample.value))
     assert isinstance(problem, ConvProblem) and isinstance(sample, ConvSample)
     length = max(1, problem.reduction_length + len(problem.epilogue))
     bound = COEFFICIENT * eps * np.sqrt(length) * _seen_by(problem, candidate, sample, sample.rss)

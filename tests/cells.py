@@ -11,9 +11,11 @@ from guarded import BUFFERS, NUMPY_DTYPE, Operands, values
 from nbdnn import reference, tolerance
 from nbdnn.candidate import Candidate
 from nbdnn.device import Device
+from nbdnn.dispatch import tapes
 from nbdnn.expected import BoundedSample, Sample
 from nbdnn.problem import Problem
 from nbdnn.problem_conv import ConvProblem
+from nbdnn.problem_rnn import RnnProblem
 
 _WORKSPACE_ALIGN = {"cpu": 64, "cuda": 256}
 
@@ -28,6 +30,9 @@ def check(candidate: Candidate, problem: Problem, config: Hashable, device: Devi
     once = roundings == 1 or problem.dtype in ("f32", "f64")
     for kind, scalars in _KINDS.get(type(problem), (("normal", problem.scalars),)):
         operands = Operands(problem, values(problem, kind), device.kind)
+        if isinstance(problem, RnnProblem) and problem.op == "rnn_bwd" and problem.tape:
+            tapes.write(problem, device, operands.pointers, 0)  # type: ignore[arg-type]
+            operands.keep("y", "tape")
         runner(operands.pointers, scalars, workspace.address, 0)
         operands.fetch()
         workspace.fetch()

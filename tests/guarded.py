@@ -101,6 +101,11 @@ class Operands:
                 self.arrays[name][...] = self._values[name]
             self.buffers[name].send()
 
+    def keep(self, *names: str) -> None:
+        """Take inputs that a kernel wrote for what they are."""
+        self.fetch()
+        self._values |= {name: self.arrays[name].copy() for name in names}
+
     def fetch(self) -> None:
         """See on the host what kernels wrote."""
         for buffer in self.buffers.values():

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import pytest
 from edge_cases import edges
-from gpus import DEVICE
+from gpus import DEVICE, H200
 
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
-from nbdnn.problem import parse
+from nbdnn.problem import FAMILIES, parse
 from nbdnn.problem_conv import CONV_OPS
+from nbdnn.rnn_parameters import GATES
 
 # One shape a feature; {} takes the rest of the text. 2-D and 3-D alike where the layout has a depth.
 _SHAPES_2D = {
@@ -59,6 +60,7 @@ _GRADIENT = _FORWARD._replace(ends="e:beta a4")
 _OF_MATRIX = "3x3, 1x1, 5x5, stride, dilation, asymmetric, conv mode, one pixel"
 _MATRIX = Covers("f16 bf16", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
 _MATRIX_TF32 = Covers("f32", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
+_OF_STRIDE_1 = "3x3, 1x1, 5x5, dilation, conv mode, one pixel"
 _POINTWISE = Covers("f32 f64", "nhwc ndhwc", "1x1", _FORWARD_ENDS)
 _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
 _OF_ROWS = _OF_STEM._replace(shapes="rows of words", ends=_FORWARD_ENDS)
@@ -72,6 +74,7 @@ _OF_FMA_GEMM = "3x3, 1x1, 5x5, stride, dilation, asymmetric, groups, conv mode, 
 _OF_FFT = f"{_OF_WINOGRAD}, 1x1, 5x5, depthwise"
 
 COVERAGE: dict[str, Covers] = {
+    "conv_fwd/numba/wgmma_gemm": _MATRIX,
     "conv_fwd/numba/mma_gemm": _MATRIX,
     "conv_fwd/numba/mma_gemm_tf32": _MATRIX_TF32,
     "conv_fwd/numba/depthwise": _FORWARD._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
@@ -97,6 +100,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/fft": _FORWARD._replace(shapes=_OF_FFT),
     "conv_fwd/cpu/im2col": _FORWARD,
     "conv_fwd/cpu/depthwise": _FORWARD._replace(shapes="depthwise"),
+    "conv_bwd_data/numba/wgmma_gemm": _MATRIX._replace(shapes=_OF_STRIDE_1, ends="e:beta"),
     "conv_bwd_data/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_data/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
     "conv_bwd_data/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
@@ -118,6 +122,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/fft": _GRADIENT._replace(shapes=_OF_FFT),
     "conv_bwd_data/cpu/im2col": _GRADIENT,
     "conv_bwd_data/cpu/depthwise": _GRADIENT._replace(shapes="depthwise"),
+    "conv_bwd_filter/numba/wgmma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_filter/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_filter/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
     "conv_bwd_filter/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
@@ -147,7 +152,7 @@ COVERAGE: dict[str, Covers] = {
 @pytest.mark.parametrize("id", COVERAGE)
 def test_supports_what_it_must(id: str, device: Cpu) -> None:
     candidate, covers = registry.candidate(id), COVERAGE[id]
-    on = device if registry.kind_of(candidate) == "cpu" else DEVICE
+    on = device if registry.kind_of(candidate) == "cpu" else H200
     for dtype, layout, shape in product(covers.dtypes.split(), covers.layouts.split(), covers.shapes.split(", ")):
         body = (_SHAPES_3D if "d" in layout else _SHAPES_2D).get(shape)
         for end in ("", *covers.ends.split()) if body else ():
@@ -156,9 +161,31 @@ def test_supports_what_it_must(id: str, device: Cpu) -> None:
             assert support.ok, f"{problem}: {support.reason}"
 
 
+# Of recurrent networks: dtypes, hidden extents, and ends of the text; in every mode, with and without a tape.
+_EVERY_END = "uni:linear uni:skip bi:linear bi:linear:a8"
+_OF_RNN = {
+    "numba/direct": (_EVERY_DTYPE, (1, 70, 2000), _EVERY_END),
+    "numba/persistent": ("f16 bf16 f32", (1, 70, 128, 256), _EVERY_END),
+    "cpu/direct": (_EVERY_DTYPE, (1, 70, 2000), _EVERY_END),
+    "cpu/packed": (_EVERY_DTYPE, (1, 70, 2000), _EVERY_END),
+}
+
+
+@pytest.mark.parametrize("op", FAMILIES["rnn"])
+@pytest.mark.parametrize("name", _OF_RNN)
+def test_supports_the_networks_it_must(op: str, name: str, device: Cpu) -> None:
+    candidate, (dtypes, hidden, ends) = registry.candidate(f"{op}/{name}"), _OF_RNN[name]
+    on = device if registry.kind_of(candidate) == "cpu" else DEVICE
+    for dtype, h, mode, end in product(dtypes.split(), hidden, GATES, ends.split()):
+        for layers in (1, 3):
+            problem = parse(f"{op}:{dtype}:t50b20i{h}h{h}l{layers}:{mode}:{end}")
+            support = candidate.supports(problem, on)
+            assert support.ok, f"{problem}: {support.reason}"
+
+
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_the_last_candidate_of_every_op_supports_every_edge_case(kind: str, device: Cpu) -> None:
-    for op in CONV_OPS:
+    for op in (*CONV_OPS, *FAMILIES["rnn"]):
         last = registry.candidates(op, kind=kind)[-1]
         on = device if kind == "cpu" else DEVICE
         assert not [problem for problem in edges(op) if not last.supports(problem, on).ok]

@@ -111,8 +111,6 @@ class Context:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.contexts: dict[tuple[config.Settings, str, int], Context] = {}
-        # The last one used of each GPU (-1: the CPU), with the settings and threads that it is for.
-        self.latest: dict[int, tuple[config.Settings, int, Context]] = {}
 
 
 _thread = _Thread()
@@ -122,13 +120,11 @@ _lock = threading.Lock()
 
 def context(index: int = -1) -> Context:
     """The calling thread's context for the flags as they are now: of that GPU, or of the CPU and its threads (-1)."""
-    settings, threads = config.current(), thread_count() if index < 0 else 0
-    latest = _thread.latest.get(index)
-    if latest is not None and latest[0] is settings and latest[1] == threads:
-        found = latest[2]
-    else:
-        found = _context(settings, threads, index)
-        _thread.latest[index] = settings, threads, found
+    threads = thread_count() if index < 0 else 0
+    kept, key = config.kept(), index - threads
+    found = kept.get(key)
+    if found is None:
+        found = kept[key] = _context(config.current(), threads, index)
     if found.generation != found.database.generation:
         found.refresh()
     return found
@@ -161,5 +157,5 @@ def empty_cache() -> None:
     for each in _thread.contexts.values():
         each.forget()
     _thread.contexts.clear()
-    _thread.latest.clear()
+    config.kept().clear()
     workspace.empty()

@@ -114,6 +114,8 @@ def _refusal(candidate: Candidate, problem: Problem, device: Device, filters: Fi
         return f"computes {candidate.op}, not {problem.op}"
     if (kind := registry.kind_of(candidate)) != device.kind:
         return f"runs on {kind} devices, the problem is on a {device.kind} device"
+    if problem.only and candidate.id != f"{candidate.op}/{problem.only}":
+        return f"the operands are {problem.only}'s own"
     if candidate.provider == "cudnn" and config.current()["dnn.enabled"] is False:
         return "dnn.enabled is False"
     if filters.method and not _is_method(candidate, problem, filters.method):

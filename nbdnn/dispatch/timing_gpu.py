@@ -18,8 +18,10 @@ from nbdnn import driver
 from nbdnn.array import at
 from nbdnn.candidate import Runner
 from nbdnn.device import Gpu
+from nbdnn.dispatch import tapes
 from nbdnn.dispatch.timing import Given, Samples, derive, displacement, random_values
 from nbdnn.problem import Problem
+from nbdnn.problem_rnn import RnnProblem
 
 # A replay takes about this long: events resolve 0.5 us, and the first kernel's launch is in it.
 _REPLAY_US, _MAX_CALLS = 1500.0, 4096
@@ -67,6 +69,8 @@ class GpuOperands:
                 driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
         for i in [] if given else derive(self._problem, self.arrays()):
             driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
+        if not given and isinstance(self._problem, RnnProblem) and self._problem.op == "rnn_bwd" and self._problem.tape:
+            tapes.write(self._problem, self._device, self.pointers[0], int(self.stream))
 
     @cached_property
     def stream(self) -> Any:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from cells import check
 from edge_cases import edges
 from gpus import DEVICE
 
 from nbdnn.candidate import Candidate
+from nbdnn.cudnn import rnn
 from nbdnn.dispatch import registry
+from nbdnn.edges_rnn import edges as rnn_edges
 from nbdnn.problem import OPS, Problem
+from nbdnn.problem_rnn import RnnProblem
 
 pytestmark = pytest.mark.gpu
 
@@ -33,3 +38,17 @@ def test_cell(candidate: Candidate, problem: Problem) -> None:
     if candidate.supports(problem, DEVICE).ok:
         for config in candidate.configs(problem, DEVICE):
             check(candidate, problem, config, DEVICE)
+
+
+@pytest.mark.parametrize("problem", [each for each in rnn_edges("rnn_fwd") if each.training], ids=str)
+def test_cells_of_cudnns_own_tapes(problem: RnnProblem) -> None:
+    """Whose size is known on the device only."""
+    assert rnn.FWD.tapes(problem, DEVICE)
+    for forward, backward in ((rnn.FWD, rnn.BWD), (rnn.FWD_TF32, rnn.BWD_TF32)):
+        inference = replace(problem, training=False)
+        for tape in forward.tapes(problem, DEVICE) if forward.supports(inference, DEVICE).ok else ():
+            written = replace(problem, tape=tape)
+            for candidate, each in ((forward, written), (backward, replace(written, op="rnn_bwd", training=False))):
+                assert candidate.supports(each, DEVICE).ok
+                (config,) = candidate.configs(each, DEVICE)
+                check(candidate, each, config, DEVICE)
