@@ -2,6 +2,8 @@
 # Compiled kernels lie in the user's cache folder, where every clone finds them.
 PYTHON ?= python3
 BIN := .venv/bin
+# Kernels are compiled in every process that needs them first: neighbours in a file stay together.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 FAMILIES := $(addprefix tests/test_,softmax.py pool.py batchnorm.py dropout.py spatialtf.py rnn.py)
 
@@ -12,15 +14,15 @@ demo: .venv/installed
 	@NBDNN_DB=.demo/tuning.db $(BIN)/python examples/resnet50.py
 
 test: .venv/installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # The tests of PyTorch and JAX arrays, which `make test` leaves out where those are not installed.
 interop: .venv/installed-interop
-	NBDNN_TEST_LIBRARIES=all $(BIN)/python -m pytest tests/test_conv_api.py tests/test_ops.py $(FAMILIES)
+	NBDNN_TEST_LIBRARIES=all $(PYTEST) tests/test_conv_api.py tests/test_ops.py $(FAMILIES)
 
 # What can be tested of CUDA without a GPU: every kernel compiled for every architecture, and cuDNN's own library.
 test-cuda-libs: .venv/installed-cuda-libs
-	NBDNN_TEST_LIBRARIES=all $(BIN)/python -m pytest tests/kernels tests/cudnn tests/test_bn_coverage.py
+	NBDNN_TEST_LIBRARIES=all $(PYTEST) tests/kernels tests/cudnn tests/test_bn_coverage.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

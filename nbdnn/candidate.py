@@ -83,6 +83,9 @@ class Candidate(ABC, Generic[ConfigT, DeviceT]):
     def id(self) -> str:
         return f"{self.op}/{self.provider}/{self.algorithm}"
 
+    def __str__(self) -> str:
+        return self.id
+
     @cached_property
     def version(self) -> str:
         """Hash of the parsed source of this candidate's module and of the nbdnn kernel modules it imports."""
