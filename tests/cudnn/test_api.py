@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nbdnn.cudnn import api
+from nbdnn.cudnn import api, enums
 from nbdnn.cudnn.api import StatusError, call, naming
 from nbdnn.cudnn.enums import PREFIXES, Status
 from nbdnn.cudnn.library import library
@@ -54,7 +54,7 @@ def header() -> dict[str, dict[str, int]]:
 
 
 def test_every_enumeration_is_compared() -> None:
-    own = {each for each in vars(api).values() if isinstance(each, type) and issubclass(each, IntEnum)} - {IntEnum}
+    own = {each for each in vars(enums).values() if isinstance(each, type) and issubclass(each, IntEnum)} - {IntEnum}
     assert own == set(PREFIXES)
 
 

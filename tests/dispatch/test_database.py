@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -480,15 +481,13 @@ def without_rights() -> Iterator[None]:
 
 
 @pytest.fixture
-def public(tmp_path: Path) -> Iterator[Path]:
+def public() -> Iterator[Path]:
     """A folder that anyone may read; pytest's own folders are private."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        if folder.stat().st_uid == os.geteuid():
-            folder.chmod(folder.stat().st_mode | 0o755)
-    folder = tmp_path / "public"
-    folder.mkdir()
-    yield folder
-    folder.chmod(0o755)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+        folder.chmod(0o755)
 
 
 def test_an_unwritable_folder_is_still_read(public: Path) -> None:
