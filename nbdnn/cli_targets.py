@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from nbdnn import config, driver
 from nbdnn.device import Device, cpu_device, gpu
 from nbdnn.errors import CudaError, InvalidProblem
-from nbdnn.problem import FAMILIES, ITEMSIZE, OPS, parse
+from nbdnn.problem import FAMILIES, ITEMSIZE, OPS, Problem, parse
 from nbdnn.workloads import WORKLOADS, Layer, merged, workload
 
 if TYPE_CHECKING:
@@ -114,8 +115,8 @@ def _resolve(target: str, args: argparse.Namespace) -> list[Layer]:
     raise InvalidProblem(f"{target!r} is not a workload ({', '.join(WORKLOADS)}), a problem text or a file")
 
 
-def _read(path: Path) -> list[Layer]:
-    found = []
+def problems(path: Path) -> Iterator[Problem]:
+    """Those of a file of texts. InvalidProblem names the file and the line of what is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
@@ -123,9 +124,13 @@ def _read(path: Path) -> list[Layer]:
     for number, line in enumerate(lines, start=1):
         if text := line.partition("#")[0].strip():
             try:
-                found.append(Layer(parse(text), "", 1))
+                yield parse(text)
             except InvalidProblem as error:
                 raise InvalidProblem(f"{path}, line {number}: {error}") from None
+
+
+def _read(path: Path) -> list[Layer]:
+    found = [Layer(problem, "", 1) for problem in problems(path)]
     if not found:
         raise InvalidProblem(f"{path} holds no problem")
     return found

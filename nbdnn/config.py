@@ -53,7 +53,7 @@ METHODS = {
 
 # What names the root of an installation of cuDNN or of the CUDA toolkit, in the order in which they are searched.
 _CUDA_ROOTS = ("CUDNN_PATH", "CUDA_HOME", "CUDA_ROOT", "CUDA_PATH", "CONDA_PREFIX")
-_VARIABLES = ("NBDNN_FLAGS", "NBDNN_DB", "NBDNN_CACHE_DIR", "NUMBA_NUM_THREADS", *_CUDA_ROOTS)
+_VARIABLES = ("NBDNN_FLAGS", "NBDNN_DB", "NBDNN_CACHE_DIR", "NBDNN_RECORD", "NUMBA_NUM_THREADS", *_CUDA_ROOTS)
 _ENVIRONMENT = {name: os.environ.get(name, "") for name in _VARIABLES}
 
 
@@ -175,6 +175,16 @@ def cache_dir() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("nbdnn"))
+
+
+def record_file() -> str:
+    """What the texts of problems are appended to: ``$NBDNN_RECORD``; empty where nobody records."""
+    return _ENVIRONMENT["NBDNN_RECORD"]
+
+
+def recording_to(file: Path) -> dict[str, str]:
+    """The environment of a process that records there."""
+    return {**os.environ, "NBDNN_RECORD": str(file)}
 
 
 def numba_threads() -> int | None:

@@ -51,6 +51,10 @@ def db(tmp_path: Path) -> str:
         (["bench", PROBLEM.replace("g1", "g3")], "8 is not a multiple of groups 3"),
         (["info", "--device", "tpu"], "argument --device: 'tpu' is not cpu, cuda or cuda:N"),
         (["info", "resnet50"], "unrecognized arguments: resnet50"),
+        (["record"], "no program to run"),
+        (["record", "--", "/nowhere/program"], "error: /nowhere/program: No such file or directory$"),
+        (["record", "-o", "/nowhere/problems", "--", "true"], "error: /nowhere/problems: No such file or directory$"),
+        (["record", "-o", __file__, "--", "true"], r"test_cli.py, line 1: unknown op "),
         (["db"], "arguments are required"),
         (["db", "forget", "conv"], "unknown op 'conv' in 'conv': expected one of conv_fwd"),
         (["db", "import", "/nowhere/tuned"], "error: /nowhere/tuned: No such file or directory$"),
@@ -188,6 +192,46 @@ def test_info_names_what_a_report_needs(db: str) -> None:
     assert "cpu/direct" in facts["conv_fwd"]
     assert facts["device"].startswith("cpu/")
     assert set(facts) == {line.split("  ")[0].strip() for line in nbdnn("info", "--db", db).stdout.splitlines()}
+
+
+PROGRAM = """
+import subprocess, sys
+import numpy as np, nbdnn
+x, w = np.ones((1, 8, 10, 12), "f4"), np.ones((8, 8, 3, 3), "f4")
+for _ in range(2):
+    nbdnn.dnn_conv(x, w, border_mode=1, conv_mode="cross")
+if sys.argv[1:]:
+    child = "import numpy as np, nbdnn; nbdnn.dnn_softmax(np.ones((2, 3), 'f4'))"
+    subprocess.run([sys.executable, "-c", child], check=True)
+sys.exit(3)
+"""
+
+
+def test_record_writes_what_a_program_and_its_children_compute(tmp_path: Path, db: str) -> None:
+    program, found = tmp_path / "program.py", tmp_path / "problems.txt"
+    program.write_text(PROGRAM)
+    command = ["record", "-o", str(found), "--", sys.executable, str(program)]
+    done = nbdnn(*command)
+    assert (done.returncode, done.stderr) == (3, f"nbdnn: 1 problems, 1 of them new in {found}\n")
+    done = nbdnn(*command, "child")
+    assert (done.returncode, done.stderr) == (3, f"nbdnn: 2 problems, 1 of them new in {found}\n")
+    softmax = "softmax_fwd:f32:n2c3h1w1:accurate:channel:nchw"
+    assert found.read_text().splitlines() == [
+        f"# {sys.executable} {program}",
+        PROBLEM,
+        f"# {sys.executable} {program} child",
+        softmax,
+    ]
+    tuned = nbdnn("autotune", str(found), "--db", db, "--only", "softmax", "--budget", "1", "--json")
+    assert [row["problem"] for row in json.loads(tuned.stdout)] == [softmax]
+
+
+def test_record_ends_as_the_program_does() -> None:
+    done = nbdnn("record", "-o", os.devnull, "--", "sh", "-c", "kill -TERM $$")
+    assert (done.returncode, done.stderr) == (
+        128 + signal.SIGTERM,
+        f"nbdnn: 0 problems, 0 of them new in {os.devnull}\n",
+    )
 
 
 def test_ctrl_c_keeps_what_was_measured(db: str) -> None:

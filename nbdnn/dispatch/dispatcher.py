@@ -12,7 +12,7 @@ from typing import Any
 from nbdnn import config
 from nbdnn.candidate import Runner
 from nbdnn.device import Device, cpu_device, gpu, thread_count
-from nbdnn.dispatch import events, policy, workspace
+from nbdnn.dispatch import events, policy, recording, workspace
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.policy import Choice, Request
 from nbdnn.dispatch.timing import Given
@@ -29,6 +29,7 @@ class Plan:
 
     def __init__(self, context: Context, problem: Problem, request: Request, choice: Choice) -> None:
         self._context, self.problem, self.request = context, problem, request
+        recording.note(problem)
         self.take(choice)
 
     def take(self, choice: Choice) -> None:
