@@ -29,12 +29,12 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line. Imported here, so that Ctrl-C is quiet from the first moment."""
-    from nbdnn import cli_autotune, cli_bench, cli_db, cli_explain, cli_info, cli_record
+    from nbdnn import cli_autotune, cli_bench, cli_db, cli_explain, cli_info, cli_record, cli_report
 
     top = _Parser(prog="nbdnn", description="Measure, explain and remember which implementation of an op is fastest.")
     top.add_argument("--version", action="version", version=f"nbdnn {importlib.metadata.version('nbdnn')}")
     subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (cli_autotune, cli_record, cli_bench, cli_explain, cli_info, cli_db):
+    for command in (cli_autotune, cli_record, cli_bench, cli_explain, cli_report, cli_info, cli_db):
         command.add_parser(subparsers)
     return top
 
