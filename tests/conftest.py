@@ -37,6 +37,14 @@ def device() -> Iterator:
     return cpu_device()
 
 
+@pytest.fixture
+def no_plans() -> None:
+    """Every test that uses it sees its plans being made."""
+    import nbdnn
+
+    nbdnn.empty_cache()
+
+
 @pytest.fixture(autouse=True)
 def _in_the_context_of_the_gpu(request: pytest.FixtureRequest) -> None:
     """Tests on a GPU call kernels themselves: its context is current, as the dispatcher makes it."""

@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from layouts import channels_last
 from libraries import library
 
 import nbdnn
@@ -41,10 +42,6 @@ def params(shape: tuple[int, ...], mode: str, *count: str, dtype: Any = np.float
     kept = tuple(1 if axis in reduced(shape, mode) else extent for axis, extent in enumerate(shape))
     drawn = [draw(*kept, dtype=dtype) for _ in count]
     return [abs(value) + 0.5 if name in ("var", "invstd") else value for name, value in zip(count, drawn, strict=True)]
-
-
-def channels_last(x: np.ndarray) -> np.ndarray:
-    return np.moveaxis(np.ascontiguousarray(np.moveaxis(x, 1, -1)), -1, 1)
 
 
 def normalised(x: np.ndarray, gamma: Any, beta: Any, mode: str, epsilon: float) -> np.ndarray:

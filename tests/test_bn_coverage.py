@@ -10,7 +10,6 @@ from libraries import library
 
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
-from nbdnn.edges_bn import edges
 from nbdnn.problem import parse
 from nbdnn.problem_bn import BN_OPS
 
@@ -55,10 +54,3 @@ def test_supports_what_it_must(name: str, device: Cpu) -> None:
             problem = parse(":".join(filter(None, (op, of_data, shape, of_params, end))))
             support = candidate.supports(problem, on)
             assert support.ok, f"{candidate.id}, {problem}: {support.reason}"
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("op", BN_OPS)
-def test_the_last_candidate_supports_every_edge_case(op: str, kind: str, device: Cpu) -> None:
-    last = registry.candidates(op, kind=kind)[-1]
-    assert not [problem for problem in edges(op) if not last.supports(problem, device if kind == "cpu" else DEVICE).ok]

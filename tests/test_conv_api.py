@@ -1,4 +1,7 @@
-"""The six functions as a user meets them: arguments, errors, layouts, dtypes, out= and beta, array libraries."""
+"""The six functions as a user meets them: arguments, errors, alpha, beta and what is fused.
+
+Layouts and memory: test_conv_layouts.py. Types and array libraries: test_conv_types.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from libraries import library
+from conv_example import RNG, W, X, Y, assert_is_y
+from layouts import channels_last
 
 import nbdnn
 from nbdnn import (
@@ -31,34 +35,7 @@ from nbdnn.array import view
 from nbdnn.problem import parse
 from nbdnn.problem_conv import ConvProblem
 
-RNG = np.random.default_rng(0)
-X, W = RNG.standard_normal((2, 4, 6, 5)).astype("f"), RNG.standard_normal((6, 4, 3, 3)).astype("f")
-Y = reference_conv.compute(parse("conv_fwd:f32:n2c4h6w5:k6r3s3:p1x1:u1x1:d1x1:g1:conv:nchw"), {"x": X, "w": W}).astype(
-    "f"
-)
-
-
-@pytest.fixture(autouse=True)
-def no_plans() -> None:
-    """Every test sees its plans being made."""
-    nbdnn.empty_cache()
-
-
-def channels_last(array: np.ndarray) -> np.ndarray:
-    return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1)
-
-
-def is_channels_last(array: np.ndarray) -> bool:
-    return np.moveaxis(array, 1, -1).flags.c_contiguous
-
-
-def assert_is_y(result: Any) -> None:
-    np.testing.assert_allclose(result, Y, rtol=1e-5, atol=1e-4)
-
-
-def kinds(log: list) -> list[str]:
-    return [event.kind for event in log]
-
+pytestmark = pytest.mark.usefixtures("no_plans")
 
 CASES = (
     "conv_fwd:f64:n2c4h6w5:k6r3s2:p0x0:u1x1:d1x1:g1:conv:nchw",
@@ -251,228 +228,6 @@ def test_no_output_channels() -> None:
     assert y.shape == (2, 0, 6, 5)
     assert not dnn_gradinput(W[:0], y, X.shape, 1).any()
     assert dnn_gradweight(X, y, (0, 4, 3, 3), 1).shape == (0, 4, 3, 3)
-
-
-# Layouts
-
-
-def test_results_follow_the_layout_of_what_they_are_like() -> None:
-    xl, wl, yl = map(channels_last, (X, W, Y))
-    assert is_channels_last(dnn_conv(xl, W, 1)) and not is_channels_last(dnn_conv(X, wl, 1))
-    assert is_channels_last(dnn_gradinput(W, yl, X.shape, 1)) and not is_channels_last(dnn_gradinput(wl, Y, X.shape, 1))
-    assert is_channels_last(dnn_gradweight(xl, yl, W.shape, 1))
-    assert not is_channels_last(dnn_gradweight(xl, Y, W.shape, 1))
-    expected = dnn_gradweight(X, Y, W.shape, 1)
-    for x in (X, xl):
-        for y in (Y, yl):
-            np.testing.assert_allclose(dnn_gradweight(x, y, W.shape, 1), expected, rtol=1e-5, atol=1e-4)
-
-
-def test_an_extent_of_one_has_the_layout_of_the_other_operand() -> None:
-    gray, points = X[:, :1].copy(), np.ones((6, 4, 1, 1), "f")
-    for x, w, expected in (
-        (gray, channels_last(W[:, :2])[:, :1].copy(), "nchw"),  # both fit both
-        (gray, W[:, :1], "nchw"),
-        (channels_last(X), points, "nhwc"),
-        (X, points, "nchw"),
-    ):
-        with events() as log:
-            dnn_conv(x, w)
-        problem = parse(log[-1].problem)
-        assert problem.layout == expected and problem.w_channels_last == problem.channels_last
-
-
-def test_out_keeps_its_own_layout() -> None:
-    out = channels_last(np.empty_like(Y))
-    with events() as log:
-        dnn_conv(X, W, 1, out=out)
-    assert log[0].problem.endswith("nchw:ynhwc") and kinds(log) == ["selected"]
-    assert_is_y(out)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        lambda a: a[:, ::-1][:, ::-1].repeat(2, axis=3)[..., ::2],
-        lambda a: np.flip(np.flip(a, 2).copy(), 2),
-        lambda a: np.frombuffer(b"\0" + a.tobytes(), np.uint8)[1:].view("V4").view(a.dtype).reshape(a.shape),
-        lambda a: a.transpose(3, 2, 1, 0).copy().transpose(3, 2, 1, 0),
-    ],
-    ids=["strided", "negative", "misaligned", "transposed"],
-)
-def test_odd_strides_are_made_dense(odd: Any) -> None:
-    x, w = odd(X), odd(W)
-    for _ in range(2):
-        with events() as log:
-            y = dnn_conv(x, w, 1)
-        assert kinds(log).count("copied") == 2
-        assert_is_y(y)
-    assert log[0].detail.startswith("img is not dense")
-
-
-def test_an_odd_channels_last_image_stays_channels_last() -> None:
-    assert is_channels_last(dnn_conv(channels_last(np.tile(X, (1, 2, 1, 1)))[:, :4], W, 1))
-
-
-@pytest.mark.parametrize("beta", [0, 2])
-def test_odd_out_is_written(beta: int) -> None:
-    around = np.ones((2, 6, 6, 10), "f")
-    out = around[..., ::2]
-    assert dnn_conv(X, W, 1, beta=beta, out=out) is out
-    np.testing.assert_allclose(out, Y + beta, rtol=1e-5, atol=1e-5)
-    assert (around[..., 1::2] == 1).all()
-
-
-def test_alignment_is_part_of_the_problem() -> None:
-    x = np.empty(X.size + 1, "f")[1:].reshape(X.shape)
-    x[...] = X
-    with events() as log:
-        assert_is_y(dnn_conv(x, W, 1))
-    assert log[0].problem.endswith(":a4")
-
-
-# Overlap
-
-
-def test_out_may_not_overlap_an_operand() -> None:
-    memory = np.zeros(4096, "f")
-    x, w = memory[:240].reshape(2, 4, 6, 5), memory[1000:1216].reshape(6, 4, 3, 3)
-    dnn_conv(x, w, 1, out=memory[240:600].reshape(2, 6, 6, 5))  # touches, does not overlap
-    for start, name in ((239, "img"), (641, "kerns"), (1215, "kerns")):
-        with pytest.raises(InvalidProblem, match=f"out overlaps {name} in memory"):
-            dnn_conv(x, w, 1, out=memory[start : start + 360].reshape(2, 6, 6, 5))
-    residual = memory[2000:2360].reshape(2, 6, 6, 5)
-    with pytest.raises(InvalidProblem, match="out overlaps residual"):
-        dnn_conv(x, w, 1, residual=residual, out=residual)
-    with pytest.raises(InvalidProblem, match="out overlaps img"):
-        dnn_conv(x[:, :, ::-1], w, 1, out=memory[239:599].reshape(2, 6, 6, 5))
-    with pytest.raises(InvalidProblem, match="out overlaps itself"):
-        dnn_conv(x, w, 1, out=np.lib.stride_tricks.as_strided(memory[3000:], (2, 6, 6, 5), (0, 120, 20, 4)))
-    dnn_conv(x[:0], w, 1, out=memory[10:10].reshape(0, 6, 6, 5))
-
-
-def test_out_may_lie_between_the_elements_of_an_operand() -> None:
-    features = np.zeros((2, 12, 6, 5), "f")
-    features[:, :4] = X
-    assert_is_y(dnn_conv(features[:, :4], W, 1, out=features[:, 4:10]))
-    np.testing.assert_array_equal(features[:, :4], X)
-    assert_is_y(features[:, 4:10])
-    with pytest.raises(InvalidProblem, match="out overlaps img in memory"):
-        dnn_conv(features[:, :4], W, 1, out=features[:, 3:9])
-
-
-# Types
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
-def test_dtypes(dtype: Any) -> None:
-    y = dnn_conv(X.astype(dtype), W.astype(dtype), 1)
-    assert y.dtype == dtype
-    expected = dnn_conv(X.astype(dtype).astype("d"), W.astype(dtype).astype("d"), 1)
-    eps = max(float(ml_dtypes.finfo(dtype).eps), 2e-6)
-    np.testing.assert_allclose(y.astype("d"), expected, rtol=eps, atol=20 * eps)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "common"),
-    [("e", "f", "f"), ("f", "d", "d"), ("e", ml_dtypes.bfloat16, "f"), (ml_dtypes.bfloat16, "d", "d")],
-)
-def test_mixed_dtypes_are_cast_to_the_common_one(one: Any, other: Any, common: str) -> None:
-    with events() as log:
-        y = dnn_conv(X.astype(one), W.astype(other), 1)
-    assert y.dtype == common and "copied" in kinds(log)
-    np.testing.assert_allclose(y, Y, rtol=0.02, atol=0.2)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "precision", "compute"),
-    [
-        ("e", None, "f32"),
-        ("e", "as_input_f32", "f32"),
-        ("e", "as_input", "f16"),
-        ("e", "float32", "f32"),
-        (ml_dtypes.bfloat16, "as_input", "f32"),
-        ("f", "as_input", "f32"),
-        ("d", None, "f64"),
-        ("d", "float64", "f64"),
-    ],
-)
-def test_precisions(dtype: Any, precision: str | None, compute: str) -> None:
-    with events() as log:
-        dnn_conv(X.astype(dtype), W.astype(dtype), 1, precision=precision)
-    assert parse(log[0].problem).compute == compute
-    with config.change(**({"dnn__conv__precision": precision} if precision else {})), events() as log:
-        dnn_conv(X.astype(dtype), W.astype(dtype), 1, num_groups=1)
-    assert all(parse(event.problem).compute == compute for event in log)
-
-
-def test_bfloat16_gradient_as_input_is_float32_inside() -> None:
-    x, y = X.astype(ml_dtypes.bfloat16), Y.astype(ml_dtypes.bfloat16)
-    assert dnn_gradweight(x, y, W.shape, 1, precision="as_input").dtype == ml_dtypes.bfloat16
-
-
-# Libraries
-
-
-def test_torch() -> None:
-    torch = library("torch")
-    x, w = torch.tensor(X), torch.nn.Parameter(torch.tensor(W))
-    y = dnn_conv(x, w, 1, conv_mode="cross")
-    np.testing.assert_allclose(y, torch.nn.functional.conv2d(x, w, padding=1).detach(), rtol=1e-4, atol=1e-5)
-    assert type(y) is torch.Tensor and not y.requires_grad
-    last = dnn_conv(x.to(memory_format=torch.channels_last), w, 1)
-    assert last.is_contiguous(memory_format=torch.channels_last)
-    out = torch.empty_like(y)
-    assert dnn_conv(X, W, 1, out=out) is out
-    assert_is_y(out)
-    odd = torch.zeros(2, 6, 6, 10)[..., ::2]
-    assert dnn_conv(x, w, 1, out=odd) is odd
-    assert_is_y(odd)
-    with pytest.raises(InvalidType, match="meta"):
-        dnn_conv(torch.empty(X.shape, device="meta"), w)
-    with pytest.raises(InvalidType, match=r"torch\.int32"):
-        dnn_conv(x.int(), w)
-    with pytest.raises(InvalidProblem, match="out overlaps img"):
-        dnn_conv(y, torch.ones(6, 6, 1, 1), out=y)
-
-
-def test_a_torch_output_that_is_mapped_anew() -> None:
-    """From 4 MiB on it is in huge pages where the system has them; above 32 MiB the C library maps it."""
-    torch = library("torch")
-    x = torch.rand(1, 1, 2, 4_500_000)
-    y = dnn_conv(x, torch.full((1, 1, 1, 1), 2.0))
-    assert torch.equal(y, 2 * x)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_torch_dtypes(dtype: str) -> None:
-    torch = library("torch")
-    y = dnn_conv(torch.tensor(X).to(getattr(torch, dtype)), W, 1, out=None)
-    assert y.dtype == (torch.float64 if dtype == "float64" else torch.float32)  # the common one with W's float32
-    y = dnn_conv(torch.tensor(X).to(getattr(torch, dtype)), torch.tensor(W).to(getattr(torch, dtype)), 1)
-    assert y.dtype == getattr(torch, dtype)
-    np.testing.assert_allclose(y.double(), Y, rtol=0.02, atol=0.1)
-
-
-def test_jax() -> None:
-    jax = library("jax")
-    x, w = jax.numpy.asarray(X), jax.numpy.asarray(W)
-    y = dnn_conv(x, w, 1)
-    assert isinstance(y, jax.Array)
-    assert_is_y(y)
-    half = dnn_conv(x.astype("bfloat16"), w.astype("bfloat16"), 1)
-    assert half.dtype == jax.numpy.bfloat16
-    np.testing.assert_allclose(half.astype("float32"), Y, rtol=0.02, atol=0.1)
-    assert isinstance(dnn_conv(X, w, 1), np.ndarray)
-    with pytest.raises(InvalidProblem, match="out cannot be written"):
-        dnn_conv(X, W, 1, out=y + 0)
-    with pytest.raises(InvalidType, match=r"inside jax\.jit"):
-        jax.jit(lambda a: dnn_conv(a, w, 1))(x)
-
-
-def test_dtype_errors_name_the_argument() -> None:
-    with pytest.raises(InvalidType, match="residual: dtype complex128"):
-        dnn_conv(X, W, 1, residual=Y.astype("D"))
 
 
 def test_stream_on_the_cpu() -> None:

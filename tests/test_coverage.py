@@ -11,8 +11,7 @@ from gpus import DEVICE, H200
 
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
-from nbdnn.problem import FAMILIES, parse
-from nbdnn.problem_conv import CONV_OPS
+from nbdnn.problem import FAMILIES, OPS, parse
 from nbdnn.rnn_parameters import GATES
 
 # One shape a feature; {} takes the rest of the text. 2-D and 3-D alike where the layout has a depth.
@@ -184,8 +183,8 @@ def test_supports_the_networks_it_must(op: str, name: str, device: Cpu) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_the_last_candidate_of_every_op_supports_every_edge_case(kind: str, device: Cpu) -> None:
-    for op in (*CONV_OPS, *FAMILIES["rnn"]):
-        last = registry.candidates(op, kind=kind)[-1]
-        on = device if kind == "cpu" else DEVICE
-        assert not [problem for problem in edges(op) if not last.supports(problem, on).ok]
+@pytest.mark.parametrize("op", OPS)
+def test_the_last_candidate_supports_every_edge_case(op: str, kind: str, device: Cpu) -> None:
+    last = registry.candidates(op, kind=kind)[-1]
+    on = device if kind == "cpu" else DEVICE
+    assert not [problem for problem in edges(op) if not last.supports(problem, on).ok]

@@ -12,9 +12,10 @@ import pytest
 from cells import check
 from edge_cases import edges
 from gpus import DEVICE
+from layouts import channels_last
 from libraries import library
 
-from nbdnn import InvalidProblem, InvalidType, dnn_pool, dnn_pool_grad, empty_cache, events, ops
+from nbdnn import InvalidProblem, InvalidType, dnn_pool, dnn_pool_grad, events, ops
 from nbdnn.array import view
 from nbdnn.candidate import NoConfig
 from nbdnn.device import Cpu
@@ -23,19 +24,11 @@ from nbdnn.kernels.cpu import pool_max_channels, pool_max_planes
 from nbdnn.problem import FAMILIES, parse
 from nbdnn.problem_pool import MODES
 
+pytestmark = pytest.mark.usefixtures("no_plans")
+
 RNG = np.random.default_rng(0)
 OPS = FAMILIES["pool"]
 INF, NAN = np.inf, np.nan
-
-
-@pytest.fixture(autouse=True)
-def no_plans() -> None:
-    """Every test sees its plans being made."""
-    empty_cache()
-
-
-def channels_last(array: np.ndarray) -> np.ndarray:
-    return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1)
 
 
 def by_loops(x: np.ndarray, ws: tuple, stride: tuple, mode: str, pad: tuple) -> np.ndarray:
@@ -357,11 +350,3 @@ def test_gradients_past_the_caches(device: Cpu) -> None:
     for problem in edges("pool_bwd", "cpu"):
         if problem.dtype in ("f32", "bf16") and problem.is_max:
             check(registry.candidate("pool_bwd/cpu/rows"), problem, NoConfig(), replace(device, llc_bytes=0))
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("op", OPS)
-def test_the_last_candidate_supports_every_edge_case(op: str, kind: str, device: Cpu) -> None:
-    last = registry.candidates(op, kind=kind)[-1]
-    on = device if kind == "cpu" else DEVICE
-    assert not [problem for problem in edges(op) if not last.supports(problem, on).ok]

@@ -10,7 +10,7 @@ import pytest
 from edge_cases import edges
 
 from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import Operand, Problem, dense_strides, parse
+from nbdnn.problem import OPS, Operand, Problem, dense_strides, parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem
 from nbdnn.workloads import WORKLOADS, network, workload
 
@@ -27,7 +27,7 @@ def test_text_is_canonical(text: str) -> None:
     assert parse(f"  {text}\n") == parse(text)
 
 
-@pytest.mark.parametrize("op", CONV_OPS)
+@pytest.mark.parametrize("op", OPS)
 def test_text_of_every_edge_case_names_it(op: str) -> None:
     problems = edges(op)
     assert [parse(str(problem)) for problem in problems] == problems

@@ -8,30 +8,22 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from edge_cases import edges
 from gpus import DEVICE
+from layouts import channels_last
 from libraries import library
 
-from nbdnn import InvalidProblem, InvalidType, dnn_softmax, dnn_softmax_grad, empty_cache, events, ops
+from nbdnn import InvalidProblem, InvalidType, dnn_softmax, dnn_softmax_grad, events, ops
 from nbdnn.array import view
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.problem import FAMILIES, parse
 
+pytestmark = pytest.mark.usefixtures("no_plans")
+
 RNG = np.random.default_rng(0)
 ALGORITHMS, MODES = ("fast", "accurate", "log"), ("channel", "instance")
 OPS = FAMILIES["softmax"]
 INF, NAN = np.inf, np.nan
-
-
-@pytest.fixture(autouse=True)
-def no_plans() -> None:
-    """Every test sees its plans being made."""
-    empty_cache()
-
-
-def channels_last(array: np.ndarray) -> np.ndarray:
-    return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1)
 
 
 def plain(x: np.ndarray, algo: str, mode: str) -> np.ndarray:
@@ -213,11 +205,3 @@ def test_supports_what_it_must(op: str, id: str, device: Cpu) -> None:
             problem = parse(":".join(filter(None, (op, dtype, shape, end))))
             support = candidate.supports(problem, on)
             assert support.ok, f"{problem}: {support.reason}"
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("op", OPS)
-def test_the_last_candidate_supports_every_edge_case(op: str, kind: str, device: Cpu) -> None:
-    last = registry.candidates(op, kind=kind)[-1]
-    on = device if kind == "cpu" else DEVICE
-    assert not [problem for problem in edges(op) if not last.supports(problem, on).ok]

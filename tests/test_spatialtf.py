@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cells import check
-from edge_cases import edges
 from gpus import DEVICE
+from layouts import channels_last
 from libraries import library
 
 from nbdnn import (
@@ -24,7 +24,6 @@ from nbdnn import (
     dnn_spatialtf_grid_grad,
     dnn_spatialtf_sampler,
     dnn_spatialtf_sampler_grad,
-    empty_cache,
     events,
     ops,
 )
@@ -33,20 +32,12 @@ from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.problem import FAMILIES, parse
 
+pytestmark = pytest.mark.usefixtures("no_plans")
+
 RNG = np.random.default_rng(0)
 OPS = FAMILIES["spatialtf"]
 IDENTITY = np.eye(2, 3)
 NAN, INF = np.nan, np.inf
-
-
-@pytest.fixture(autouse=True)
-def no_plans() -> None:
-    """Every test sees its plans being made."""
-    empty_cache()
-
-
-def channels_last(array: np.ndarray) -> np.ndarray:
-    return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, 1, -1)), -1, 1)
 
 
 def thetas(n: int) -> np.ndarray:
@@ -372,14 +363,6 @@ def test_supports_what_it_must(id: str, device: Cpu) -> None:
     for text in texts(candidate.op, COVERAGE[id]):
         support = candidate.supports(parse(text), on)
         assert support.ok, f"{text}: {support.reason}"
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("op", OPS)
-def test_the_last_candidate_supports_every_edge_case(op: str, kind: str, device: Cpu) -> None:
-    last = registry.candidates(op, kind=kind)[-1]
-    on = device if kind == "cpu" else DEVICE
-    assert not [problem for problem in edges(op) if not last.supports(problem, on).ok]
 
 
 def test_refusals_say_the_number(device: Cpu) -> None:

@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 import pytest
-from edge_cases import edges
 from guarded import values
 
 from nbdnn import reference_spatialtf
@@ -31,13 +30,6 @@ SHAPES = ("n2c3h5w7:o4x9:nchw", "n1c2h1w6:o1x5:nhwc", "n2c1h4w1:o3x1:nchw")
 )
 def test_text_is_canonical(text: str) -> None:
     assert str(parse(text)) == text
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_text_of_every_edge_case_names_it(op: str) -> None:
-    problems = edges(op)
-    assert [parse(str(problem)) for problem in problems] == problems
-    assert len({str(problem) for problem in problems}) == len(problems)
 
 
 def test_a_layer_has_no_extents() -> None:

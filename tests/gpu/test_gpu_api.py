@@ -32,7 +32,7 @@ from nbdnn.kernels.cuda.conv_direct import Direct
 from nbdnn.problem import parse
 from nbdnn.problem_conv import ConvProblem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_plans")]
 
 RNG = np.random.default_rng(0)
 PROBLEM = parse("conv_fwd:f32:n2c4h6w5:k6r3s3:p1x1:u1x1:d1x1:g1:conv:nchw")
@@ -79,11 +79,6 @@ LIBRARIES = {"torch": _torch, "cupy": _cupy, "numba": _numba, "jax": _jax}
 @pytest.fixture(params=LIBRARIES)
 def lib(request: pytest.FixtureRequest) -> Library:
     return LIBRARIES[request.param]()
-
-
-@pytest.fixture(autouse=True)
-def no_plans() -> None:
-    nbdnn.empty_cache()
 
 
 def assert_close(result: np.ndarray, expected: np.ndarray) -> None:

@@ -20,10 +20,10 @@ import greenlet
 import numpy as np
 from guarded import NUMPY_DTYPE, values
 
-from nbdnn import reference_conv
+from nbdnn import reference, reference_conv, tolerance
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
-from nbdnn.problem import ITEMSIZE, Operand
+from nbdnn.problem import ITEMSIZE, Operand, Problem
 from nbdnn.problem_conv import ConvProblem
 
 # A word is what 32 bits of memory hold: an integer of so many bits, or the float that was stored there.
@@ -241,6 +241,17 @@ def run(block: Block, launch: Launch, operands: Sequence[Memory], workspace: Mem
         block.run(kernel, arguments, launch, (x, y, z))
 
 
+def _launched(
+    candidate: LaunchedCandidate, problem: Problem, config: Any, given: dict[str, np.ndarray], device: Gpu, block: Block
+) -> list[Memory]:
+    """The operands after all launches, with a workspace that was NaN."""
+    operands = [operand_memory(operand, given.get(operand.name), problem.align) for operand in problem.operands]
+    workspace = memory("f32", np.full(candidate.workspace_bytes(problem, config, device) // 4, nan))
+    for launch in candidate.launches(problem, config, device):
+        run(block, launch, operands, workspace)
+    return operands
+
+
 def result(
     candidate: LaunchedCandidate, problem: ConvProblem, config: Any, device: Gpu, block: Block
 ) -> tuple[list[float], list[float]]:
@@ -250,12 +261,26 @@ def result(
     """
     assert candidate.supports(problem, device).ok
     given = values(problem, "integers")
-    operands = [operand_memory(operand, given.get(operand.name), problem.align) for operand in problem.operands]
-    workspace = memory("f32", np.full(candidate.workspace_bytes(problem, config, device) // 4, nan))
-    for launch in candidate.launches(problem, config, device):
-        run(block, launch, operands, workspace)
+    operands = _launched(candidate, problem, config, given, device, block)
     for operand, used in zip(problem.operands, operands, strict=True):
         assert sorted(used.written) == (list(range(used.count)) if operand.role == "out" else [])
     (place,) = (i for i, operand in enumerate(problem.operands) if operand.role == "out")
     expected = operand_memory(problem.operands[place], reference_conv.compute(problem, given, SCALARS), 4)
     return operands[place].values().tolist(), expected.values().tolist()
+
+
+def assert_near(
+    candidate: LaunchedCandidate, problem: Problem, config: Any, given: dict[str, np.ndarray], device: Gpu, block: Block
+) -> None:
+    """All launches on operands and a workspace of NaN: the outputs are the reference's, and no input is written."""
+    operands = _launched(candidate, problem, config, given, device, block)
+    expected = reference.samples(problem, given, (), None)
+    for operand, used in zip(problem.operands, operands, strict=True):
+        if operand.role == "in":
+            assert not used.written
+            continue
+        elements = used.values()
+        strides = tuple(elements.itemsize * stride for stride in operand.strides)
+        found = np.lib.stride_tricks.as_strided(elements, operand.shape, strides)
+        fault = tolerance.fault(problem, candidate, found, expected[operand.name])
+        assert not fault, f"{candidate.id}, {config}, {operand.name}: {fault}"

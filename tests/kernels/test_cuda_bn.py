@@ -48,7 +48,7 @@ def test_kernels_stay_within_their_means(text: str, algorithm: str, arch: str) -
         assert kernel.shared_bytes + launch.dynamic_shared_bytes <= shared_bytes(device), source
         assert launch.cluster == 1 or device.capability >= (9, 0)
         ptx = ptx_text(source, arch)
-        assert (".f64" in ptx) == (problem.dtype == "f64") or not source.specialised_on, source
+        assert (".f64" in ptx) == (launch.scalars == "f64"), source
         assert not re.search(r"(?:div|rem)\.[su]64", ptx), source
 
 

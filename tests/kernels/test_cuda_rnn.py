@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from math import nan
 from types import SimpleNamespace
 from typing import Any
 
 import emulated
 import emulated_ptx
-import numpy as np
 import pytest
-from emulated import Memory, memory, operand_memory
+from emulated import Memory
 from gpus import H200
 from guarded import values
 from libraries import library
 
 import nbdnn.kernels.cuda
-from nbdnn import reference, tolerance
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
@@ -118,19 +115,7 @@ def run(problem: RnnProblem, candidate: Any, config: Any, monkeypatch: pytest.Mo
     monkeypatch.setitem(package, "ptx_local", SimpleNamespace(load_shared=_load_shared(package["ptx"])))
     monkeypatch.setitem(package, "ptx_rnn", WORDS)
     monkeypatch.setitem(package, "ptx_cluster", SimpleNamespace())  # one block at a time has none
-    given = values(problem, "normal")
-    operands = [operand_memory(operand, given.get(operand.name), problem.align) for operand in problem.operands]
-    workspace = memory("f32", np.full(candidate.workspace_bytes(problem, config, H200) // 4, nan))
-    for launch in candidate.launches(problem, config, H200):
-        emulated.run(block, launch, operands, workspace)
-    expected = reference.samples(problem, given, ())
-    for operand, used in zip(problem.operands, operands, strict=True):
-        if operand.role == "in":
-            assert not used.written
-            continue
-        found = used.values().reshape(operand.shape)
-        fault = tolerance.fault(problem, candidate, found, expected[operand.name])
-        assert not fault, f"{candidate.id}, {config}, {operand.name}: {fault}"
+    emulated.assert_near(candidate, problem, config, values(problem, "normal"), H200, block)
 
 
 SMALL = (

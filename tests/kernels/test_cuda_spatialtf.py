@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from math import nan
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +11,12 @@ import emulated
 import emulated_ptx
 import numpy as np
 import pytest
-from emulated import Memory, memory, operand_memory
+from emulated import Memory
 from gpus import H200
 from guarded import values
 from libraries import library
 
 import nbdnn.kernels.cuda
-from nbdnn import reference_spatialtf, tolerance
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda import spatialtf_gradient
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
@@ -136,21 +134,7 @@ def run(problem: SpatialtfProblem, candidate: Any, given: dict[str, np.ndarray],
     words = package["ptx"]
     monkeypatch.setitem(package, "ptx_local", SimpleNamespace(load=_load(words), store=_store(words)))
     monkeypatch.setitem(package, "ptx_spatialtf", WEIGHTS)
-    operands = [operand_memory(operand, given.get(operand.name), problem.align) for operand in problem.operands]
-    config = candidate.configs(problem, H200)[0]
-    workspace = memory("f32", np.full(candidate.workspace_bytes(problem, config, H200) // 4, nan))
-    for launch in candidate.launches(problem, config, H200):
-        emulated.run(block, launch, operands, workspace)
-    expected = reference_spatialtf.samples(problem, given, (), None)
-    for operand, used in zip(problem.operands, operands, strict=True):
-        if operand.role == "in":
-            assert not used.written
-            continue
-        flat = used.values()
-        strides = tuple(8 * stride for stride in operand.strides)
-        found = np.lib.stride_tricks.as_strided(flat, operand.shape, strides)
-        fault = tolerance.fault(problem, candidate, found, expected[operand.name])
-        assert not fault, f"{candidate.id}, {operand.name}: {fault}"
+    emulated.assert_near(candidate, problem, candidate.configs(problem, H200)[0], given, H200, block)
 
 
 SMALL = "f32:n2c3h7w9:o8x11:nchw", "f32:n2c8h7w6:o5x7:nhwc", "bf16:n1c8h6w1:o1x5:nhwc:pf32", "f32:n1c2h1w5:o20x19:nchw"

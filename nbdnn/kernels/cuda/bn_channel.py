@@ -76,6 +76,39 @@ def finish(v: Variant):
 
 
 @cache
+def coefficients(v: Variant):
+    """Device functions by which a block's threads tell each other what becomes of its channels, in shared memory:
+
+    found (coefficients, thread, params, channel, x, of_first, of_second, epsilon, factor, rank, f): finishes a channel,
+    from its sums; rank 0 writes. taken (coefficients, column, center, second, scale, offset): of a column of the block,
+    to local arrays of v.sums.
+    """
+    from nbdnn.kernels.cuda import ptx
+
+    integer, real, widen = ptx.INTEGER[v.bits], ptx.REAL[v.compute], ptx.WIDEN[v.dtype]
+    sums, channels, forward, finished = v.sums, v.columns * v.sums, v.is_forward, finish(v)
+
+    @ptx.inline
+    def found(coefficients, thread, params, channel, x, of_first, of_second, epsilon, factor, rank, f):
+        pivot = real(0.0)
+        if forward:
+            pivot = widen(x[integer(channel * f.channel_elems)])
+        four = finished(params, channel, pivot, real(f.m), of_first, of_second, epsilon, factor, rank == 0)
+        for i in range(4):
+            coefficients[integer(i * channels + thread)] = four[i]
+
+    @ptx.inline
+    def taken(coefficients, column, center, second, scale, offset):
+        for i in range(sums):
+            at = integer(column * sums + i)
+            center[i], second[i] = coefficients[at], coefficients[integer(at + channels)]
+            scale[i] = coefficients[integer(at + 2 * channels)]
+            offset[i] = coefficients[integer(at + 3 * channels)]
+
+    return found, taken
+
+
+@cache
 def scale(v: Variant):
     """Device function (center, second, scale, offset, x, dy, place): x[place + i] becomes what is written; local arrays
     of v.lanes or, of coefficients, v.sums."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import bn_plan as plan
+from nbdnn.kernels.cuda import bn_slots
 from nbdnn.kernels.cuda.bn_plan import Variant, Walk
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
@@ -54,33 +55,14 @@ def _held_kernel(*specialised_on):
 
     v = Variant(*specialised_on)
     integer, small, u32, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
-    lanes, sums, columns, blocks, threads = v.lanes, v.sums, v.columns, v.cluster, v.threads
-    channels, rows_at_once, forward = columns * sums, threads // columns, v.is_forward
-    add, as_pairs, joined = bn_sums.steps(v)
+    lanes, columns, blocks, threads = v.lanes, v.columns, v.cluster, v.threads
+    channels, rows_at_once, moved = columns * v.sums, threads // columns, plan.next_row(v.bits)
+    copy, load_slot, (begin_sums, add, end_sums) = bn_slots.copied(v), bn_slots.loaded(v), bn_slots.summed(v)
     of_block, of_cluster = bn_sums.of_block(v), bn_sums.of_cluster(v)
-    finish, scale = bn_channel.finish(v), bn_channel.scale(v)
-    copy, load_shared = ptx_local.copy_to_shared(v.dtype, lanes), ptx_local.load_shared(v.dtype, lanes)
-    load, store, widen = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
-    wait, widen_data = ptx_tile.copy_async_wait(0), ptx.WIDEN[v.dtype]
-    vector_bytes = lanes * ITEMSIZE[v.dtype]
-    slot_bytes = threads * vector_bytes
+    scale, (found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
+    load, store, wait = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_wait(0)
+    slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
     coefficients_size = 4 * channels
-
-    @ptx.inline
-    def moved(at, place, f):
-        """The next row of a thread: its index and its place in its image."""
-        place = integer(place + f.step_rows)
-        at = integer(at + f.step_elems)
-        if place >= f.of_image:
-            place, at = integer(place - f.of_image), integer(at + f.wrap_elems)
-        return at, place
-
-    @ptx.inline
-    def start_gradient(origin, mean, column, f):
-        for i in range(sums):
-            origin[i] = widen(mean[integer(column * sums + i)])
-        for i in range(sums, lanes):
-            origin[i] = origin[0]
 
     def held(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, epsilon, factor, f
@@ -100,9 +82,7 @@ def _held_kernel(*specialised_on):
         of_dy = u32(f.slots * slot_bytes)
         at, slot, r = begin, mine, row
         while r < last:
-            copy(slot, x, at)
-            if not forward:
-                copy(u32(slot + of_dy), dy, at)
+            copy(slot, of_dy, x, dy, at)
             at, place = moved(at, place, f)
             slot, r = u32(slot + u32(slot_bytes)), integer(r + rows_at_once)
         ptx_tile.copy_async_commit()
@@ -120,22 +100,11 @@ def _held_kernel(*specialised_on):
         load(pivot, 0, x, base)
         wait()
         slot, r, count = mine, row, real(0.0)
-        if forward:
-            if r < last:
-                load_shared(origin, 0, slot)
-        else:
-            start_gradient(origin, mean, column, f)
+        begin_sums(origin, mean, column, slot, r, last)
         while r < last:
-            load_shared(values, 0, slot)
-            if not forward:
-                load_shared(gradients, 0, u32(slot + of_dy))
-            add(a, b, origin, values, gradients, 0)
+            add(a, b, origin, values, gradients, slot, of_dy)
             slot, r, count = u32(slot + u32(slot_bytes)), integer(r + rows_at_once), count + real(1.0)
-        if lanes > sums:
-            for i in range(lanes):
-                pivot[i] = pivot[0]
-        as_pairs(count, a, b, origin, pivot)
-        count = joined(count, a, b)
+        count = end_sums(count, a, b, origin, pivot)
 
         # 3., 4. The channels' sums, and what becomes of them.
         total, of_first, of_second = of_block(thread, count, a, b)
@@ -144,26 +113,14 @@ def _held_kernel(*specialised_on):
         channel = integer(slab * channels + thread)
         if thread < channels and channel < f.channels:
             params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
-            origin_of_channel = real(0.0)
-            if forward:
-                origin_of_channel = widen_data(x[integer(channel * f.channel_elems)])
-            found = finish(
-                params, channel, origin_of_channel, real(f.m), of_first, of_second, epsilon, factor, rank == 0
-            )
-            for i in range(4):
-                coefficients[integer(i * channels + thread)] = found[i]
+            found(coefficients, thread, params, channel, x, of_first, of_second, epsilon, factor, rank, f)
         ptx.cuda.syncthreads()
 
         # 5. Scaled and stored.
-        for i in range(sums):
-            at_lane = integer(in_slab * sums + i)
-            origin[i], pivot[i] = coefficients[at_lane], coefficients[integer(at_lane + channels)]
-            a[i], b[i] = coefficients[integer(at_lane + 2 * channels)], coefficients[integer(at_lane + 3 * channels)]
+        taken(coefficients, in_slab, origin, pivot, a, b)
         at, place, slot, r = begin, begin_place, mine, row
         while r < last:
-            load_shared(values, 0, slot)
-            if not forward:
-                load_shared(gradients, 0, u32(slot + of_dy))
+            load_slot(values, gradients, slot, of_dy)
             scale(origin, pivot, a, b, values, gradients, 0)
             store(out, at, values, 0)
             at, place = moved(at, place, f)
@@ -218,7 +175,7 @@ class HeldInShared(LaunchedCandidate[Held]):
                 scalars=v.compute,
                 integers=integers,
                 integer_bits=v.bits,
-                dynamic_shared_bytes=_held_bytes(problem, v),
+                dynamic_shared_bytes=bn_slots.held_bytes(v, integers.slots),
                 cluster=config.cluster,
             )
         ]
@@ -237,17 +194,11 @@ def _walk(problem: BnProblem, v: Variant) -> Walk:
     return plan.walk(problem, v, ceil(plan.rows_of(problem, v) / v.cluster))
 
 
-def _held_bytes(problem: BnProblem, v: Variant) -> int:
-    """Of a block: what its threads copy."""
-    tensors = 1 if v.is_forward else 2
-    return tensors * _walk(problem, v).slots * _THREADS * v.lanes * ITEMSIZE[v.dtype]
-
-
 def _block_bytes(problem: BnProblem, config: Held) -> int:
     """Of a block: what is held, sums of its warps, of the block and coefficients, and what the system takes."""
     v = _variant(problem, config)
     sums = (3 * (_THREADS // 32) + 7) * v.columns * v.sums * ITEMSIZE[v.compute]
-    return _held_bytes(problem, v) + sums + _SYSTEM_BYTES
+    return bn_slots.held_bytes(v, _walk(problem, v).slots) + sums + _SYSTEM_BYTES
 
 
 TRAIN, BWD = HeldInShared("bn_train"), HeldInShared("bn_bwd")

@@ -13,6 +13,7 @@ are elements. Kernels index with int32 where nothing reaches 2^31, else with int
 
 from __future__ import annotations
 
+from functools import cache
 from math import ceil
 from typing import NamedTuple
 
@@ -125,6 +126,24 @@ def walk(problem: BnProblem, v: Variant, chunk: int) -> Walk:
         step_elems=images * image_elems + step_rows * row_elems,
         wrap_elems=image_elems - of_image * row_elems,
     )
+
+
+@cache
+def next_row(bits: int):
+    """Device function (at, place, Walk) -> the same of a thread's next row: its index and its place in its image."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer = ptx.INTEGER[bits]
+
+    @ptx.inline
+    def moved(at, place, f):
+        place = integer(place + f.step_rows)
+        at = integer(at + f.step_elems)
+        if place >= f.of_image:
+            place, at = integer(place - f.of_image), integer(at + f.wrap_elems)
+        return at, place
+
+    return moved
 
 
 def rows_of(problem: BnProblem, v: Variant) -> int:

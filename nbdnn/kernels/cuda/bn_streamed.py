@@ -66,16 +66,7 @@ def _block_kernel(*specialised_on):
     of_block, finish, scaled = bn_sums.of_block(v), bn_channel.finish(v), bn_channel.scale(v)
     load, store, widen = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
     reads_x, reads_dy = not (is_last and op == "bn_infer_bwd"), not v.is_forward
-    held = at_once * lanes
-
-    @ptx.inline
-    def moved(at, place, f):
-        """The next row of a thread: its index and its place in its image."""
-        place = integer(place + f.step_rows)
-        at = integer(at + f.step_elems)
-        if place >= f.of_image:
-            place, at = integer(place - f.of_image), integer(at + f.wrap_elems)
-        return at, place
+    held, moved = at_once * lanes, plan.next_row(v.bits)
 
     @ptx.inline
     def begin_of(part, slab, f):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import bn_meeting, bn_slots
 from nbdnn.kernels.cuda import bn_plan as plan
 from nbdnn.kernels.cuda.bn_plan import Variant, Walk
 from nbdnn.kernels.cuda.compile import Source
@@ -30,9 +31,7 @@ from nbdnn.problem_bn import BnProblem
 # Threads of a multiprocessor's 65536 registers: 64 of them each; more for coefficients of 8 channels and two tensors.
 _RESIDENT_THREADS, _RESIDENT_THREADS_WIDE, _RESIDENT_THREADS_F64 = 1024, 768, 512
 _RESIDENT_BLOCKS = (2, 4, 3)
-_CLEAR_THREADS = 128
 _SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
-_SHARES, _AT_ONCE = 16, 6  # threads, at most, that add up one channel's parts, and parts that they load at once
 _LAUNCH_US, _SLAB_US, _SHARE_OF_COPY = 6.0, 1.0, 0.92
 _ALONE = 0.3  # of the time, where all blocks of a multiprocessor add up at once; less with every team there
 # Of the copy rate, by the bytes of a row that lie side by side.
@@ -61,122 +60,19 @@ class _Turns(NamedTuple):
     rest: int
 
 
-class _Counters(NamedTuple):
-    teams: int
-
-
-def _clear_kernel():
-    from nbdnn.kernels.cuda import ptx
-
-    integer, real = ptx.INTEGER[32], ptx.REAL["f32"]
-
-    def clear(counters, f):
-        at = integer(ptx.block_x() * _CLEAR_THREADS + ptx.thread_x())
-        if at < f.teams:
-            counters[at] = real(0.0)
-
-    return clear, (ptx.pointer("f32"), ptx.record(_Counters, 32))
-
-
-def _added_up(v: Variant):
-    """Device function (thread, slab, sums, f, t) -> (a, b) of one channel of the slab, in the first threads.
-
-    sums: of every part, a pair for every channel. Some threads share a channel; the first of them adds what they found.
-    """
-    from nbdnn.kernels.cuda import bn_sums, ptx, ptx_grid
-
-    integer, real = ptx.INTEGER[v.bits], ptx.REAL[v.compute]
-    channels, at_once = v.columns * v.sums, _AT_ONCE
-    shares = min(v.threads // channels, _SHARES)
-    size, merge, load = shares * channels, bn_sums.merged(v.op, v.compute), ptx_grid.load_pair(v.compute)
-
-    @ptx.inline
-    def add_up(thread, slab, sums, f, t):
-        counts = ptx.cuda.shared.array(size, real)
-        firsts = ptx.cuda.shared.array(size, real)
-        seconds = ptx.cuda.shared.array(size, real)
-        n, a, b = ptx.cuda.local.array(at_once, real), ptx.cuda.local.array(at_once, real), ptx.cuda.local.array(
-            at_once, real
-        )  # fmt: skip
-        count, first, second = real(0.0), real(0.0), real(0.0)
-        channel = integer(slab * channels + thread % channels)
-        if thread < size and channel < f.channels:
-            part = integer(thread // channels)
-            while part < f.parts:
-                for k in range(at_once):
-                    here = integer(part + k * shares)
-                    n[k] = real(t.full) if here < f.parts - 1 else real(t.rest) if here < f.parts else real(0.0)
-                    here = here if here < f.parts else part
-                    a[k], b[k] = load(sums, integer(2 * (here * f.channels + channel)))
-                for k in range(at_once):
-                    if n[k] > real(0.0):
-                        count, first, second = merge(count, first, second, n[k], a[k], b[k])
-                part = integer(part + at_once * shares)
-        if thread < size:
-            counts[thread], firsts[thread], seconds[thread] = count, first, second
-        ptx.cuda.syncthreads()
-        if thread < channels:
-            for share in range(1, shares):
-                at = integer(thread + share * channels)
-                count, first, second = merge(count, first, second, counts[at], firsts[at], seconds[at])
-        return first, second
-
-    return add_up
-
-
 def _team_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_grid, ptx_local, ptx_tile
+    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_local, ptx_tile
 
     v = Variant(*specialised_on)
     integer, small, u32, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
-    lanes, sums, columns, threads = v.lanes, v.sums, v.columns, v.threads
-    channels, rows_at_once, forward = columns * sums, threads // columns, v.is_forward
-    add, as_pairs, joined = bn_sums.steps(v)
-    of_block, add_up = bn_sums.of_block(v), _added_up(v)
-    finish, scale = bn_channel.finish(v), bn_channel.scale(v)
-    copy, load_shared = ptx_local.copy_to_shared(v.dtype, lanes), ptx_local.load_shared(v.dtype, lanes)
-    load, store, widen = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
-    wait, widen_data = ptx_tile.copy_async_wait(0), ptx.WIDEN[v.dtype]
-    vector_bytes = lanes * ITEMSIZE[v.dtype]
-    slot_bytes = threads * vector_bytes
+    lanes, columns, threads = v.lanes, v.columns, v.threads
+    channels, rows_at_once, moved = columns * v.sums, threads // columns, plan.next_row(v.bits)
+    copy, load_slot, (begin_sums, add, end_sums) = bn_slots.copied(v), bn_slots.loaded(v), bn_slots.summed(v)
+    of_block, of_team, (wait_for, meet) = bn_sums.of_block(v), bn_meeting.added_up(v), bn_meeting.barrier()
+    scale, (found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
+    load, store, wait = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_wait(0)
+    slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
     coefficients_size = 4 * channels
-
-    @ptx.inline
-    def moved(at, place, f):
-        """The next row of a thread: its index and its place in its image."""
-        place = integer(place + f.step_rows)
-        at = integer(at + f.step_elems)
-        if place >= f.of_image:
-            place, at = integer(place - f.of_image), integer(at + f.wrap_elems)
-        return at, place
-
-    @ptx.inline
-    def copy_one(slot, of_dy, x, dy, at):
-        copy(slot, x, at)
-        if not forward:
-            copy(u32(slot + of_dy), dy, at)
-
-    @ptx.inline
-    def start_gradient(origin, mean, column):
-        for i in range(sums):
-            origin[i] = widen(mean[integer(column * sums + i)])
-        for i in range(sums, lanes):
-            origin[i] = origin[0]
-
-    @ptx.inline
-    def wait_for(counters, team, expected):
-        if ptx.thread_x() == 0:
-            while ptx_grid.arrived(counters, team) < expected:
-                pass
-        ptx.cuda.syncthreads()
-
-    @ptx.inline
-    def meet(counters, team, expected):
-        """All blocks of the team have come here so often."""
-        ptx.cuda.syncthreads()
-        if ptx.thread_x() == 0:
-            ptx_grid.arrive(counters, team)
-        wait_for(counters, team, expected)
 
     def normalise(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, counters, pairs,
@@ -199,7 +95,7 @@ def _team_kernel(*specialised_on):
         end = last if column < f.columns else integer(0)
         at, place, slot, r = integer(column * f.column_elems + begin), begin_place, mine, row
         while r < end:
-            copy_one(slot, of_dy, x, dy, at)
+            copy(slot, of_dy, x, dy, at)
             at, place = moved(at, place, f)
             slot, r = u32(slot + u32(slot_bytes)), integer(r + rows_at_once)
         a, b, origin, pivot = (
@@ -220,22 +116,11 @@ def _team_kernel(*specialised_on):
             ptx_tile.copy_async_commit()
             wait()
             slot, r, count = mine, row, real(0.0)
-            if forward:
-                if r < end:
-                    load_shared(origin, 0, slot)
-            else:
-                start_gradient(origin, mean, held)
+            begin_sums(origin, mean, held, slot, r, end)
             while r < end:
-                load_shared(values, 0, slot)
-                if not forward:
-                    load_shared(gradients, 0, u32(slot + of_dy))
-                add(a, b, origin, values, gradients, 0)
+                add(a, b, origin, values, gradients, slot, of_dy)
                 slot, r, count = u32(slot + u32(slot_bytes)), integer(r + rows_at_once), count + real(1.0)
-            if lanes > sums:
-                for i in range(lanes):
-                    pivot[i] = pivot[0]
-            as_pairs(count, a, b, origin, pivot)
-            count = joined(count, a, b)
+            count = end_sums(count, a, b, origin, pivot)
 
             # 2., 3. The channels' sums, and what becomes of them.
             _, of_first, of_second = of_block(thread, count, a, b)
@@ -246,37 +131,24 @@ def _team_kernel(*specialised_on):
                     pairs[pair], pairs[integer(pair + 1)] = of_first, of_second
                 meet(counters, team, expected)
                 expected = small(expected + f.parts)
-                of_first, of_second = add_up(thread, slab, pairs, f, t)
+                of_first, of_second = of_team(thread, slab, pairs, f, t)
             if thread < channels and channel < f.channels:
                 params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
-                origin_of_channel = real(0.0)
-                if forward:
-                    origin_of_channel = widen_data(x[integer(channel * f.channel_elems)])
-                found = finish(
-                    params, channel, origin_of_channel, real(f.m), of_first, of_second, epsilon, factor, rank == 0
-                )
-                for i in range(4):
-                    coefficients[integer(i * channels + thread)] = found[i]
+                found(coefficients, thread, params, channel, x, of_first, of_second, epsilon, factor, rank, f)
             ptx.cuda.syncthreads()
 
             # 4. Scaled and stored, and the next slab's copies.
-            for i in range(sums):
-                at_lane = integer(in_slab * sums + i)
-                origin[i], pivot[i] = coefficients[at_lane], coefficients[integer(at_lane + channels)]
-                a[i] = coefficients[integer(at_lane + 2 * channels)]
-                b[i] = coefficients[integer(at_lane + 3 * channels)]
+            taken(coefficients, in_slab, origin, pivot, a, b)
             slab = integer(slab + t.teams)
             at, place, slot, r = integer(column * f.column_elems + begin), begin_place, mine, row
             column = integer(slab * columns + in_slab)
             apart, next_end = integer(t.teams * columns * f.column_elems), last if column < f.columns else integer(0)
             while r < end:
-                load_shared(values, 0, slot)
-                if not forward:
-                    load_shared(gradients, 0, u32(slot + of_dy))
+                load_slot(values, gradients, slot, of_dy)
                 scale(origin, pivot, a, b, values, gradients, 0)
                 store(out, at, values, 0)
                 if next_end > 0:
-                    copy_one(slot, of_dy, x, dy, integer(at + apart))
+                    copy(slot, of_dy, x, dy, integer(at + apart))
                 at, place = moved(at, place, f)
                 slot, r = u32(slot + u32(slot_bytes)), integer(r + rows_at_once)
             end = next_end
@@ -334,16 +206,12 @@ class InTeams(LaunchedCandidate[Teams]):
             scalars=v.compute,
             integers=(*walk, *turns),
             integer_bits=v.bits,
-            dynamic_shared_bytes=_held_bytes(problem, v, walk),
+            dynamic_shared_bytes=bn_slots.held_bytes(v, walk.slots),
             cooperative=walk.parts > 1,
         )
         if walk.parts == 1:
             return [main]
-        clear_blocks = ceil(teams / _CLEAR_THREADS)
-        clear = Launch(
-            Source(_clear_kernel, (), _CLEAR_THREADS), (clear_blocks, 1, 1), (WORKSPACE,), "", _Counters(teams)
-        )
-        return [clear, main]
+        return [bn_meeting.clear(teams), main]
 
 
 def _every(problem: BnProblem, device: Gpu) -> list[Teams]:
@@ -373,9 +241,9 @@ def _fits(problem: BnProblem, config: Teams, device: Gpu) -> bool:
     walk = _walk(problem, v, config)
     size = ITEMSIZE[v.compute]
     channels = v.columns * v.sums
-    sums = (3 * (v.threads // 32) + 4 + 3 * min(v.threads // channels, _SHARES)) * channels * size
+    sums = (3 * (v.threads // 32) + 4 + 3 * bn_meeting.shares(v)) * channels * size
     there = (shared_bytes(device) + _SYSTEM_BYTES) // config.resident - _SYSTEM_BYTES
-    return _held_bytes(problem, v, walk) + sums <= there
+    return bn_slots.held_bytes(v, walk.slots) + sums <= there
 
 
 def _variant(problem: BnProblem, config: Teams) -> Variant:
@@ -398,15 +266,9 @@ def _teams(problem: BnProblem, config: Teams, device: Gpu) -> int:
     return max(1, min(device.sms * config.resident // walk.parts, walk.slabs))
 
 
-def _held_bytes(problem: BnProblem, v: Variant, walk: Walk) -> int:
-    """Of a block: what its threads copy."""
-    tensors = 1 if v.is_forward else 2
-    return tensors * walk.slots * v.threads * v.lanes * ITEMSIZE[v.dtype]
-
-
 def _counters_bytes(device: Gpu) -> int:
-    """Before the sums: a counter for every team there may be, in lines of 256 bytes."""
-    return -(-4 * device.sms * max(_RESIDENT_BLOCKS) // 256) * 256
+    """Of every team there may be."""
+    return bn_meeting.counters_bytes(device.sms * max(_RESIDENT_BLOCKS))
 
 
 TRAIN, BWD = InTeams("bn_train"), InTeams("bn_bwd")

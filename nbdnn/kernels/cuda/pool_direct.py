@@ -40,7 +40,8 @@ class _Variant(NamedTuple):
 
 
 def _functions(v: _Variant):
-    """(the part of an axis of a window that is inside of the image, what a window's sum is multiplied by)."""
+    """Device functions (d, h, w, f) of a window: its part inside of the image, from and to on each axis, and what its
+    sum is multiplied by."""
     from nbdnn.kernels.cuda import ptx
 
     integer, real = ptx.INTEGER[v.bits], ptx.REAL[DEFAULT_COMPUTE[v.dtype]]
@@ -53,18 +54,23 @@ def _functions(v: _Variant):
         return start if start > 0 else integer(0), end if end < extent else extent
 
     @ptx.inline
+    def window(d, h, w, f):
+        low_d, end_d = inside(d, f.stride_d, f.pad_d, f.taps_d, f.in_d)
+        low_h, end_h = inside(h, f.stride_h, f.pad_h, f.taps_h, f.in_h)
+        low_w, end_w = inside(w, f.stride_w, f.pad_w, f.taps_w, f.in_w)
+        return low_d, end_d, low_h, end_h, low_w, end_w
+
+    @ptx.inline
     def scale_of(d, h, w, f):
         if is_sum:
             return real(1.0)
         count = integer(f.taps_d * f.taps_h * f.taps_w)
         if excludes_pad:
-            low_d, end_d = inside(d, f.stride_d, f.pad_d, f.taps_d, f.in_d)
-            low_h, end_h = inside(h, f.stride_h, f.pad_h, f.taps_h, f.in_h)
-            low_w, end_w = inside(w, f.stride_w, f.pad_w, f.taps_w, f.in_w)
+            low_d, end_d, low_h, end_h, low_w, end_w = window(d, h, w, f)
             count = integer((end_d - low_d) * (end_h - low_h) * (end_w - low_w))
         return real(1.0) / real(count)
 
-    return inside, scale_of
+    return window, scale_of
 
 
 def _forward_kernel(*specialised_on):
@@ -74,7 +80,7 @@ def _forward_kernel(*specialised_on):
     integer, real, widen, narrow = (
         ptx.INTEGER[v.bits], ptx.REAL[DEFAULT_COMPUTE[v.dtype]], ptx.WIDEN[v.dtype], ptx.NARROW[v.dtype],
     )  # fmt: skip
-    place, (inside, scale_of), is_max = output_place(v.channels_last), _functions(v), v.mode.startswith("max")
+    place, (window, scale_of), is_max = output_place(v.channels_last), _functions(v), v.mode.startswith("max")
     lowest = real(float("-inf"))
 
     @ptx.inline
@@ -88,9 +94,7 @@ def _forward_kernel(*specialised_on):
         if element >= f.elements:
             return
         n, c, d, h, w = place(element, f.channels, f.out_d, f.out_h, f.out_w)
-        low_d, end_d = inside(d, f.stride_d, f.pad_d, f.taps_d, f.in_d)
-        low_h, end_h = inside(h, f.stride_h, f.pad_h, f.taps_h, f.in_h)
-        low_w, end_w = inside(w, f.stride_w, f.pad_w, f.taps_w, f.in_w)
+        low_d, end_d, low_h, end_h, low_w, end_w = window(d, h, w, f)
         start = integer(n * f.x_n + c * f.x_c)
         found = lowest if is_max else real(0.0)
         i_d = low_d
@@ -121,7 +125,7 @@ def _backward_kernel(*specialised_on):
     integer, real, widen, narrow = (
         ptx.INTEGER[v.bits], ptx.REAL[DEFAULT_COMPUTE[v.dtype]], ptx.WIDEN[v.dtype], ptx.NARROW[v.dtype],
     )  # fmt: skip
-    place, (inside, scale_of), is_max = output_place(v.channels_last), _functions(v), v.mode.startswith("max")
+    place, (window, scale_of), is_max = output_place(v.channels_last), _functions(v), v.mode.startswith("max")
     lowest = real(float("-inf"))
 
     @ptx.inline
@@ -136,9 +140,7 @@ def _backward_kernel(*specialised_on):
     @ptx.inline
     def first_maximum(x, start, d, h, w, f):
         """Where in the image the maximum of a window is: as an offset from `start`."""
-        low_d, end_d = inside(d, f.stride_d, f.pad_d, f.taps_d, f.in_d)
-        low_h, end_h = inside(h, f.stride_h, f.pad_h, f.taps_h, f.in_h)
-        low_w, end_w = inside(w, f.stride_w, f.pad_w, f.taps_w, f.in_w)
+        low_d, end_d, low_h, end_h, low_w, end_w = window(d, h, w, f)
         found, place_found = lowest, integer(-1)
         i_d = low_d
         while i_d < end_d:

@@ -11,7 +11,6 @@ cache once a step for every four images, and a launch takes 2 to 3 us: what is k
 from __future__ import annotations
 
 from math import ceil
-from typing import Any
 
 from nbdnn.candidate import YES, NoConfig, Support
 from nbdnn.device import Gpu
@@ -19,7 +18,7 @@ from nbdnn.kernels.cuda import rnn_layers, rnn_steps
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import fma_flops_per_s
-from nbdnn.kernels.cuda.rnn_plan import ForwardMemory, GradientMemory, index_bits, weights
+from nbdnn.kernels.cuda.rnn_plan import ForwardMemory, GradientMemory, index_bits, of_steps, weights
 from nbdnn.problem_rnn import RnnProblem
 
 _STEP_US = 2.5  # of a launch in a graph, whatever it does
@@ -60,19 +59,6 @@ class Direct(LaunchedCandidate[NoConfig]):
         return found
 
 
-def _common(problem: RnnProblem, layer: int) -> dict[str, Any]:
-    w = weights(problem, layer)
-    return {
-        "steps": problem.steps,
-        "batch": problem.batch,
-        "hidden": problem.hidden,
-        "directions": problem.directions,
-        "recurrent": w.recurrent,
-        "next_matrices": w.next_matrices,
-        "state": layer * problem.directions * problem.batch * problem.hidden,
-    }
-
-
 def _steps(problem: RnnProblem, memory: ForwardMemory, layer: int) -> list[Launch]:
     w, out, y, saved = weights(problem, layer), memory.outputs(layer), memory.y(layer), memory.saved(layer)
     kind = rnn_steps.ForwardKind(
@@ -83,7 +69,7 @@ def _steps(problem: RnnProblem, memory: ForwardMemory, layer: int) -> list[Launc
     grid = (ceil(problem.hidden / rnn_steps.WARPS), ceil(problem.batch / rnn_steps.IMAGES), problem.directions)
     fields = rnn_steps.ForwardFields(
         step=0,
-        **_common(problem, layer),
+        **of_steps(problem, layer),
         bias=w.recurrent_bias,
         next_biases=w.next_biases,
         out=out.first,
@@ -102,7 +88,7 @@ def _steps_back(problem: RnnProblem, memory: GradientMemory, layer: int) -> list
     pointers = (memory.records, memory.operand("w"), memory.state("dhy", layer), memory.state("dcy", layer))
     more = (memory.carried, memory.state("dhx", layer), memory.state("dcx", layer))
     grid = (ceil(problem.hidden / rnn_steps.LANES), ceil(problem.batch / rnn_steps.IMAGES), problem.directions)
-    fields = rnn_steps.BackFields(step=0, **_common(problem, layer))
+    fields = rnn_steps.BackFields(step=0, **of_steps(problem, layer))
     source = Source(rnn_steps.back_kernel, (problem.mode, problem.dtype, bits), rnn_steps.THREADS)
     places = tuple(place.pointer for place in (*pointers, *more))
     return [Launch(source, grid, places, "", fields._replace(step=step), bits) for step in range(problem.steps + 1)]

@@ -1,4 +1,5 @@
-"""What neighbouring threads of a recurrent network's step do together: sums of each, and the gates of a unit.
+"""What the threads of a recurrent network's step do together: neighbours the sums of each and the gates of a unit, a
+block or a cluster the barrier that ends a step.
 
 Four sums go to four threads in two exchanges: of two sums a thread keeps one and gives the other away, so that each
 exchange halves what is left to add. Source: own.
@@ -34,6 +35,46 @@ def sums_of_threads(lanes: int, count: int):
         return total
 
     return added
+
+
+@cache
+def barrier(cluster: int):
+    """Device functions: a thread arrives; it leaves when all of the cluster, or of a block alone, have arrived."""
+    from nbdnn.kernels.cuda import ptx, ptx_cluster
+
+    @ptx.inline
+    def arrive():
+        if cluster > 1:
+            ptx_cluster.arrive()
+
+    @ptx.inline
+    def leave():
+        if cluster > 1:
+            ptx_cluster.wait()
+        else:
+            ptx.cuda.syncthreads()
+
+    return arrive, leave
+
+
+@cache
+def cleared(threads: int, cluster: int, shared_bytes: int):
+    """Device function (shared, thread): zeros in the shared memory of every block of the cluster, which all have."""
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    integer, u32, store = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx_tile.STORE_SHARED[1]
+    words, (arrive, leave) = shared_bytes // 4, barrier(cluster)
+
+    @ptx.inline
+    def clear(shared, thread):
+        at = thread
+        while at < words:
+            store(u32(shared + u32(at * 4)), u32(0))
+            at = integer(at + threads)
+        arrive()
+        leave()
+
+    return clear
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The activations of recurrent networks on a GPU, and the gates of a step from its sums.
+"""The activations of recurrent networks on a GPU, and the states that their steps begin with.
 
     lstm   i, f, o = sigmoid, g = tanh;  c' = f c + i g;  h' = o tanh(c')
     gru    r, u = sigmoid;  n = tanh(a_n + r b_n);  h' = n + u (h - n)
@@ -11,6 +11,8 @@ are good to 4 ulp beside the rounding of their argument. Where tanh(x) = 1 - 2 /
 from __future__ import annotations
 
 from functools import cache
+
+from nbdnn.problem import DEFAULT_COMPUTE
 
 _LOG2_E = 1.4426950408889634
 _SMALL = 0.55
@@ -45,6 +47,20 @@ def activation(compute: str):
         return math.tanh(x) if is_tanh else real(1.0) / (real(1.0) + math.exp(-x))
 
     return by_powers if compute == "f32" else by_libdevice
+
+
+@cache
+def given_or_zero(dtype: str):
+    """Device function (state, place) -> what a step begins with; 0 where no state is given."""
+    from nbdnn.kernels.cuda import ptx, ptx_rnn
+
+    widen, zero = ptx.WIDEN[dtype], ptx.REAL[DEFAULT_COMPUTE[dtype]](0.0)
+
+    @ptx.inline
+    def first(state, at):
+        return widen(ptx.load_constant(state, at)) if ptx_rnn.given(state) else zero
+
+    return first
 
 
 @cache

@@ -28,7 +28,7 @@ from nbdnn.kernels.cuda import rnn_persistent_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.rnn_persistent_plan import Config, Layout
-from nbdnn.kernels.cuda.rnn_plan import ForwardMemory, gates_of, weights
+from nbdnn.kernels.cuda.rnn_plan import ForwardMemory, gates_of, of_steps, weights
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_rnn import SAVED, RnnProblem
 
@@ -89,18 +89,21 @@ class Fields(NamedTuple):
 def forward_kernel(*specialised_on):
     """Pointers: sums, w, hx, cx, outputs, y, what is saved, hy, cy."""
     from nbdnn.kernels.cuda import ptx, ptx_cluster, ptx_local, ptx_rnn, ptx_tile
-    from nbdnn.kernels.cuda.rnn_exchange import gates_of_threads, sums_of_threads
+    from nbdnn.kernels.cuda.rnn_exchange import barrier, cleared, gates_of_threads, sums_of_threads
+    from nbdnn.kernels.cuda.rnn_gates import given_or_zero
 
     v = Variant(*specialised_on)
     gates, kept, lanes, units, quads, images = gates_of(v.mode), SAVED[v.mode], v.lanes, v.units, v.quads, v.images
     integer, real, u32 = ptx.INTEGER[32], ptx.REAL["f32"], ptx.cuda.types.uint32
     widen, narrow, zero = ptx.WIDEN[v.dtype], ptx.NARROW[v.dtype], real(0.0)
     is_lstm, is_gru, training, has_out, has_y = v.mode == "lstm", v.mode == "gru", v.training, v.out, v.y
-    cluster, padded, threads, ring_at, shared_words = v.cluster, v.padded, v.threads, v.ring_at, v.shared_bytes // 4
+    cluster, padded, threads, ring_at = v.cluster, v.padded, v.threads, v.ring_at
     load_quad, store, bits_of = ptx_local.load_shared("f32", 4), ptx_tile.STORE_SHARED[1], ptx_tile.word_of
     load, copy, commit = ptx_tile.LOAD_SHARED[1], ptx_tile.COPY_ASYNC[4], ptx_tile.copy_async_commit
     wait, float_of = ptx_tile.copy_async_wait(RING - 1), ptx_tile.float_of
     sums_of_unit, do_gates = sums_of_threads(lanes, gates), gates_of_threads(v.mode)
+    (arrive, leave), clear = barrier(cluster), cleared(threads, cluster, v.shared_bytes)
+    state_of = given_or_zero(v.dtype)
     long, moved, store_at, select = ptx.INTEGER[64], ptx_rnn.moved, ptx_rnn.store_at, ptx_rnn.select
     all_weights, all_quads, spare_at = gates * 4 * quads, 4 * quads, v.shared_bytes - 4
     # Beside its gate thread 0 may write c, 1 h to the outputs and 2 h to y; y of 16 bits is written apart.
@@ -108,18 +111,6 @@ def forward_kernel(*specialised_on):
     first_other, end_other = (0 if keeps_c else 1, 3 if wide_y else 2) if has_out else (0, 0)
     y_bytes = ITEMSIZE[v.dtype]
     buffer_bytes, image_bytes, slot_bytes = images * padded * 4, padded * 4, images * threads * 4
-
-    @ptx.inline
-    def arrive():
-        if cluster > 1:
-            ptx_cluster.arrive()
-
-    @ptx.inline
-    def leave():
-        if cluster > 1:
-            ptx_cluster.wait()
-        else:
-            ptx.cuda.syncthreads()
 
     @ptx.inline
     def load_weights(w, weights, first, unit, lane, is_there, f):
@@ -191,25 +182,18 @@ def forward_kernel(*specialised_on):
         if is_gru:
             bias = widen(ptx.load_constant(w, integer(f.bias + direction * f.next_biases + 2 * f.hidden + here)))
         shared = ptx_tile.dynamic_shared()
-        at = thread
-        while at < shared_words:
-            store(u32(shared + u32(at * 4)), u32(0))
-            at = integer(at + threads)
-        arrive()
-        leave()
+        clear(shared, thread)
         # Threads without a unit put their h where nobody reads it.
         to = u32(shared + u32(here * 4 if is_there else spare_at))
         apart, image_step = u32(buffer_bytes if is_there else 0), u32(image_bytes if is_there else 0)
         if cluster > 1:
             to = ptx_cluster.address_in_block(to, integer(lane & (cluster - 1)))
         for i in range(images):
-            h[i], c[i] = zero, zero
             row = integer(direction * f.batch + min(integer(image + i), integer(f.batch - 1)))
             cell = integer(f.state + row * f.hidden + here)
-            if ptx_rnn.given(hx):
-                h[i] = widen(ptx.load_constant(hx, cell))
-            if is_lstm and ptx_rnn.given(cx):
-                c[i] = widen(ptx.load_constant(cx, cell))
+            h[i], c[i] = state_of(hx, cell), zero
+            if is_lstm:
+                c[i] = state_of(cx, cell)
             put_h(u32(to + u32(i * image_step)), h[i])
         # From here on addresses go from step to step, forward or back, and bytes from an image to the next.
         row = integer(((f.steps - 1 if direction else 0) * f.batch + image) * f.directions + direction)
@@ -329,15 +313,9 @@ def _steps(problem: RnnProblem, memory: ForwardMemory, layer: int, config: Confi
     states = [memory.state(name, layer) for name in ("hx", "cx", "hy", "cy")]
     places = (memory.sums, memory.operand("w"), *states[:2], out, y, saved, *states[2:])
     fields = Fields(
-        steps=problem.steps,
-        batch=problem.batch,
-        hidden=problem.hidden,
-        directions=problem.directions,
-        recurrent=w.recurrent,
-        next_matrices=w.next_matrices,
+        **of_steps(problem, layer),
         bias=w.recurrent_bias,
         next_biases=w.next_biases,
-        state=states[0].first,
         out=out.first,
         saved=saved.first,
     )

@@ -25,7 +25,7 @@ from nbdnn.kernels.cuda import rnn_persistent_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.rnn_persistent_plan import Config, Layout
-from nbdnn.kernels.cuda.rnn_plan import GRADIENTS, RECORD, GradientMemory, gates_of, weights
+from nbdnn.kernels.cuda.rnn_plan import GRADIENTS, RECORD, GradientMemory, gates_of, of_steps
 from nbdnn.problem_rnn import RnnProblem
 
 RING = 4  # steps whose records are in shared memory or on their way
@@ -108,35 +108,26 @@ def _back(mode: str):
 def back_kernel(*specialised_on):
     """Pointers: records, w, dhy, dcy, dhx, dcx."""
     from nbdnn.kernels.cuda import ptx, ptx_cluster, ptx_local, ptx_rnn, ptx_tile
-    from nbdnn.kernels.cuda.rnn_exchange import sums_of_threads
+    from nbdnn.kernels.cuda.rnn_exchange import barrier, cleared, sums_of_threads
+    from nbdnn.kernels.cuda.rnn_gates import given_or_zero
 
     v = Variant(*specialised_on)
     gates, gradients, record, slots = gates_of(v.mode), GRADIENTS[v.mode], RECORD[v.mode], v.slots
     lanes, units, quads, images, cluster, threads = v.lanes, v.units, v.quads, v.images, v.cluster, v.threads
     integer, real, u32 = ptx.INTEGER[32], ptx.REAL["f32"], ptx.cuda.types.uint32
     widen, narrow, zero = ptx.WIDEN[v.dtype], ptx.NARROW[v.dtype], real(0.0)
-    is_lstm, is_gru, ring_at, shared_words = v.mode == "lstm", v.mode == "gru", v.ring_at, v.shared_bytes // 4
+    is_lstm, is_gru, ring_at = v.mode == "lstm", v.mode == "gru", v.ring_at
     load_quad, store, bits_of = ptx_local.load_shared("f32", 4), ptx_tile.STORE_SHARED[1], ptx_tile.word_of
     load, copy, commit = ptx_tile.LOAD_SHARED[1], ptx_tile.COPY_ASYNC[4], ptx_tile.copy_async_commit
     wait, float_of = ptx_tile.copy_async_wait(RING - 2), ptx_tile.float_of
     sums_of_columns, gate_back = sums_of_threads(lanes, _COLUMNS), _back(v.mode)
+    (arrive, leave), clear = barrier(cluster), cleared(threads, cluster, v.shared_bytes)
+    state_of = given_or_zero(v.dtype)
     count, first_slot, words = len(slots), slots[0], 1 + len(slots)
     long, moved, store_at, select = ptx.INTEGER[64], ptx_rnn.moved, ptx_rnn.store_at, ptx_rnn.select
     all_weights, spare_at = _COLUMNS * 4 * quads, v.shared_bytes - 4
     image_bytes, buffer_bytes = v.padded * 4, images * v.padded * 4
     record_bytes, slot_bytes = words * threads * 4, images * words * threads * 4
-
-    @ptx.inline
-    def arrive():
-        if cluster > 1:
-            ptx_cluster.arrive()
-
-    @ptx.inline
-    def leave():
-        if cluster > 1:
-            ptx_cluster.wait()
-        else:
-            ptx.cuda.syncthreads()
 
     @ptx.inline
     def load_weights(w, weights, first, unit, last, lane, f):
@@ -183,10 +174,6 @@ def back_kernel(*specialised_on):
                 for j in range(4):
                     found[column] = ptx.fma(weights[(column * quads + i) * 4 + j], quad[j], found[column])
 
-    @ptx.inline
-    def given_or_zero(state, at):
-        return widen(ptx.load_constant(state, at)) if ptx_rnn.given(state) else zero
-
     def back(records, w, dhy, dcy, dhx, dcx, f):
         # 1. Where a thread is: four columns, and as (unit, gate) of the step; its weights.
         thread, direction = integer(ptx.thread_x()), integer(ptx.block_y())
@@ -207,12 +194,7 @@ def back_kernel(*specialised_on):
         blocks, values = ptx.cuda.local.array(cluster, u32), ptx.cuda.local.array(images, real)
         load_weights(w, weights, integer(f.recurrent + direction * f.next_matrices), column, last, lane, f)
         shared = ptx_tile.dynamic_shared()
-        at = thread
-        while at < shared_words:
-            store(u32(shared + u32(at * 4)), u32(0))
-            at = integer(at + threads)
-        arrive()
-        leave()
+        clear(shared, thread)
         # What is for no row is put where nobody reads it. Of a cluster's blocks addresses are distances from here.
         to = u32(shared + u32(row * 4 if has_row else spare_at))
         apart, image_step = u32(buffer_bytes if has_row else 0), u32(image_bytes if has_row else 0)
@@ -233,9 +215,9 @@ def back_kernel(*specialised_on):
         for i in range(images):
             place = integer(direction * f.batch + image + min(integer(i), last_image))
             cell = integer(f.state + place * f.hidden + here)
-            dh[i], dc[i] = given_or_zero(dhy, cell), zero
+            dh[i], dc[i] = state_of(dhy, cell), zero
             if is_lstm:
-                dc[i] = given_or_zero(dcy, cell)
+                dc[i] = state_of(dcy, cell)
 
         # 2. The steps, from the last one back.
         step, buffer, writing = integer(0), u32(shared + u32(lane * 16)), u32(0)
@@ -321,23 +303,14 @@ def _layout(problem: RnnProblem, config: Config) -> Layout:
 
 
 def _steps_back(problem: RnnProblem, memory: GradientMemory, layer: int, config: Config) -> Launch:
-    w, variant = weights(problem, layer), _variant(problem, config)
+    variant = _variant(problem, config)
     states = [memory.state(name, layer) for name in ("dhy", "dcy", "dhx", "dcx")]
-    fields = Fields(
-        steps=problem.steps,
-        batch=problem.batch,
-        hidden=problem.hidden,
-        directions=problem.directions,
-        recurrent=w.recurrent,
-        next_matrices=w.next_matrices,
-        state=states[0].first,
-    )
     return Launch(
         source=Source(back_kernel, variant, variant.threads),
         grid=(plan.blocks(problem, config), problem.directions, 1),
         pointers=tuple(place.pointer for place in (memory.records, memory.operand("w"), *states)),
         scalars="",
-        integers=fields,
+        integers=Fields(**of_steps(problem, layer)),
         dynamic_shared_bytes=variant.shared_bytes,
         cluster=config.cluster,
     )

@@ -65,6 +65,20 @@ def weights(problem: RnnProblem, layer: int) -> Weights:
     )
 
 
+def of_steps(problem: RnnProblem, layer: int) -> dict[str, int]:
+    """What the integers of every kernel of steps begin with; state: a layer's first element."""
+    w = weights(problem, layer)
+    return {
+        "steps": problem.steps,
+        "batch": problem.batch,
+        "hidden": problem.hidden,
+        "directions": problem.directions,
+        "recurrent": w.recurrent,
+        "next_matrices": w.next_matrices,
+        "state": layer * problem.directions * problem.batch * problem.hidden,
+    }
+
+
 class Place(NamedTuple):
     """Elements of `dtype`: the place of a pointer, and the first of them behind it."""
 

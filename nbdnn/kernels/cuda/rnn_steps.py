@@ -81,19 +81,20 @@ def _gates(mode: str, compute: str):
 
 def forward_kernel(*specialised_on):
     """Pointers: sums, w, hx, cx, cells, outputs, y, what is saved, hy, cy."""
-    from nbdnn.kernels.cuda import ptx, ptx_rnn
+    from nbdnn.kernels.cuda import ptx
+    from nbdnn.kernels.cuda.rnn_gates import given_or_zero
 
     kind = ForwardKind(*specialised_on)
     compute, gates, kept = DEFAULT_COMPUTE[kind.dtype], gates_of(kind.mode), SAVED[kind.mode]
     integer, real, small = ptx.INTEGER[kind.bits], ptx.REAL[compute], ptx.INTEGER[32]
     widen, narrow, do_gates = ptx.WIDEN[kind.dtype], ptx.NARROW[kind.dtype], _gates(kind.mode, compute)
     is_lstm, is_gru, training, has_y = kind.mode == "lstm", kind.mode == "gru", kind.training, kind.y
-    count, zero = gates * IMAGES, real(0.0)
+    count, zero, first_of = gates * IMAGES, real(0.0), given_or_zero(kind.dtype)
 
     @ptx.inline
     def state_of(hx, out, at_hx, at_out, step):
         if step == 0:
-            return widen(ptx.load_constant(hx, at_hx)) if ptx_rnn.given(hx) else zero
+            return first_of(hx, at_hx)
         return out[at_out]
 
     @ptx.inline
@@ -191,13 +192,14 @@ class BackFields(NamedTuple):
 
 def back_kernel(mode: str, dtype: str, bits: int):
     """Pointers: records, w, dhy, dcy, what is carried, dhx, dcx."""
-    from nbdnn.kernels.cuda import ptx, ptx_rnn
+    from nbdnn.kernels.cuda import ptx
+    from nbdnn.kernels.cuda.rnn_gates import given_or_zero
 
     compute, gates, slots = DEFAULT_COMPUTE[dtype], gates_of(mode), RECORD[mode]
     integer, real, small = ptx.INTEGER[bits], ptx.REAL[compute], ptx.INTEGER[32]
     widen, narrow, zero, gradients = ptx.WIDEN[dtype], ptx.NARROW[dtype], real(0.0), GRADIENTS[mode]
     is_lstm, is_gru = mode == "lstm", mode == "gru"
-    size, held = WARPS * IMAGES * LANES, _ROWS_AT_ONCE * IMAGES
+    size, held, first_of = WARPS * IMAGES * LANES, _ROWS_AT_ONCE * IMAGES, given_or_zero(dtype)
 
     @ptx.inline
     def products(w, records, found, direction, unit, image, t, warp, f):
@@ -223,10 +225,6 @@ def back_kernel(mode: str, dtype: str, bits: int):
                 for j in range(IMAGES):
                     found[j] = ptx.fma(values[i * IMAGES + j], weights[i], found[j])
             row = integer(row + _ROWS_AT_ONCE * WARPS)
-
-    @ptx.inline
-    def given_or_zero(state, at):
-        return widen(ptx.load_constant(state, at)) if ptx_rnn.given(state) else zero
 
     @ptx.inline
     def gates_back(records, at, dh, dc, f):
@@ -266,9 +264,9 @@ def back_kernel(mode: str, dtype: str, bits: int):
             cell = integer((direction * f.batch + image) * f.hidden + unit)
             at_state, carry = integer(f.state + cell), zero
             if f.step == 0:
-                dh = given_or_zero(dhy, at_state)
+                dh = first_of(dhy, at_state)
                 if is_lstm:
-                    carry = given_or_zero(dcy, at_state)
+                    carry = first_of(dcy, at_state)
             else:
                 carry, dh = carried[cell], zero
                 for other in range(WARPS):

@@ -30,7 +30,7 @@ from nbdnn.kernels.cuda.rows_tile import (
     tile_place,
     word_place,
 )
-from nbdnn.kernels.cuda.window_store import in_turn, store_run
+from nbdnn.kernels.cuda.window_store import dealt_filter, in_turn, store_run
 
 THREADS = 256
 _WARPS = THREADS // 32
@@ -65,16 +65,8 @@ def _fill_filters(variant: Forward):
 
     lines, filters = variant.lines, variant.filters
     integer, word, store = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx_tile.STORE_SHARED[1]
-    element_of, placed = _filter_element(variant), word_place(lines)
-    dealt = max(variant.run // 2, 1).bit_length() - 1  # n8 tiles whose filters are dealt together, as a power of two
+    element_of, placed, of_tiles = _filter_element(variant), word_place(lines), dealt_filter(variant.run)
     run, columns, units = integer(lines.run), integer(filters), variant.units
-
-    @ptx.inline
-    def of_tiles(at):
-        """The filter of column at % 8 of n8 tile at // 8."""
-        tile, column = at >> 3, at & 7
-        first = tile >> dealt << 3 + dealt
-        return integer(first + (column >> 1 << 1 + dealt) + ((tile & (1 << dealt) - 1) << 1) + (column & 1))
 
     @ptx.inline
     def fragment_place(i, f):

@@ -6,7 +6,7 @@
     gather   of an affine map: a thread has an output and a pixel. It adds up what all outputs near its pixel give to
              it, which it finds by turning the map round; the same bits every time
     atomic   a thread has an output, and adds what this gives to the pixels near it; in any order
-    ordered  of a grid: a thread has a channel of an image and goes through its outputs; the same bits every time
+    ordered  of a grid: a thread has a channel of an image and goes through its outputs (spatialtf_ordered)
 
 Threads share positions and channels as in spatialtf_direct. Of a grid a thread, or its neighbours, has all channels of
 an output, whose dgrid it stores; dtheta is added up block by block (spatialtf_theta). What is not added up in registers
@@ -25,6 +25,7 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate, in_workspace
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.spatialtf_direct import THREADS, Config, configs, launched
+from nbdnn.kernels.cuda.spatialtf_ordered import ordered
 from nbdnn.kernels.cuda.spatialtf_pixels import box
 from nbdnn.kernels.cuda.spatialtf_position import (
     Fields,
@@ -38,6 +39,7 @@ from nbdnn.kernels.cuda.spatialtf_position import (
     thread_place,
 )
 from nbdnn.kernels.cuda.spatialtf_theta import SUMS, along_axis, store_sums, theta_launch
+from nbdnn.kernels.cuda.zeros import zeros
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
@@ -46,7 +48,6 @@ _VECTOR_ADDS = 9, 0  # from this compute capability on, four neighbours are adde
 _LAUNCH_US = 6.0
 _OVER_COPY = {"gather": 1.6, "atomic": 2.5, "ordered": 2.5}
 _ORDERED_NS = 800.0  # an output, one after the other
-_WARP = 32
 # Blocks on a multiprocessor at once: more of them hide what memory takes, and fewer registers spill.
 _MIN_BLOCKS = {"gather": 2, "atomic": 3, "": 3}
 
@@ -237,19 +238,6 @@ class _Elements(NamedTuple):
     elements: int
 
 
-def _clear_kernel(compute: str, bits: int):
-    from nbdnn.kernels.cuda import ptx
-
-    integer, zero = ptx.INTEGER[bits], ptx.REAL[compute](0.0)
-
-    def clear(total, f):
-        element = integer(integer(ptx.block_x()) * THREADS + ptx.thread_x())
-        if element < f.elements:
-            total[element] = zero
-
-    return clear, (ptx.pointer(compute), ptx.record(_Elements, bits))
-
-
 def _round_kernel(dtype: str, bits: int):
     from nbdnn.kernels.cuda import ptx
 
@@ -261,54 +249,6 @@ def _round_kernel(dtype: str, bits: int):
             dx[element] = narrow(total[element])
 
     return round_, (ptx.pointer("f32"), ptx.pointer(dtype), ptx.record(_Elements, bits))
-
-
-def _ordered_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_spatialtf
-
-    kind = Kind(*specialised_on)
-    integer, real, widen, narrow = (
-        ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], ptx.WIDEN[kind.dtype], ptx.NARROW[kind.dtype],
-    )  # fmt: skip
-    locate, find, hat = position(kind), nearest(kind.compute, kind.bits), ptx_spatialtf.hat
-
-    @ptx.inline
-    def add(total, at, weight, top):
-        if weight > real(0.0):
-            total[at] = ptx.fma(weight, top, total[at])
-
-    def add_outputs(grid, dy, total, dx, f):
-        channel = integer(integer(ptx.block_x()) * _WARP + ptx.thread_x())
-        if channel >= f.images * f.vectors:
-            return
-        image, c = ptx.divided(channel, f.vectors)
-        of_x, of_y = integer(image * f.x_n + c * f.x_v), integer(image * f.y_n + c * f.y_v)
-        pixel = integer(0)
-        while pixel < f.pixels:
-            total[integer(of_x + pixel * f.x_w)] = real(0.0)
-            pixel = integer(pixel + 1)
-        output = integer(0)
-        while output < f.outputs:
-            i, j = ptx.divided(output, f.out_w)
-            s, t = locate(grid, image, i, j, f)
-            (column, right), (row, down) = find(s, f.in_w), find(t, f.in_h)
-            top = widen(ptx.load_constant(dy, integer(of_y + output * f.y_w)))
-            at = integer(of_x + row * f.x_h + column * f.x_w)
-            first, second, left, next_ = hat(down), hat(down - real(1.0)), hat(right), hat(right - real(1.0))
-            add(total, at, first * left, top)
-            add(total, integer(at + f.right), first * next_, top)
-            add(total, integer(at + f.down), second * left, top)
-            add(total, integer(at + f.down + f.right), second * next_, top)
-            output = integer(output + 1)
-        pixel = integer(0)
-        while pixel < f.pixels:
-            here = integer(of_x + pixel * f.x_w)
-            dx[here] = narrow(total[here])
-            pixel = integer(pixel + 1)
-
-    data, compute = ptx.pointer(kind.dtype), ptx.pointer(kind.compute)
-    types = ptx.pointer(kind.param_dtype), data, compute, data, ptx.record(Fields, kind.bits)
-    return add_outputs, types
 
 
 class Gradient(LaunchedCandidate[Config]):
@@ -363,15 +303,13 @@ class Gradient(LaunchedCandidate[Config]):
         main = Launch(source, grid, (0, 1, 2, total if mode else NULL, found), "", integers, kind.bits)
         after = [theta_launch(problem, self._parts(problem, config), found, 4)] if problem.is_affine else []
         if self.algorithm == "atomic":
-            return [*self._cleared(problem, total), main, *after, *self._rounded(problem, total_bytes)]
+            return [self._cleared(problem, total), main, *after, *self._rounded(problem, total_bytes)]
         if self.algorithm == "ordered":
-            return [main, self._ordered(problem, kind, integers, total)]
+            return [main, ordered(problem, kind, integers, total)]
         return [main, *after]
 
-    def _cleared(self, problem: SpatialtfProblem, total: int) -> list[Launch]:
-        elements, bits = problem.operands[0].size_elems, index_bits(problem)
-        source = Source(_clear_kernel, (problem.compute, bits), THREADS)
-        return [Launch(source, (ceil(elements / THREADS), 1, 1), (total,), "", _Elements(elements), bits)]
+    def _cleared(self, problem: SpatialtfProblem, total: int) -> Launch:
+        return zeros(total, problem.operands[0].size_elems, problem.compute, index_bits(problem), THREADS)
 
     def _rounded(self, problem: SpatialtfProblem, total_bytes: int) -> list[Launch]:
         if not total_bytes:
@@ -379,14 +317,6 @@ class Gradient(LaunchedCandidate[Config]):
         elements, bits = problem.operands[0].size_elems, index_bits(problem)
         source = Source(_round_kernel, (problem.dtype, bits), THREADS)
         return [Launch(source, (ceil(elements / THREADS), 1, 1), (in_workspace(0), 3), "", _Elements(elements), bits)]
-
-    def _ordered(self, problem: SpatialtfProblem, kind: Kind, integers: Fields, total: int) -> Launch:
-        by_channel = integers._replace(
-            vectors=problem.c, x_v=integers.x_v // kind.lanes, y_v=integers.y_v // kind.lanes
-        )  # fmt: skip
-        source = Source(_ordered_kernel, kind._replace(lanes=1, threads=1), _WARP)
-        grid = (ceil(problem.n * problem.c / _WARP), 1, 1)
-        return Launch(source, grid, (1, 2, total, 3), "", by_channel, kind.bits)
 
 
 GATHER, ATOMIC = Gradient("spatialtf_bwd", "gather"), Gradient("spatialtf_bwd", "atomic")

@@ -6,6 +6,7 @@ from functools import cache
 
 from nbdnn.kernels.cuda.window_plan import QUAD, Shape
 from nbdnn.kernels.cuda.window_records import Forward
+from nbdnn.kernels.cuda.window_store import dealt_filter
 from nbdnn.kernels.cuda.window_tile import held_words, load_channels, quad_offset
 
 
@@ -22,19 +23,11 @@ def fill_filters(variant: Forward, threads: int):
     per_unit = integer(filters)
     quads_of_tap, channels, quad_bytes = integer(shape.quads_of_tap), shape.channels, shape.quad_bytes
     step = 4 if math == "fma" else 1 << 2
-    dealt = max(variant.run // 2, 1).bit_length() - 1  # n8 tiles whose filters are dealt together, as a power of two
     n_tiles = filters // 8
 
     @ptx.inline
     def in_order(at):
         return at
-
-    @ptx.inline
-    def of_tiles(at):
-        """The filter of column at % 8 of n8 tile at // 8."""
-        tile, column = at >> 3, at & 7
-        first = tile >> dealt << 3 + dealt
-        return integer(first + (column >> 1 << 1 + dealt) + ((tile & (1 << dealt) - 1) << 1) + (column & 1))
 
     @ptx.inline
     def keep_rows(words, unit, quad, at, f):
@@ -50,7 +43,7 @@ def fill_filters(variant: Forward, threads: int):
         place = f.filters + (row * step + (quad & 3)) * quad_bytes
         store(word(integer(ptx_tile.dynamic_shared()) + place), take(words, 0))
 
-    chosen, keep = (in_order, keep_rows) if math == "fma" else (of_tiles, keep_fragments)
+    chosen, keep = (in_order, keep_rows) if math == "fma" else (dealt_filter(variant.run), keep_fragments)
     whole_step = 1 if math == "fma" else 4
 
     @ptx.inline

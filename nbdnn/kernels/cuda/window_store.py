@@ -9,6 +9,25 @@ from nbdnn.problem import ITEMSIZE
 
 
 @cache
+def dealt_filter(run: int):
+    """Device function: the filter of column at % 8 of n8 tile at // 8, so that a lane ends with a run of neighbours.
+
+    A lane has two columns of each tile: the filters of run / 2 tiles are dealt together.
+    """
+    from nbdnn.kernels.cuda import ptx
+
+    integer, dealt = ptx.INTEGER[32], max(run // 2, 1).bit_length() - 1  # tiles dealt together, as a power of two
+
+    @ptx.inline
+    def of_tiles(at):
+        tile, column = at >> 3, at & 7
+        first = tile >> dealt << 3 + dealt
+        return integer(first + (column >> 1 << 1 + dealt) + ((tile & (1 << dealt) - 1) << 1) + (column & 1))
+
+    return of_tiles
+
+
+@cache
 def in_turn(store_one, pixels: int, filters: int, run: int):
     """Device function (values, state): store_one(pixel, filter, values, state) for each run, whose values come first.
 

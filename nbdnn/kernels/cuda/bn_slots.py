@@ -1,0 +1,93 @@
+"""A thread's vectors of x (and dy) in shared memory, where nobody else reads them: copied there, and added up.
+
+Vector k of a thread lies in slot k: all threads' vectors side by side, a slot after the other, those of dy behind those
+of x. `bn_held.py` and `bn_teams.py` keep all of a channel so.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from nbdnn.kernels.cuda.bn_plan import Variant
+from nbdnn.problem import ITEMSIZE
+
+
+def slot_bytes(v: Variant) -> int:
+    return v.threads * v.lanes * ITEMSIZE[v.dtype]
+
+
+def held_bytes(v: Variant, slots: int) -> int:
+    """Of a block: what its threads copy."""
+    return (1 if v.is_forward else 2) * slots * slot_bytes(v)
+
+
+@cache
+def copied(v: Variant):
+    """Device function (slot, of_dy, x, dy, at) that starts the copies of a vector. of_dy: bytes from x to dy."""
+    from nbdnn.kernels.cuda import ptx, ptx_local
+
+    u32, forward, copy = ptx.types.uint32, v.is_forward, ptx_local.copy_to_shared(v.dtype, v.lanes)
+
+    @ptx.inline
+    def copy_one(slot, of_dy, x, dy, at):
+        copy(slot, x, at)
+        if not forward:
+            copy(u32(slot + of_dy), dy, at)
+
+    return copy_one
+
+
+@cache
+def loaded(v: Variant):
+    """Device function (values, gradients, slot, of_dy): a vector to local arrays."""
+    from nbdnn.kernels.cuda import ptx, ptx_local
+
+    u32, forward, load_shared = ptx.types.uint32, v.is_forward, ptx_local.load_shared(v.dtype, v.lanes)
+
+    @ptx.inline
+    def load_one(values, gradients, slot, of_dy):
+        load_shared(values, 0, slot)
+        if not forward:
+            load_shared(gradients, 0, u32(slot + of_dy))
+
+    return load_one
+
+
+@cache
+def summed(v: Variant):
+    """Device functions of a thread's sums, as `bn_sums` says, on local arrays of v.lanes:
+
+    begin (origin, mean, column, slot, row, end): what is subtracted; of training its first vector, if row < end.
+    add (a, b, origin, values, gradients, slot, of_dy): a vector. end (count, a, b, origin, pivot) -> count: as pairs.
+    """
+    from nbdnn.kernels.cuda import bn_sums, ptx, ptx_local
+
+    integer, widen, lanes, sums, forward = ptx.INTEGER[v.bits], ptx.WIDEN[v.param_dtype], v.lanes, v.sums, v.is_forward
+    add_vector, as_pairs, joined = bn_sums.steps(v)
+    load_shared, load_one = ptx_local.load_shared(v.dtype, lanes), loaded(v)
+
+    @ptx.inline
+    def begin(origin, mean, column, slot, row, end):
+        if forward:
+            if row < end:
+                load_shared(origin, 0, slot)
+        else:
+            for i in range(sums):
+                origin[i] = widen(mean[integer(column * sums + i)])
+            for i in range(sums, lanes):
+                origin[i] = origin[0]
+
+    @ptx.inline
+    def add(a, b, origin, values, gradients, slot, of_dy):
+        load_one(values, gradients, slot, of_dy)
+        add_vector(a, b, origin, values, gradients, 0)
+
+    @ptx.inline
+    def end(count, a, b, origin, pivot):
+        if lanes > sums:
+            for i in range(lanes):
+                pivot[i] = pivot[0]
+        as_pairs(count, a, b, origin, pivot)
+        return joined(count, a, b)
+
+    return begin, add, end

@@ -1,0 +1,124 @@
+"""What a convolution's operands are: dtypes, precisions, arrays of other libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conv_example import W, X, Y, assert_is_y, kinds
+from libraries import library
+
+from nbdnn import InvalidProblem, InvalidType, config, dnn_conv, dnn_gradweight, events
+from nbdnn.problem import parse
+
+pytestmark = pytest.mark.usefixtures("no_plans")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+def test_dtypes(dtype: Any) -> None:
+    y = dnn_conv(X.astype(dtype), W.astype(dtype), 1)
+    assert y.dtype == dtype
+    expected = dnn_conv(X.astype(dtype).astype("d"), W.astype(dtype).astype("d"), 1)
+    eps = max(float(ml_dtypes.finfo(dtype).eps), 2e-6)
+    np.testing.assert_allclose(y.astype("d"), expected, rtol=eps, atol=20 * eps)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [("e", "f", "f"), ("f", "d", "d"), ("e", ml_dtypes.bfloat16, "f"), (ml_dtypes.bfloat16, "d", "d")],
+)
+def test_mixed_dtypes_are_cast_to_the_common_one(one: Any, other: Any, common: str) -> None:
+    with events() as log:
+        y = dnn_conv(X.astype(one), W.astype(other), 1)
+    assert y.dtype == common and "copied" in kinds(log)
+    np.testing.assert_allclose(y, Y, rtol=0.02, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "compute"),
+    [
+        ("e", None, "f32"),
+        ("e", "as_input_f32", "f32"),
+        ("e", "as_input", "f16"),
+        ("e", "float32", "f32"),
+        (ml_dtypes.bfloat16, "as_input", "f32"),
+        ("f", "as_input", "f32"),
+        ("d", None, "f64"),
+        ("d", "float64", "f64"),
+    ],
+)
+def test_precisions(dtype: Any, precision: str | None, compute: str) -> None:
+    with events() as log:
+        dnn_conv(X.astype(dtype), W.astype(dtype), 1, precision=precision)
+    assert parse(log[0].problem).compute == compute
+    with config.change(**({"dnn__conv__precision": precision} if precision else {})), events() as log:
+        dnn_conv(X.astype(dtype), W.astype(dtype), 1, num_groups=1)
+    assert all(parse(event.problem).compute == compute for event in log)
+
+
+def test_bfloat16_gradient_as_input_is_float32_inside() -> None:
+    x, y = X.astype(ml_dtypes.bfloat16), Y.astype(ml_dtypes.bfloat16)
+    assert dnn_gradweight(x, y, W.shape, 1, precision="as_input").dtype == ml_dtypes.bfloat16
+
+
+def test_torch() -> None:
+    torch = library("torch")
+    x, w = torch.tensor(X), torch.nn.Parameter(torch.tensor(W))
+    y = dnn_conv(x, w, 1, conv_mode="cross")
+    np.testing.assert_allclose(y, torch.nn.functional.conv2d(x, w, padding=1).detach(), rtol=1e-4, atol=1e-5)
+    assert type(y) is torch.Tensor and not y.requires_grad
+    last = dnn_conv(x.to(memory_format=torch.channels_last), w, 1)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    out = torch.empty_like(y)
+    assert dnn_conv(X, W, 1, out=out) is out
+    assert_is_y(out)
+    odd = torch.zeros(2, 6, 6, 10)[..., ::2]
+    assert dnn_conv(x, w, 1, out=odd) is odd
+    assert_is_y(odd)
+    with pytest.raises(InvalidType, match="meta"):
+        dnn_conv(torch.empty(X.shape, device="meta"), w)
+    with pytest.raises(InvalidType, match=r"torch\.int32"):
+        dnn_conv(x.int(), w)
+    with pytest.raises(InvalidProblem, match="out overlaps img"):
+        dnn_conv(y, torch.ones(6, 6, 1, 1), out=y)
+
+
+def test_a_torch_output_that_is_mapped_anew() -> None:
+    """From 4 MiB on it is in huge pages where the system has them; above 32 MiB the C library maps it."""
+    torch = library("torch")
+    x = torch.rand(1, 1, 2, 4_500_000)
+    y = dnn_conv(x, torch.full((1, 1, 1, 1), 2.0))
+    assert torch.equal(y, 2 * x)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_torch_dtypes(dtype: str) -> None:
+    torch = library("torch")
+    y = dnn_conv(torch.tensor(X).to(getattr(torch, dtype)), W, 1, out=None)
+    assert y.dtype == (torch.float64 if dtype == "float64" else torch.float32)  # the common one with W's float32
+    y = dnn_conv(torch.tensor(X).to(getattr(torch, dtype)), torch.tensor(W).to(getattr(torch, dtype)), 1)
+    assert y.dtype == getattr(torch, dtype)
+    np.testing.assert_allclose(y.double(), Y, rtol=0.02, atol=0.1)
+
+
+def test_jax() -> None:
+    jax = library("jax")
+    x, w = jax.numpy.asarray(X), jax.numpy.asarray(W)
+    y = dnn_conv(x, w, 1)
+    assert isinstance(y, jax.Array)
+    assert_is_y(y)
+    half = dnn_conv(x.astype("bfloat16"), w.astype("bfloat16"), 1)
+    assert half.dtype == jax.numpy.bfloat16
+    np.testing.assert_allclose(half.astype("float32"), Y, rtol=0.02, atol=0.1)
+    assert isinstance(dnn_conv(X, w, 1), np.ndarray)
+    with pytest.raises(InvalidProblem, match="out cannot be written"):
+        dnn_conv(X, W, 1, out=y + 0)
+    with pytest.raises(InvalidType, match=r"inside jax\.jit"):
+        jax.jit(lambda a: dnn_conv(a, w, 1))(x)
+
+
+def test_dtype_errors_name_the_argument() -> None:
+    with pytest.raises(InvalidType, match="residual: dtype complex128"):
+        dnn_conv(X, W, 1, residual=Y.astype("D"))
