@@ -22,12 +22,13 @@ def blocks(document: Path, *languages: str) -> list[str]:
     return [block for language, block in fenced if language in languages]
 
 
-def test_readme_code_runs() -> None:
+@pytest.mark.parametrize(("name", "least"), [("README.md", 4), ("docs/porting.md", 2)])
+def test_code_runs(name: str, least: int) -> None:
     namespace: dict[str, object] = {}
-    code = blocks(ROOT / "README.md", "python")
-    assert len(code) >= 4
+    code = blocks(ROOT / name, "python")
+    assert len(code) >= least
     for block in code:
-        exec(compile(block, "README.md", "exec"), namespace)
+        exec(compile(block, name, "exec"), namespace)
 
 
 def test_readme_lists_every_candidate() -> None:
