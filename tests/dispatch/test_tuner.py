@@ -57,8 +57,11 @@ def test_what_is_wrong_is_stored_as_failed(
     assert stored["conv_fwd/cpu/good"].status in ("ok", "noisy") and stored["conv_fwd/cpu/good"].error < 1
 
 
-def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, database: Database) -> None:
-    first, second = Fake("first", estimate=1.0), Fake("second", estimate=2.0, behaviour="interrupts")
+@pytest.mark.parametrize("behaviour", ["interrupts", "interrupts unheard"])
+def test_an_interruption_keeps_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, database: Database, behaviour: str
+) -> None:
+    first, second = Fake("first", estimate=1.0), Fake("second", estimate=2.0, behaviour=behaviour)
     register(monkeypatch, first, second)
     with pytest.raises(KeyboardInterrupt):
         tune(database)
