@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fakes import SMALL, Fake, ids, register
 
-from nbdnn import dnn_conv, events, explain
+from nbdnn import InvalidType, dnn_conv, events, explain
 from nbdnn.array import at
 from nbdnn.device import Cpu, cpu_device
 from nbdnn.dispatch import benchmark, selection, timing, tuner
@@ -172,6 +172,8 @@ def test_busy_samples_are_taken_again_and_called_noisy(monkeypatch: pytest.Monke
 def test_explain_tells_time_reason_and_choice(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:
     fakes = Fake("good", {"x": 100, "y": 30}), Fake("bad", behaviour="raises"), Fake("short", refuses_height=6)
     register(monkeypatch, *fakes)
+    with pytest.raises(InvalidType, match="problem is None"):
+        explain(None)  # type: ignore[arg-type]
     before = explain(str(SMALL))
     assert [row.source for row in before.rows] == ["cost model", "cost model", ""]
     tune(Database(fresh))
