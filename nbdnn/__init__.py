@@ -4,7 +4,7 @@ correct implementation, measured and remembered."""
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nbdnn import config
 from nbdnn.batchnorm import (
@@ -45,6 +45,12 @@ from nbdnn.spatialtf import (
     dnn_spatialtf_sampler,
     dnn_spatialtf_sampler_grad,
 )
+
+if TYPE_CHECKING:  # editors and type checkers read here what is loaded at first use
+    from nbdnn import ops
+    from nbdnn.availability import dnn_available, version
+    from nbdnn.dispatch.dispatcher import empty_cache
+    from nbdnn.dispatch.explain import Explanation, explain
 
 __version__ = "0.1.0"
 

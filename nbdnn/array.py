@@ -186,7 +186,9 @@ class NumPy(Library):
         return pointer, (array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), array.flags.writeable)
 
     def view(self, array: np.ndarray) -> View:
-        dtype = dtype_named(array.dtype.name if array.dtype.isnative else "", array.dtype)
+        if not array.dtype.isnative:
+            raise InvalidType(f"dtype {array.dtype.str} is of the other byte order: use .astype({array.dtype.name!r})")
+        dtype = dtype_named(array.dtype.name)
         return View(array.ctypes.data, array.shape, array.strides, dtype, array.flags.writeable)
 
     def pointer(self, array: np.ndarray) -> int:

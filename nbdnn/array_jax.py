@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from nbdnn import driver
 from nbdnn.array import NumPy, View, dtype_named, empty_on_line, numpy_dtype
 from nbdnn.array_cuda import copy_through_host
 from nbdnn.device_array import DeviceArray
@@ -55,8 +56,6 @@ class Jax(NumPy):
         return array.pointer if isinstance(array, DeviceArray) else super().pointer(array)
 
     def allocator(self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1) -> Callable[[], Any]:
-        if dtype == "i64" and not jax.config.read("jax_enable_x64"):
-            raise InvalidType("JAX has no int64 unless its flag jax_enable_x64 is set")
         if gpu >= 0:
             return partial(DeviceArray, shape, dense_strides(shape, channels_last), dtype, gpu)
         # JAX shares a buffer of NumPy only where it lies on a line, as its own do.
@@ -69,6 +68,8 @@ class Jax(NumPy):
             super().copy(target, np.asarray(source))
 
     def given(self, array: Any) -> Any:
+        if str(array.dtype) in ("i64", "int64") and not jax.config.read("jax_enable_x64"):
+            return _frozen(array)
         if not isinstance(array, DeviceArray) and array.dtype.name == "bfloat16":  # NumPy exports none by DLPack
             return jax.dlpack.from_dlpack(array.view(np.uint16)).view(jax.numpy.bfloat16)
         return jax.dlpack.from_dlpack(array)
@@ -76,6 +77,18 @@ class Jax(NumPy):
     @cached_property
     def _cpu_only(self) -> bool:
         return jax.default_backend() == "cpu"
+
+
+def _frozen(array: Any) -> np.ndarray:
+    """The int64 that JAX has no word for unless its flag jax_enable_x64 is set: of NumPy, as constant as JAX's own."""
+    values = array
+    if isinstance(array, DeviceArray):
+        values = np.empty(array.shape, np.int64)
+        with driver.Current(array.gpu):
+            driver.call("cuCtxSynchronize")
+            driver.download(values, array.pointer)
+    values.flags.writeable = False
+    return values
 
 
 def _awaited(array: Any) -> int:

@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     width = max(map(len, facts))
     for name, value in facts.items():
-        print(f"{name:<{width}}  {value}")
+        first, *more = value.splitlines()
+        print(f"{name:<{width}}  {first}", *(f"{'':{width}}  {line}" for line in more), sep="\n")
     return 0
 
 
@@ -63,7 +64,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _cudnn() -> str:
-    """The version of cuDNN and its file, or every file that was tried and what is wrong with it."""
+    """The version of cuDNN and its file, or every file that was tried, one a line, and what is wrong with it."""
     from nbdnn.availability import dnn_available
     from nbdnn.cudnn.library import library
     from nbdnn.errors import CudnnError
@@ -71,12 +72,12 @@ def _cudnn() -> str:
     try:
         found = library()
     except CudnnError as error:
-        return "; ".join(line.strip() for line in str(error).splitlines())
+        return str(error)
     try:
         used = [] if dnn_available() else [f"not used: {dnn_available.msg}"]
     except RuntimeError as error:
         used = [str(error)]
-    return "; ".join([f"version {found.version}", *used, *map(str, found.tried)])
+    return "\n".join([f"version {found.version}", *used, *map(str, found.tried)])
 
 
 _FORK_ADVICE = {

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -43,6 +40,7 @@ def tuned(
     wanted: Sequence[Layer], device: Device, database: Database, budget_s: float | None, again: bool = False
 ) -> Iterator[tuple[Layer, TuneResult]]:
     """Tune each layer in turn under a progress bar. Ctrl-C raises KeyboardInterrupt; what was measured is kept."""
+    from nbdnn.dispatch.interrupt import interruptible
     from nbdnn.dispatch.tuner import tune
 
     budget_s = config.current()["tune.budget_s"] if budget_s is None else budget_s
@@ -71,36 +69,3 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
-
-
-@contextmanager
-def interruptible() -> Iterator[Callable[[], None]]:
-    """A check that raises KeyboardInterrupt once Ctrl-C was pressed.
-
-    Python raises it too, but inside a callback of the compiler that is printed and lost.
-    """
-    pressed = threading.Event()
-
-    def note(*_: Any) -> None:
-        pressed.set()
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield check
-        return
-
-    def lost(raised: Any) -> None:
-        if not isinstance(raised.exc_value, KeyboardInterrupt):
-            unraisable(raised)
-
-    handler, unraisable = signal.signal(signal.SIGINT, note), sys.unraisablehook
-    sys.unraisablehook = lost
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        sys.unraisablehook = unraisable

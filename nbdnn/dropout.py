@@ -30,8 +30,9 @@ def dnn_dropout(
     seed : int
         Of 64 bits, of a new generator; of no account where `state` is given.
     state : array (2,) of int64, optional
-        (seed, offset) of x's library, on its device, from an earlier call. It advances by ceil(x.size / 4) in place (of
-        JAX: in a new array), on the device: a captured graph draws a new mask at each replay.
+        (seed, offset) of x's library, on its device, from an earlier call. It advances by ceil(x.size / 4) in place, on
+        the device: a captured graph draws a new mask at each replay. JAX gets a new one at each call, of NumPy where
+        its flag jax_enable_x64 is not set, since it has no int64 then.
     out : tuple (y, mask, state), optional
         Where the results go, None where they may be allocated; of `state` only None or the given one.
     policy, stream, workspace_limit, deterministic, allow_tf32, layer

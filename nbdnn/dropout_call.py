@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from nbdnn import call, call_setup, driver
 from nbdnn.array import View, at, library_of
 from nbdnn.call import Call
-from nbdnn.errors import InvalidProblem
+from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem_dropout import DropoutProblem
 
 _WORDS = 2**32
@@ -52,12 +53,18 @@ def _three(out: Any) -> tuple[Any, Any, Any]:
     return out
 
 
-def _new_state(x: Any, seed: int) -> Any:
+def _new_state(x: Any, seed: Any) -> Any:
     """(seed, 0) in an array of x's library, on its device."""
     try:
-        words = np.array([int(seed), 0], np.int64)
+        return _state_at(x, np.array([index(seed), 0], np.int64))
+    except TypeError:
+        raise InvalidType(f"seed is {seed!r}, expected a whole number") from None
     except OverflowError:
         raise InvalidProblem(f"seed is {seed}, which has more than 63 bits and a sign") from None
+
+
+def _state_at(x: Any, words: np.ndarray) -> Any:
+    """`words` in an array of x's library, on its device."""
     library = library_of(x)
     gpu = library.gpu(x)
     state = library.allocator((2,), False, "i64", gpu)()
@@ -70,11 +77,14 @@ def _new_state(x: Any, seed: int) -> Any:
 
 
 def _writable(x: Any, state: Any) -> Any:
-    """The state itself, or of a library whose arrays cannot be written (JAX) a copy."""
+    """The state itself, or a copy of one that cannot be written: of JAX, or read-only and of NumPy, which JAX has where
+    it knows no int64. Such a copy is on x's device."""
     library = library_of(state)
     seen = library.view(state)
-    if seen.writable or seen.shape != (2,):
+    if seen.writable or (seen.shape, seen.dtype) != ((2,), "i64"):
         return state
+    if seen.gpu < 0:
+        return _state_at(x, np.asarray(state))
     copied = library.allocator((2,), False, "i64", seen.gpu)()
     library.copy(copied, state)
     return copied

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 
 _warned: set[Path] = set()
 
@@ -40,8 +42,20 @@ class NbdnnWarning(UserWarning):
     """Speed or persistence is degraded; results are right."""
 
 
+def warn(text: str) -> None:
+    """An NbdnnWarning that shows the line which called nbdnn, however deep inside it the reason was found."""
+    frame: FrameType | None = sys._getframe()
+    level = depth = 1
+    while frame:
+        depth += 1
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "nbdnn":  # perhaps called by Numba, called by nbdnn
+            level = depth
+        frame = frame.f_back
+    warnings.warn(text, NbdnnWarning, stacklevel=level)
+
+
 def warn_once(path: Path, text: str) -> None:
-    """An NbdnnWarning, once per process and file: a broken place would otherwise say so at every call."""
+    """The same, once per process and file: a broken place would otherwise say so at every call."""
     if path not in _warned:
         _warned.add(path)
-        warnings.warn(text, NbdnnWarning, stacklevel=3)
+        warn(text)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from pathlib import Path
 
 from nbdnn.errors import warn_once
+
+_log = logging.getLogger("nbdnn")
 
 
 def keep(path: Path, content: bytes) -> None:
@@ -18,6 +21,7 @@ def keep(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.replace(file.name, path)
+                _log.info("compiled %s", path)  # who waits for a first call can see what for
             except BaseException:
                 os.unlink(file.name)
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 from nbdnn.errors import InvalidProblem, InvalidType
@@ -90,10 +91,10 @@ class RNNBlock:
             if value not in valid:
                 raise InvalidProblem(f"{name} {value!r} is not one of {', '.join(valid)}")
         for name, number in (("hidden_size", hidden_size), ("num_layers", num_layers)):
-            if not isinstance(number, int) or number < 1:
+            if not isinstance(number, Integral) or number < 1:
                 raise InvalidProblem(f"{name} is {number!r}, expected a whole number of at least 1")
         self.dtype = _dtype(dtype)
-        self.hidden_size, self.num_layers, self.rnn_mode = hidden_size, num_layers, rnn_mode
+        self.hidden_size, self.num_layers, self.rnn_mode = int(hidden_size), int(num_layers), rnn_mode
         self.input_mode, self.direction_mode = input_mode, direction_mode
 
     def __repr__(self) -> str:
@@ -152,7 +153,7 @@ class RNNBlock:
         return found
 
     def _parameters(self, input_size: Sequence[int]) -> Parameters:
-        if len(input_size) != 2:
+        if not hasattr(input_size, "__len__") or len(input_size) != 2:
             raise InvalidProblem(f"input_size is {input_size!r}, expected [batch, input]")
         return self.problem((0, 0, int(input_size[1]))).parameters
 
@@ -239,8 +240,11 @@ class RNNBlock:
         InvalidProblem
             The tape is of another block, or shapes disagree (a ValueError); InvalidType where it is dtype or rank.
         """
-        if not isinstance(tape, Tape) or tape.block.facts != self.facts:
-            raise InvalidProblem(f"tape is {tape!r}, expected one of {self!r}")
+        if not isinstance(tape, Tape):
+            given = f"of type {type(tape).__name__}"
+            raise InvalidProblem(f"tape is {given}, expected what apply(..., training=True) returns last")
+        if tape.block.facts != self.facts:
+            raise InvalidProblem(f"tape is of {tape.block!r}, expected one of {self!r}")
         options = policy, workspace_limit, deterministic, allow_tf32, layer
         arrays = tape.w, tape.x, tape.hx, tape.cx, tape.y, tape.memory, dy, dhy, dcy
         return _compute("rnn_bwd", self.facts, False, tape.own, arrays, out, options, stream)

@@ -111,3 +111,9 @@ def test_everything_public_is_there_and_documented() -> None:
 def test_no_module_is_a_drawer() -> None:
     drawers = {"utils", "helpers", "common", "manager", "misc"}
     assert not [m for m in MODULES if m.rpartition(".")[2] in drawers]
+
+
+def test_what_is_loaded_late_has_types_all_the_same() -> None:
+    (late,) = (node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    imported = [each for each in late.body if isinstance(each, ast.ImportFrom)]
+    assert {alias.name: each.module for each in imported for alias in each.names} == nbdnn._LAZY | {"ops": "nbdnn"}

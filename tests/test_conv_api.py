@@ -105,7 +105,7 @@ ERRORS: tuple[tuple[type, str, dict[str, Any]], ...] = (
     (InvalidType, "img has 5 axes, expected 4; use dnn_conv3d", {"img": np.ones((1, 1, 3, 3, 3))}),
     (InvalidType, "kerns has 3 axes, expected 4", {"kerns": np.ones((1, 4, 3))}),
     (InvalidType, "img: dtype int64 is not one of float16, bfloat16, float32, float64", {"img": X.astype(int)}),
-    (InvalidType, "dtype >f4 is not one of", {"img": X.astype(">f4")}),
+    (InvalidType, r"img: dtype >f4 is of the other byte order: use .astype\('float32'\)", {"img": X.astype(">f4")}),
     (InvalidType, "kerns: list is not an array", {"kerns": W.tolist()}),
     (InvalidType, "out: tuple is not an array", {"out": (Y,)}),
     (InvalidType, "img: NoneType is not an array", {"img": None}),

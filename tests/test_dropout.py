@@ -125,14 +125,23 @@ def test_results_belong_to_jax_whose_states_are_new_ones() -> None:
     import jax
     import jax.numpy as jnp
 
-    with pytest.raises(InvalidType, match="jax_enable_x64"):
-        dnn_dropout(jnp.asarray(X), 0.5)
     with jax.enable_x64(True):
         y, mask, state = dnn_dropout(jnp.asarray(X), 0.5)
         assert np.array_equal(y, dnn_dropout(X, 0.5)[0]) and mask.dtype == jnp.uint8 and state.dtype == jnp.int64
         later = dnn_dropout(jnp.asarray(X), 0.5, state=state)[2]
     assert np.asarray(state).tolist() == [4242, X.size // 4]
     assert np.asarray(later).tolist() == [4242, 2 * (X.size // 4)]
+
+
+def test_without_64_bit_integers_the_states_of_jax_are_of_numpy() -> None:
+    library("jax")
+    import jax.numpy as jnp
+
+    y, mask, state = dnn_dropout(jnp.asarray(X), 0.5)
+    later = dnn_dropout(jnp.asarray(X), 0.5, state=state)[2]
+    assert np.array_equal(y, dnn_dropout(X, 0.5)[0]) and type(mask) is type(y)
+    assert state.dtype == later.dtype == np.int64 and not state.flags.writeable
+    assert (state.tolist(), later.tolist()) == ([4242, X.size // 4], [4242, 2 * (X.size // 4)])
 
 
 @pytest.mark.parametrize(
@@ -145,6 +154,7 @@ def test_results_belong_to_jax_whose_states_are_new_ones() -> None:
         (lambda: dnn_dropout(X.astype(np.int32), 0.5), InvalidType, "x: dtype int32"),
         (lambda: dnn_dropout(X, 0.5, state=np.zeros(3, np.int64)), InvalidProblem, r"state has shape \(3,\)"),
         (lambda: dnn_dropout(X, 0.5, state=np.zeros(2, np.float32)), InvalidType, "state: dtype float32"),
+        (lambda: dnn_dropout(X, 0.5, seed=None), InvalidType, "seed is None, expected a whole number"),
         (lambda: dnn_dropout(X, 0.5, out=X), InvalidProblem, "not a tuple of three"),
         (lambda: dnn_dropout(X, 0.5, out=(X, None, None)), InvalidProblem, r"out\[0\] overlaps x"),
         (

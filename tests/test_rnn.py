@@ -339,6 +339,7 @@ def test_results_belong_to_jax() -> None:
         (lambda b, g: RNNBlock("float32", 3, 1, "elman"), InvalidProblem, "rnn_mode 'elman'"),
         (lambda b, g: RNNBlock("float32", 3, 1, "gru", "concat"), InvalidProblem, "input_mode 'concat'"),
         (lambda b, g: RNNBlock("float32", 3, 1, "gru", "skip").get_param_size([1, 4]), InvalidProblem, "4 inputs to 3"),
+        (lambda b, g: b.get_param_size(7), InvalidProblem, r"input_size is 7, expected \[batch, input\]"),
         (lambda b, g: b.get_param_size([4]), InvalidProblem, r"expected \[batch, input\]"),
         (lambda b, g: b.split_params(g["w"][1:], 0, [3, 7]), InvalidProblem, "w has shape"),
         (lambda b, g: b.split_params(g["w"], 1, [3, 7]), InvalidProblem, "layer is 1, there are 1"),
@@ -350,7 +351,8 @@ def test_results_belong_to_jax() -> None:
         (lambda b, g: b.apply(g["w"], g["x"], out=(g["x"],)), InvalidProblem, "out has 1 arrays, expected 2: y, hy"),
         (lambda b, g: b.apply(g["w"], g["x"], policy="fastest"), InvalidProblem, "policy 'fastest' is unknown"),
         (lambda b, g: b.apply(g["w"].astype(np.int64), g["x"]), InvalidType, "w: dtype int64"),
-        (lambda b, g: b.grad(None, g["dy"]), InvalidProblem, "tape is None"),
+        (lambda b, g: b.grad(None, g["dy"]), InvalidProblem, "tape is of type NoneType, expected what apply"),
+        (lambda b, g: b.grad(g["dy"], g["dy"]), InvalidProblem, "tape is of type ndarray, expected what apply"),
         (lambda b, g: b.grad(b.apply(g["w"], g["x"], training=True)[-1], g["dy"][1:]), InvalidProblem, "dy has shape"),
     ],
 )

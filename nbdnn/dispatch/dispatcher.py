@@ -14,6 +14,7 @@ from nbdnn.candidate import Runner
 from nbdnn.device import Device, cpu_device, gpu, thread_count
 from nbdnn.dispatch import events, policy, recording, workspace
 from nbdnn.dispatch.database import Database
+from nbdnn.dispatch.interrupt import never_lost
 from nbdnn.dispatch.policy import Choice, Request
 from nbdnn.dispatch.timing import Given
 from nbdnn.problem import Problem
@@ -105,7 +106,8 @@ class Context:
         key = (problem, choice.option.key)
         if key not in self._runners:
             candidate, config_, _ = choice.option
-            self._runners[key] = candidate.prepare(problem, config_, self.device)
+            with never_lost():
+                self._runners[key] = candidate.prepare(problem, config_, self.device)
         return self._runners[key]
 
 

@@ -9,7 +9,7 @@ from nbdnn import config
 from nbdnn.device import Device, cpu_device
 from nbdnn.dispatch import dispatcher, policy, registry
 from nbdnn.dispatch.selection import Filters, Option, Rows, fastest, ranked, survey, valid_rows
-from nbdnn.errors import UnsupportedProblem
+from nbdnn.errors import InvalidType, UnsupportedProblem
 from nbdnn.problem import Problem, parse
 
 
@@ -69,8 +69,15 @@ def explain(problem: Problem | str, *, device: Device | None = None) -> Explanat
     -------
     Explanation
         ``.rows``, in registry order, and a readable ``str()``.
+
+    Raises
+    ------
+    InvalidProblem
+        A text that names no problem (a ValueError); it says what was expected where.
     """
     problem = parse(problem) if isinstance(problem, str) else problem
+    if not isinstance(problem, Problem):
+        raise InvalidType(f"problem is {problem!r}, expected a problem or its text")
     device = device or cpu_device()
     database = dispatcher.database()
     request = _request_of_flags(problem)

@@ -10,7 +10,6 @@ time_once              complete measurements of this very problem, else the laye
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import NamedTuple
 
 from nbdnn import config
@@ -31,7 +30,7 @@ from nbdnn.dispatch.selection import (
     working,
 )
 from nbdnn.dispatch.timing import Given
-from nbdnn.errors import NbdnnWarning
+from nbdnn.errors import warn
 from nbdnn.problem import Problem
 
 
@@ -255,4 +254,4 @@ def _tell_fallback(problem: Problem, device: Device, filters: Filters, instead: 
         first = (str(problem), filters.method) not in _warned
         _warned.add((str(problem), filters.method))
     if first:
-        warnings.warn(f"{problem}: {detail}", NbdnnWarning, stacklevel=2)
+        warn(f"{problem}: {detail}")

@@ -261,11 +261,14 @@ def candidates(op: str, hint: str = "", kind: str = "cpu") -> tuple[Candidate, .
 
 
 def candidate(id: str) -> Candidate:
-    """The candidate of that id; InvalidProblem lists the ids of its op."""
+    """The candidate of that id; InvalidProblem lists those of its op and provider, or what it may be short for."""
     op, _, rest = id.partition("/")
     by_id = table(_KINDS.get(rest.partition("/")[0], "cpu")).by_id
     if found := by_id.get(id):
         return found
     every = [known for kind in ("cpu", "cuda") for known in table(kind).by_id]
-    known = [known for known in every if known.startswith(f"{op}/")]
-    raise InvalidProblem(f"no candidate {id!r}; there are {', '.join(known or every)}")
+    if known := [known for known in every if known.startswith(f"{op}/")]:
+        provided = [each for each in known if each.startswith(id.rpartition("/")[0] + "/")]
+        raise InvalidProblem(f"no candidate {id!r}; there are {', '.join(provided or known)}")
+    alike = [known for known in every if known.endswith(f"/{id}")] or ["conv_fwd/cpu/direct"]
+    raise InvalidProblem(f"no candidate {id!r}: an id is <op>/<provider>/<algorithm>, such as {' or '.join(alike)}")

@@ -24,6 +24,7 @@ from nbdnn.dispatch import events, workspace
 from nbdnn.dispatch.benchmark import rotating
 from nbdnn.dispatch.check import Check, Verdict
 from nbdnn.dispatch.database import Database
+from nbdnn.dispatch.interrupt import never_lost
 from nbdnn.dispatch.measurement import Measurement, utc_now
 from nbdnn.dispatch.selection import Filters, Option, Rows, fastest, ranked, survey, unsupported, valid_rows
 from nbdnn.dispatch.timing import Given, Operands, Samples, settle
@@ -199,14 +200,15 @@ class _Race:
         candidate, config_, workspace_bytes = option
         operands, check = self._operands, self._check
         try:
-            runner = candidate.prepare(self._problem, config_, self._device)
-            verdict = check.run(runner, candidate, workspace_bytes)
-            if not verdict.reason:
-                scalars = self._given.scalars if self._given else self._problem.scalars
-                watch = operands.stopwatch(runner, scalars, workspace_bytes)
-                self._take(watch, candidate)
-                while watch.is_disturbed and len(watch.samples_us) < _FIRST_SAMPLES:
+            with never_lost():
+                runner = candidate.prepare(self._problem, config_, self._device)
+                verdict = check.run(runner, candidate, workspace_bytes)
+                if not verdict.reason:
+                    scalars = self._given.scalars if self._given else self._problem.scalars
+                    watch = operands.stopwatch(runner, scalars, workspace_bytes)
                     self._take(watch, candidate)
+                    while watch.is_disturbed and len(watch.samples_us) < _FIRST_SAMPLES:
+                        self._take(watch, candidate)
         except MemoryError:  # of this moment, not of the candidate: not stored
             events.emit("failed", self._problem, candidate.id, f"no memory for {option}, workspace {workspace_bytes}")
             return

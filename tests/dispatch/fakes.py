@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
 from collections.abc import Hashable, Mapping
 from time import perf_counter
 
@@ -25,7 +27,8 @@ _SCRATCH_BYTES = 1 << 16
 class Fake(Candidate):
     """Computes with the direct kernel, then idles until `us` microseconds are over: a time, or one for each config.
 
-    behaviour: 'right', 'wrong' (one output is off), 'lazy' (one is not written), 'raises' or 'interrupts'.
+    behaviour: 'right', 'wrong' (one output is off), 'lazy' (one is not written), 'raises', 'interrupts', or
+    'interrupts unheard': Ctrl-C comes in a callback of C, as it may while code is compiled, which then fails.
     """
 
     op, provider = "conv_fwd", "cpu"
@@ -65,6 +68,9 @@ class Fake(Candidate):
         self.prepared.append(str(config))
         if self.behaviour == "interrupts":
             raise KeyboardInterrupt
+        if self.behaviour == "interrupts unheard":
+            ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))()
+            raise RuntimeError("no machine code came back")
         direct = conv_direct.FWD
         (only,) = direct.configs(problem, device)
         assert direct.workspace_bytes(problem, only, device) <= _SCRATCH_BYTES

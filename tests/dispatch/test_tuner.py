@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fakes import SMALL, Fake, ids, register
 
-from nbdnn import dnn_conv, events, explain
+from nbdnn import InvalidType, dnn_conv, events, explain
 from nbdnn.array import at
 from nbdnn.device import Cpu, cpu_device
 from nbdnn.dispatch import benchmark, selection, timing, tuner
@@ -57,8 +57,11 @@ def test_what_is_wrong_is_stored_as_failed(
     assert stored["conv_fwd/cpu/good"].status in ("ok", "noisy") and stored["conv_fwd/cpu/good"].error < 1
 
 
-def test_an_interruption_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, database: Database) -> None:
-    first, second = Fake("first", estimate=1.0), Fake("second", estimate=2.0, behaviour="interrupts")
+@pytest.mark.parametrize("behaviour", ["interrupts", "interrupts unheard"])
+def test_an_interruption_keeps_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, database: Database, behaviour: str
+) -> None:
+    first, second = Fake("first", estimate=1.0), Fake("second", estimate=2.0, behaviour=behaviour)
     register(monkeypatch, first, second)
     with pytest.raises(KeyboardInterrupt):
         tune(database)
@@ -169,6 +172,8 @@ def test_busy_samples_are_taken_again_and_called_noisy(monkeypatch: pytest.Monke
 def test_explain_tells_time_reason_and_choice(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:
     fakes = Fake("good", {"x": 100, "y": 30}), Fake("bad", behaviour="raises"), Fake("short", refuses_height=6)
     register(monkeypatch, *fakes)
+    with pytest.raises(InvalidType, match="problem is None"):
+        explain(None)  # type: ignore[arg-type]
     before = explain(str(SMALL))
     assert [row.source for row in before.rows] == ["cost model", "cost model", ""]
     tune(Database(fresh))

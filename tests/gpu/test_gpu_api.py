@@ -17,6 +17,7 @@ from nbdnn import (
     config,
     dnn_conv,
     dnn_conv3d,
+    dnn_dropout,
     dnn_gradinput,
     dnn_gradweight,
     driver,
@@ -142,6 +143,14 @@ def test_bfloat16_of_jax() -> None:
     result = dnn_conv(x, w, 1)
     assert result.dtype.name == "bfloat16"
     np.testing.assert_allclose(lib.get(result).astype("f"), Y, rtol=2e-2, atol=1e-1)
+
+
+def test_dropout_of_jax_without_64_bit_integers() -> None:
+    lib = _jax()
+    y, _, state = dnn_dropout(lib.put(X), 0.5)
+    later = dnn_dropout(lib.put(X), 0.5, state=state)[2]
+    assert np.array_equal(lib.get(y), dnn_dropout(X, 0.5)[0])
+    assert (state.tolist(), later.tolist()) == ([4242, X.size // 4], [4242, 2 * (X.size // 4)])
 
 
 def test_three_dimensions_epilogue_and_nothing_to_sum() -> None:

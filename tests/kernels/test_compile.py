@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nbdnn.kept import keep
 from nbdnn.kernels.cpu.compile import cache_dir
 from nbdnn.problem_conv import CONV_OPS
 
@@ -66,7 +67,14 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> No
     environment = {**os.environ, "NBDNN_CACHE_DIR": str(tmp_path / "file")}
     command = [sys.executable, str(tmp_path / "two.py")]
     done = subprocess.run(command, env=environment, check=True, timeout=300, capture_output=True, text=True)
+    assert f"{tmp_path / 'two.py'}:4: NbdnnWarning: what is compiled" in done.stderr  # the line of who called nbdnn
     assert done.stderr.count("NbdnnWarning") == done.stderr.count(f"cannot be kept in {tmp_path / 'file' / 'cpu'}") == 1
+
+
+def test_the_logger_tells_what_was_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="nbdnn"):
+        keep(tmp_path / "new" / "kernel.nbc", b"machine code")
+    assert f"compiled {tmp_path / 'new' / 'kernel.nbc'}" in caplog.text
 
 
 def test_kernels_of_different_processes_are_told_apart(tmp_path: Path) -> None:
