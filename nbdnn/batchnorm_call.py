@@ -125,7 +125,10 @@ def _check_shapes(
     if not _RANKS[0] <= rank <= _RANKS[1]:
         raise InvalidType(f"inputs has {rank} axes, expected {_RANKS[0]} to {_RANKS[1]}")
     for name, each, of_data in zip(names, views, is_data, strict=True):
-        call_setup.check_shape(name, each, shape if of_data else _param_shape(shape, mode))
+        if of_data:
+            call_setup.check_shape(name, each, shape)
+        elif each is not None and each.shape != (wanted := _param_shape(shape, mode)):
+            raise InvalidProblem(f"{name} has shape {each.shape}, expected {wanted} in mode {mode!r}")
 
 
 def _merged(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -263,12 +263,12 @@ X, G = np.zeros((4, 3, 5, 5), np.float32), np.ones((1, 3, 1, 1), np.float32)
         (
             lambda: dnn_batch_normalization_train(X, G, G[:, :2], "spatial"),
             InvalidProblem,
-            r"beta has shape \(1, 2, 1, 1\), expected \(1, 3, 1, 1\)",
+            r"beta has shape \(1, 2, 1, 1\), expected \(1, 3, 1, 1\) in mode 'spatial'",
         ),
         (
             lambda: dnn_batch_normalization_train(X, G, G),
             InvalidProblem,
-            r"gamma has shape \(1, 3, 1, 1\), expected \(1, 3, 5, 5\)",
+            r"gamma has shape \(1, 3, 1, 1\), expected \(1, 3, 5, 5\) in mode 'per-activation'",
         ),
         (
             lambda: dnn_batch_normalization_train(X[:1, :, :1, :1], G, G, "spatial", running_mean=G, running_var=G),
