@@ -103,7 +103,7 @@ def _load() -> Library | CudnnError:
 
 
 def _absent(tried: list[Tried], kind: type[CudnnError] = CudnnError) -> CudnnError:
-    advice = "no cuDNN that works here was found: install nbdnn[cuda13] or nbdnn[cuda12]"
+    advice = "no cuDNN that works here was found (nbdnn info tells why): install nbdnn[cuda13] or nbdnn[cuda12]"
     return kind("\n".join([advice, *(f"  {each}" for each in tried)]))
 
 
