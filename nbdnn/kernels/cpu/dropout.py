@@ -14,7 +14,7 @@ from functools import cache
 from math import ceil
 
 from llvmlite import ir
-from numba import float32, float64, int64, njit, types, uint8, uint64
+from numba import int64, njit, types, uint8, uint64
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
@@ -23,16 +23,18 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import (
-    FLOAT,
     I8,
     I32,
     I64,
+    NARROW,
     NUMBA_FLOAT,
+    WIDEN,
+    convert,
     filled,
     pointer,
     record,
+    row_types,
     splat,
     stack,
     struct,
@@ -98,18 +100,19 @@ def _bits_of(typingctx, words, threshold):
 
 
 @cache
-def _masked_product(compute: str):
+def _masked_product(dtype: str):
     """Intrinsic (to, source, bits, scale): 8 elements times scale where their bit is set, 0 elsewhere."""
-    vector = ir.VectorType(FLOAT[compute], 8)
+    compute, itemsize = DEFAULT_COMPUTE[dtype], ITEMSIZE[dtype]
+    stored, wide, *_ = row_types(dtype, compute, 8)
 
     @intrinsic
     def product(typingctx, to, source, bits, scale):
         def codegen(context, builder, sig, args):
-            given = builder.load(vector_at(builder, args[1], vector), align=ITEMSIZE[compute])
-            scaled = builder.fmul(given, splat(builder, args[3], vector))
+            given = builder.load(vector_at(builder, args[1], stored), align=itemsize)
+            scaled = builder.fmul(convert(builder, given, dtype, compute, 8), splat(builder, args[3], wide))
             kept = builder.bitcast(args[2], ir.VectorType(ir.IntType(1), 8))
-            chosen = builder.select(kept, scaled, ir.Constant(vector, None))
-            builder.store(chosen, vector_at(builder, args[0], vector), align=ITEMSIZE[compute])
+            chosen = convert(builder, builder.select(kept, scaled, ir.Constant(wide, None)), compute, dtype, 8)
+            builder.store(chosen, vector_at(builder, args[0], stored), align=itemsize)
             return context.get_dummy_value()
 
         return signature(types.none, types.int64, types.int64, types.uint8, NUMBA_FLOAT[compute]), codegen
@@ -118,11 +121,10 @@ def _masked_product(compute: str):
 
 
 @cache
-def _finish(compute: str):
+def _finish(dtype: str):
     """Compiled-in functions: bits of words against a threshold; elements by their bits."""
-    data, bytes_ = pointer(compute), pointer("u8")
-    real, itemsize = float32 if compute == "f32" else float64, ITEMSIZE[compute]
-    masked_product = _masked_product(compute)
+    data, bytes_, real = pointer(dtype), pointer("u8"), NUMBA_FLOAT[DEFAULT_COMPUTE[dtype]]
+    masked_product, widen, narrow, itemsize = _masked_product(dtype), WIDEN[dtype], NARROW[dtype], ITEMSIZE[dtype]
 
     @njit(**DEVICE)
     def bits(mask, words, threshold, count):
@@ -140,19 +142,16 @@ def _finish(compute: str):
             masked_product(to + at, source + at, given[byte], scale)
         y, x = data(to), data(source)
         for i in range(count // 8 * 8, count):
-            y[i] = x[i] * scale if (given[i >> 3] >> (i & 7)) & 1 else real(0.0)
+            y[i] = narrow(widen(x[i]) * scale if (given[i >> 3] >> (i & 7)) & 1 else real(0.0))
 
     return bits, product
 
 
 @cache
-def _task(dtype: str, forward: bool, vl: int):
+def _task(dtype: str, forward: bool):
     """A run of elements: x, y, mask, state; or dy, mask, dx."""
-    compute = DEFAULT_COMPUTE[dtype]
-    i64, at, args_at, real = pointer("i64"), struct(_FIELDS), struct(ARGS), float32 if compute == "f32" else float64
-    widen_row, narrow_row = convert_row(dtype, compute, vl), convert_row(compute, dtype, vl)
-    words_of, wide_of = stack(4 * _PIECE_ELEMS), stack(ITEMSIZE[compute] * _PIECE_ELEMS)
-    words, (bits, product), itemsize, is_wide = _words(), _finish(compute), ITEMSIZE[dtype], dtype == compute
+    i64, at, args_at, real = pointer("i64"), struct(_FIELDS), struct(ARGS), NUMBA_FLOAT[DEFAULT_COMPUTE[dtype]]
+    words_of, words, (bits, product), itemsize = stack(4 * _PIECE_ELEMS), _words(), _finish(dtype), ITEMSIZE[dtype]
 
     def drop_out(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), at(ctx)
@@ -161,7 +160,7 @@ def _task(dtype: str, forward: bool, vl: int):
         else:
             source, mask, target, state = pointers[0], pointers[1], pointers[2], i64(pointers[0])
         threshold, scale = int64(a.alpha), real(a.beta)
-        drawn, wide = words_of(), wide_of()
+        drawn = words_of()
         first = index * f.elements_a_task
         end = min(f.elements, first + f.elements_a_task)
         while first < end:
@@ -169,15 +168,10 @@ def _task(dtype: str, forward: bool, vl: int):
             if forward:
                 words(drawn, state[1] + first // BLOCK_ELEMS, state[0])
                 bits(mask + first // 8, drawn, threshold, count)
-            if is_wide:
-                product(target + first * itemsize, source + first * itemsize, mask + first // 8, scale, count)
-            else:
-                widen_row(wide, source + first * itemsize, count)
-                product(wide, wide, mask + first // 8, scale, count)
-                narrow_row(target + first * itemsize, wide, count)
+            product(target + first * itemsize, source + first * itemsize, mask + first // 8, scale, count)
             first += count
 
-    return compile_task(drop_out, (dtype, forward, vl))
+    return compile_task(drop_out, (dtype, forward))
 
 
 @cache
@@ -210,7 +204,7 @@ class Philox(Candidate[NoConfig, Cpu]):
         pieces = ceil(problem.elements / _PIECE_ELEMS)
         pieces_a_task = max(_LEAST_PIECES, ceil(pieces / (device.threads * _TASKS_PER_THREAD)))
         ctx = filled(_FIELDS, elements=problem.elements, elements_a_task=pieces_a_task * _PIECE_ELEMS)
-        task = _task(problem.dtype, forward, device.lanes(problem.compute))
+        task = _task(problem.dtype, forward)
         few = not forward and problem.elements <= _FEW_ELEMS
         phases = [Phase(task, ceil(pieces / pieces_a_task), ctx, alone=few)]
         return Program([*phases, Phase(_advance_task(), 1, ctx)] if forward else phases)

@@ -4,8 +4,9 @@
     dx[i, j] = sum over q of line[q],        line[q] = sum over p of dy[p, q] / count[p, q],  windows that cover it
 
 A task is a run of output rows; a row is the pixels of one channel, or channels-last the channels of all its pixels, so
-that either layout is joined by whole vectors. The gradient of a maximum is in `pool_max_channels.py` and
-`pool_max_planes.py`, windows that take all of a plane are in `pool_whole.py`.
+that either layout is joined by whole vectors. Windows of channels that share few taps are in `pool_channels.py`, those
+that take all of a plane in `pool_whole.py`, the gradient of a maximum in `pool_max_channels.py` and
+`pool_max_planes.py`.
 
 Traffic: x and y (dy and dx) once from memory; rows of overlapping windows again from cache. Sums in float32 (float64).
 Source: own.
@@ -24,6 +25,7 @@ from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, axes_of, whole_lines
+from nbdnn.kernels.cpu.pool_channels import shares_little, windows_of_channels
 from nbdnn.kernels.cpu.pool_max_channels import max_of_channels
 from nbdnn.kernels.cpu.pool_max_planes import max_of_planes
 from nbdnn.kernels.cpu.pool_rows import (
@@ -147,6 +149,8 @@ class Rows(Candidate[NoConfig, Cpu]):
     def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:
         vl, axes = device.lanes(problem.compute), axes_of(problem)
         is_max_gradient = problem.is_max and self.op == "pool_bwd"
+        if self.op == "pool_fwd" and problem.channels_last and shares_little(problem, axes):
+            return windows_of_channels(problem, axes, device)
         if takes_all(axes) and not (is_max_gradient and problem.channels_last):
             return whole_planes(problem, axes, device)
         if is_max_gradient:

@@ -20,6 +20,7 @@ from nbdnn.kernels.cpu.vector import (
     I32,
     I64,
     WIDEN,
+    constant,
     convert,
     lanes_between,
     masked,
@@ -56,6 +57,16 @@ def store(builder, value, slot, size_bytes: int, mask) -> None:
         builder.store(value, slot, align=size_bytes)
     else:
         masked(builder, value.type)(value, slot, size_bytes, mask)
+
+
+def joined_vectors(builder, is_max: bool, found, value):
+    """Their sum; or the larger ones, NaN where one of them is."""
+    if not is_max:
+        return builder.fadd(found, value)
+    bits = ir.VectorType(I64 if value.type.element == ir.DoubleType() else I32, value.type.count)
+    larger = builder.select(builder.fcmp_ordered(">", value, found), value, found)
+    is_nan = builder.fcmp_unordered("uno", value, found)
+    return builder.bitcast(builder.select(is_nan, constant(bits, -1), builder.bitcast(larger, bits)), value.type)
 
 
 def _store_kept(builder, value, slot, size_bytes: int, mask) -> None:

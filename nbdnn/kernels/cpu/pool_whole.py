@@ -3,8 +3,8 @@
     y = join over i of x[i]            join: max or sum
     dx[i] = dy / count, or of a maximum: dy where x[i] is the first maximum, or the last NaN, and 0 elsewhere
 
-A task is a run of planes; channels-last it is a block of channels of one image, whose pixels pass by a vector of sums.
-The gradient of a maximum of channels is in `pool_max_channels.py`.
+A task is a run of planes; of the gradient of a sum, channels-last, a run of pixels. Maxima and sums of channels are in
+`pool_channels.py`, the gradient of a maximum of channels in `pool_max_channels.py`.
 
 Traffic: x and y (dy and dx) once. Sums in float32 (float64), in vectors of partial sums. Source: own.
 """
@@ -26,7 +26,7 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
-from nbdnn.kernels.cpu.pool_phases import by_vectors, element, load, store
+from nbdnn.kernels.cpu.pool_phases import by_vectors, element, joined_vectors, load, store
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import (
     I32,
@@ -47,23 +47,14 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
 _TASKS_PER_THREAD = 8
-_BLOCK_CHANNELS = 512  # of a task
-_PLANE_VECTORS, _PIXEL_VECTORS = 4, 8  # of sums, powers of 2: enough to wait for no addition
+_PLANE_VECTORS = 4  # of sums, a power of 2: enough to wait for no addition
 
-# planes: of one channel, or images; elements: of a plane; blocks: of channels. scratch: a line of a block for a worker.
-_FIELDS = record("planes", "planes_a_task", "elements", "averages", "channels", "blocks", "scratch", "scratch_bytes")
+# planes: of one channel, or pixels; elements: of a plane. scratch: a line of channels for a worker.
+_FIELDS = record("planes", "planes_a_task", "elements", "averages", "channels", "scratch", "scratch_bytes")
 
 
 def takes_all(axes: Axes) -> bool:
     return axes.extent == axes.taps and not any(axes.pad)
-
-
-def _joined(builder, is_max: bool, found, value):
-    """Their sum; or the larger one, NaN where one of them is."""
-    if not is_max:
-        return builder.fadd(found, value)
-    better = builder.or_(builder.fcmp_ordered(">", value, found), builder.fcmp_unordered("uno", value, value))
-    return builder.select(better, value, found)
 
 
 def _halved(builder, parts: Sequence[ir.Value], vl: int, join) -> Sequence[ir.Value]:
@@ -91,7 +82,7 @@ def _join_plane(source: str, compute: str, vl: int, is_max: bool):
             value = convert(builder, value, source, compute, vl)
             if mask is not None:
                 value = builder.select(mask, value, neutral)
-            builder.store(_joined(builder, is_max, builder.load(to), value), to)
+            builder.store(joined_vectors(builder, is_max, builder.load(to), value), to)
 
         groups = builder.and_(n, I64(-vl * _PLANE_VECTORS))
         with cgutils.for_range_slice(builder, I64(0), groups, I64(vl * _PLANE_VECTORS), I64) as (i, _):
@@ -100,8 +91,8 @@ def _join_plane(source: str, compute: str, vl: int, is_max: bool):
         by_vectors(builder, builder.sub(n, groups), vl, lambda i, mask: take(builder.add(groups, i), sums[0], mask))
         total = builder.load(sums[0])
         for other in sums[1:]:
-            total = _joined(builder, is_max, total, builder.load(other))
-        return _halved(builder, [total], vl, lambda a, b: [_joined(builder, is_max, a[0], b[0])])[0]
+            total = joined_vectors(builder, is_max, total, builder.load(other))
+        return _halved(builder, [total], vl, lambda a, b: [joined_vectors(builder, is_max, a[0], b[0])])[0]
 
     @intrinsic
     def join(typingctx, start, n):
@@ -182,42 +173,6 @@ def _fill_plane(compute: str, target: str, vl: int):
 
 
 @cache
-def _join_pixels(source: str, compute: str, vl: int, is_max: bool):
-    """Intrinsic (to, n, start, count, pitch): what `count` lines of n elements, `pitch` bytes apart, come to."""
-    read, wide, read_bytes, wide_bytes = row_types(source, compute, vl)
-    neutral = constant(wide, float("-inf") if is_max else 0.0)
-
-    def codegen(context, builder, sig, args):
-        to, n, start, count, pitch = args
-
-        def block(first, vectors, mask):
-            sums = [cgutils.alloca_once_value(builder, neutral) for _ in range(vectors)]
-            for total in sums:
-                builder.store(neutral, total)
-            with cgutils.for_range(builder, count) as loop:
-                line = builder.add(start, builder.mul(loop.index, pitch))
-                for k, total in enumerate(sums):
-                    slot = element(builder, line, builder.add(first, I64(k * vl)), read, read_bytes)
-                    value = convert(builder, load(builder, slot, read, read_bytes, mask), source, compute, vl)
-                    builder.store(_joined(builder, is_max, builder.load(total), value), total)
-            for k, total in enumerate(sums):
-                slot = element(builder, to, builder.add(first, I64(k * vl)), wide, wide_bytes)
-                store(builder, builder.load(total), slot, wide_bytes, mask)
-
-        groups = builder.and_(n, I64(-vl * _PIXEL_VECTORS))
-        with cgutils.for_range_slice(builder, I64(0), groups, I64(vl * _PIXEL_VECTORS), I64) as (i, _):
-            block(i, _PIXEL_VECTORS, None)
-        by_vectors(builder, builder.sub(n, groups), vl, lambda i, mask: block(builder.add(groups, i), 1, mask))
-        return context.get_dummy_value()
-
-    @intrinsic
-    def join(typingctx, to, n, start, count, pitch):
-        return signature(types.none, *[types.int64] * 5), codegen
-
-    return join
-
-
-@cache
 def _planes_task(op: str, dtype: str, is_max: bool, vl: int):
     """A run of planes."""
     compute = DEFAULT_COMPUTE[dtype]
@@ -254,57 +209,49 @@ def _planes_task(op: str, dtype: str, is_max: bool, vl: int):
 
 
 @cache
-def _channels_task(op: str, dtype: str, is_max: bool, vl: int):
-    """A block of channels of an image: index = image * blocks + block."""
+def _pixels_task(dtype: str, vl: int):
+    """A run of pixels of dx, counted over images: each is the line of its image."""
     compute = DEFAULT_COMPUTE[dtype]
     i64, at, wide = pointer("i64"), struct(_FIELDS), pointer(compute)
     itemsize, real = ITEMSIZE[dtype], NUMBA_FLOAT[compute]
-    widen_row, narrow_row = convert_row(dtype, compute, vl), convert_row(compute, dtype, vl)
-    join = _join_pixels(dtype, compute, vl, is_max)
-
-    def forward(args, ctx, index, worker):
-        pointers, f = i64(args), at(ctx)
-        image, first = index // f.blocks, index % f.blocks * _BLOCK_CHANNELS
-        line, n = f.scratch + worker * f.scratch_bytes, min(_BLOCK_CHANNELS, f.channels - first)
-        source = pointers[0] + (image * f.elements * f.channels + first) * itemsize
-        join(line, n, source, f.elements, f.channels * itemsize)
-        if f.averages:
-            scale = real(1.0) / real(f.elements)
-            for j in range(n):
-                wide(line)[j] *= scale
-        narrow_row(pointers[1] + (image * f.channels + first) * itemsize, line, n)
+    widen_row, narrow_row, copy_row = (
+        convert_row(*types, vl) for types in ((dtype, compute), (compute, dtype), (dtype, dtype))
+    )
 
     def sums_backward(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
-        image, first = index // f.blocks, index % f.blocks * _BLOCK_CHANNELS
-        line, n = f.scratch + worker * f.scratch_bytes, min(_BLOCK_CHANNELS, f.channels - first)
-        widen_row(line, pointers[0] + (image * f.channels + first) * itemsize, n)
-        scale = real(1.0) / real(f.elements if f.averages else 1)
-        for j in range(n):
-            wide(line)[j] *= scale
-        for pixel in range(f.elements):
-            narrow_row(pointers[1] + ((image * f.elements + pixel) * f.channels + first) * itemsize, line, n)
+        line = f.scratch + worker * f.scratch_bytes
+        scale, n, made = real(1.0) / real(f.elements if f.averages else 1), f.channels, -1
+        for pixel in range(index * f.planes_a_task, min(f.planes, (index + 1) * f.planes_a_task)):
+            image = pixel // f.elements
+            if image != made:
+                widen_row(line, pointers[0] + image * n * itemsize, n)
+                for j in range(n):
+                    wide(line)[j] *= scale
+                narrow_row(line, line, n)
+                made = image
+            copy_row(pointers[1] + pixel * n * itemsize, line, n)
 
-    return compile_task(forward if op == "pool_fwd" else sums_backward, (op, dtype, is_max, vl))
+    return compile_task(sums_backward, (dtype, vl))
 
 
 def whole_planes(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
-    """The runner of a pooling that `takes_all`, but for the gradient of a maximum of channels."""
-    vl, is_last = device.lanes(problem.compute), problem.channels_last
-    planes = problem.n if is_last else problem.n * problem.c
+    """The runner of a pooling of planes that `takes_all`, or of the gradient of a sum of channels."""
+    vl, is_last, elements = device.lanes(problem.compute), problem.channels_last, prod(axes.extent)
+    planes = problem.n * (elements if is_last else problem.c)
     planes_a_task = ceil(planes / (device.threads * _TASKS_PER_THREAD))
-    blocks, scratch_bytes = ceil(problem.c / _BLOCK_CHANNELS), whole_lines(_BLOCK_CHANNELS * ITEMSIZE[problem.compute])
+    scratch_bytes = whole_lines(problem.c * ITEMSIZE[problem.compute]) if is_last else 0
     scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
     ctx = filled(
         _FIELDS,
         planes=planes,
         planes_a_task=planes_a_task,
-        elements=prod(axes.extent),
+        elements=elements,
         averages=problem.mode.startswith("average"),
         channels=problem.c,
-        blocks=blocks,
         scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
         scratch_bytes=scratch_bytes,
     )
-    make, tasks = (_channels_task, planes * blocks) if is_last else (_planes_task, ceil(planes / planes_a_task))
-    return Program([Phase(make(problem.op, problem.dtype, problem.is_max, vl), tasks, ctx)], [scratch])
+    dtype = problem.dtype
+    task = _pixels_task(dtype, vl) if is_last else _planes_task(problem.op, dtype, problem.is_max, vl)
+    return Program([Phase(task, ceil(planes / planes_a_task), ctx)], [scratch])

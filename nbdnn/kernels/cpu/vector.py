@@ -97,15 +97,20 @@ def atomic_add(typingctx, address, value):
     return signature(types.int64, types.int64, types.int64), codegen
 
 
+def ask(builder, address) -> None:
+    """Ask for the cache line at an address, which need not be valid."""
+    byte = I8.as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
+
+
 @intrinsic
 def prefetch(typingctx, address):
     """Ask for the cache line at an address, which need not be valid."""
 
     def codegen(context, builder, sig, args):
-        byte = I8.as_pointer()
-        function_type = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
-        builder.call(function, [builder.inttoptr(args[0], byte), I32(0), I32(3), I32(1)])
+        ask(builder, args[0])
         return context.get_dummy_value()
 
     return signature(types.none, types.int64), codegen
