@@ -333,6 +333,15 @@ def test_supports_what_it_must(id: str, device: Cpu) -> None:
             assert support.ok, f"{problem}: {support.reason}"
 
 
+@pytest.mark.parametrize("vector_bytes", [16, 32, 64])
+def test_channels_in_vectors_of_every_width(vector_bytes: int, device: Cpu) -> None:
+    """A compiler splits what the processor does not have."""
+    for problem in edges("pool_fwd", "cpu"):
+        if problem.channels_last and problem.dtype in ("f32", "bf16"):
+            other = replace(device, vector_bytes=vector_bytes)
+            check(registry.candidate("pool_fwd/cpu/rows"), problem, NoConfig(), other)
+
+
 @pytest.mark.parametrize("narrow", [("avx512", 64), ("avx2", 32), ("neon", 16)], ids=lambda narrow: narrow[0])
 def test_gradients_in_blocks_of_one_row(narrow: tuple[str, int], device: Cpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows reach into several blocks, and the last blocks have rows that no window reaches; whole images fit one."""
