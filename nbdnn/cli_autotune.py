@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nbdnn.cli import INTERRUPTED
 from nbdnn.cli_output import duration, print_table
 from nbdnn.cli_targets import add_place, add_targets, layers, place
-from nbdnn.cli_tuning import add_budget, tuned
+from nbdnn.cli_tuning import LeftOut, add_budget, tuned
 from nbdnn.workloads import Layer
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
     wanted = layers(args)
     device, database = place(args)
     results: list[Tuned] = []
-    interrupted = False
+    left_out, interrupted = LeftOut(), False
     try:
-        for layer, result in tuned(wanted, device, database, args.budget):
+        for layer, result in tuned(wanted, device, database, args.budget, left_out):
             results.append(_tuned(layer, result))
     except KeyboardInterrupt:
         interrupted = True
@@ -70,8 +70,9 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
-    if not args.json:
+    if results and not args.json:
         print(_summary(results, database))
+    left_out.raise_any()
     return 0
 
 

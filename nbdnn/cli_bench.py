@@ -10,7 +10,7 @@ from nbdnn import config
 from nbdnn.cli import one_line
 from nbdnn.cli_output import duration, print_table, size
 from nbdnn.cli_targets import add_place, add_targets, layers, place
-from nbdnn.cli_tuning import add_budget, tuned
+from nbdnn.cli_tuning import LeftOut, add_budget, tuned
 from nbdnn.device import Device, Gpu
 from nbdnn.workloads import Layer
 
@@ -35,8 +35,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     wanted = layers(args)
     device, database = place(args)
-    everything = []
-    for layer, result in tuned(wanted, device, database, args.budget, args.again):
+    everything, left_out = [], LeftOut()
+    for layer, result in tuned(wanted, device, database, args.budget, left_out, args.again):
         rows = _rows(layer, result, device)
         everything += rows
         if not args.json:
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
                 print("The budget ended before every candidate was measured: the same command goes on with the others.")
     if args.json:
         print(json.dumps(everything, indent=2))
+    left_out.raise_any()
     return 0
 
 

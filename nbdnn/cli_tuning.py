@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nbdnn import config
 from nbdnn.cli_output import console
 from nbdnn.device import Device
+from nbdnn.errors import UnsupportedProblem
 from nbdnn.workloads import Layer
 
 if TYPE_CHECKING:
@@ -36,8 +37,28 @@ def seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
 
 
+class LeftOut:
+    """Problems that cannot be measured here, and why. They do not keep others from it."""
+
+    def __init__(self) -> None:
+        self._reasons: list[str] = []
+
+    def add(self, layer: Layer, error: Exception) -> None:
+        self._reasons.append(f"{layer.problem}: {error}")
+
+    def raise_any(self) -> None:
+        """Once the others are done and shown."""
+        if self._reasons:
+            raise UnsupportedProblem("; ".join(f"not measured: {reason}" for reason in self._reasons))
+
+
 def tuned(
-    wanted: Sequence[Layer], device: Device, database: Database, budget_s: float | None, again: bool = False
+    wanted: Sequence[Layer],
+    device: Device,
+    database: Database,
+    budget_s: float | None,
+    left_out: LeftOut,
+    again: bool = False,
 ) -> Iterator[tuple[Layer, TuneResult]]:
     """Tune each layer in turn under a progress bar. Ctrl-C raises KeyboardInterrupt; what was measured is kept."""
     from nbdnn.dispatch.interrupt import interruptible
@@ -53,9 +74,13 @@ def tuned(
                 check()
                 bar.update(task, completed=index + min(taken / max(expected, 1), 1.0))
 
-            result = tune(layer.problem, device, database, budget_s=budget_s, again=again, progress=progress)
-            bar.update(task, completed=index + 1)
-            yield layer, result
+            try:
+                result = tune(layer.problem, device, database, budget_s=budget_s, again=again, progress=progress)
+            except (MemoryError, UnsupportedProblem) as error:
+                left_out.add(layer, error)
+            else:
+                bar.update(task, completed=index + 1)
+                yield layer, result
             check()
 
 

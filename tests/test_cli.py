@@ -181,6 +181,16 @@ def test_bench_shows_every_candidate_and_explain_what_is_chosen(db: str) -> None
     assert "budget" not in whole
 
 
+@pytest.mark.parametrize("command", ["autotune", "bench"])
+def test_a_problem_too_large_for_memory_keeps_no_other_from_being_measured(command: str, db: str) -> None:
+    large, small = (f"softmax_fwd:f32:n{n}c1000h100w100:accurate:channel:nchw" for n in (10**6, 1))
+    done = nbdnn(command, large, small, "--db", db, "--budget", "0", "--json")
+    assert {row["problem"] for row in json.loads(done.stdout)} == {small}
+    reason = r"a copy of the operands takes 80000000000\d\d\d bytes, \d+ are allowed"
+    assert re.fullmatch(rf"nbdnn: error: not measured: {large}: {reason}\n", done.stderr)
+    assert done.returncode == 2
+
+
 def test_bench_says_what_the_budget_left_out(db: str) -> None:
     assert "The budget ended before every candidate" in nbdnn("bench", PROBLEM, "--db", db, "--budget", "0").stdout
 
