@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of its own in a folder of its own, neither of which is there yet."""
+    return tmp_path / "folder" / "tuning.db"
+
+
+@pytest.fixture
 def fresh(tmp_path: Path) -> Iterator[Path]:
     """The path of this test's own database; on one thread, whose times nobody else disturbs."""
     import numba

@@ -1,16 +1,21 @@
-"""Records for the database tests, and what lies in a folder."""
+"""Records for the database tests, what lies in a folder, and processes that die."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+import pytest
+
 import nbdnn
-from nbdnn.dispatch.database import LayerChoice, Measurement
+from nbdnn.dispatch.database import Database, LayerChoice, Measurement, Mode
+from nbdnn.errors import NbdnnWarning
 
 DEVICE = "cpu/AMD EPYC  9654 25-17/avx512/8t"
 PROBLEM = "conv_fwd:f32:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
@@ -82,3 +87,31 @@ def finish(process: subprocess.Popen[str]) -> str:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     return output
+
+
+def opened(path: Path, mode: Mode = "read-write", shipped: Path | None = None) -> Database:
+    return Database(path, mode, shipped)
+
+
+def rows(db: Database) -> list[Measurement]:
+    return db.rows(DEVICE, PROBLEM)
+
+
+@contextmanager
+def one_warning(path: Path, *words: str) -> Iterator[None]:
+    with pytest.warns(NbdnnWarning) as caught:
+        yield
+    (warning,) = caught
+    for word in (str(path), *words):
+        assert word in str(warning.message)
+
+
+def crashed(work: Callable[[], object]) -> None:
+    """Run `work` in a child that dies at once, its connections open."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
