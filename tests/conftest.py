@@ -23,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     os.environ.pop("NBDNN_FLAGS", None)
     os.environ["NBDNN_DB"] = str(folder / "tuning.db")
+    # JAX takes three quarters of a GPU's memory otherwise, which other processes of the tests need.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     keep = config.pluginmanager.has_plugin("cacheprovider")
     os.environ["NBDNN_CACHE_DIR"] = str(config.cache.mkdir("nbdnn-kernels") if keep else folder / "kernels")
     # Not in pyproject.toml: pytest would import nbdnn for it before this function runs.
