@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
             f"nbdnn: interrupted after {len(results)} of {len(wanted)} problems; what was measured is {fate}",
             file=sys.stderr,
         )
+        left_out.tell()
         return INTERRUPTED
     if results and not args.json:
         print(_summary(results, database))

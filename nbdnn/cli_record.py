@@ -38,17 +38,28 @@ def run(args: argparse.Namespace) -> int:
     command, path = args.command[args.command[:1] == ["--"] :], Path(args.output)
     if not command:
         raise InvalidProblem("no program to run (see nbdnn record --help)")
-    known = set(map(str, problems(path))) if path.exists() else set()
-    with path.open("a", encoding="utf-8") as file, TemporaryDirectory(prefix="nbdnn-record-") as folder:
+    is_new = not path.exists()
+    known = set() if is_new else set(map(str, problems(path)))
+    with path.open("a", encoding="utf-8", errors="backslashreplace") as file, _folder() as folder:
         noted = Path(folder) / "problems"
         noted.touch()
-        code = _ended(subprocess.Popen(command, env=config.recording_to(noted)))
+        try:
+            code = _ended(subprocess.Popen(command, env=config.recording_to(noted)))
+        except OSError:
+            if is_new:
+                path.unlink()
+            raise
         found = dict.fromkeys(noted.read_text(encoding="utf-8").splitlines())
         new = [text for text in found if text not in known]
         if new:
-            file.writelines(f"{line}\n" for line in (f"# {shlex.join(command)}", *new))
+            about = " ".join(shlex.join(command).splitlines())
+            file.writelines(f"{line}\n" for line in (f"# {about}", *new))
     print(f"nbdnn: {len(found)} problems, {len(new)} of them new in {path}", file=sys.stderr)
     return code
+
+
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="nbdnn-record-")
 
 
 def _ended(program: subprocess.Popen[bytes]) -> int:

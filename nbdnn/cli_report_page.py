@@ -106,7 +106,8 @@ def _problem(text: str, rows: Sequence[Measurement]) -> str:
 
 def _measurement(row: Measurement) -> str:
     spread = "" if row.spread is None else f"{row.spread:.1%}"
-    told = ", ".join(filter(None, (row.status if row.status != "ok" else "", row.reason)))
+    marks = "" if row.status == "ok" else row.status, "" if is_current(row) else "stale", row.reason
+    told = ", ".join(filter(None, marks))
     return (
         f"<tr><td>{escape(row.candidate.partition('/')[2])}<td>{escape(row.config)}"
         f'<td class="right">{duration(row.median_us)}<td class="right">{spread}'
@@ -144,9 +145,9 @@ def _place(times: float) -> float:
 
 
 def _timed(rows: Iterable[Measurement]) -> list[Measurement]:
-    """What may be selected, the fastest first; what was noisy counts only where nothing else was timed."""
+    """What has a time, the fastest first; stale rows, which are not selected any more, come after all others."""
     good = [row for row in rows if row.status != "failed" and row.median_us]
-    return sorted(good, key=lambda row: (row.status == "noisy", row.median_us))
+    return sorted(good, key=lambda row: (not is_current(row), row.median_us))
 
 
 def _named(row: Measurement) -> str:

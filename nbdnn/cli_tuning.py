@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nbdnn import config
+from nbdnn.cli import one_line
 from nbdnn.cli_output import console
 from nbdnn.device import Device
 from nbdnn.errors import UnsupportedProblem
@@ -50,6 +51,11 @@ class LeftOut:
         """Once the others are done and shown."""
         if self._reasons:
             raise UnsupportedProblem("; ".join(f"not measured: {reason}" for reason in self._reasons))
+
+    def tell(self) -> None:
+        """Where there is another end to the command."""
+        for reason in self._reasons:
+            print(f"nbdnn: not measured: {one_line(reason)}", file=sys.stderr)
 
 
 def tuned(

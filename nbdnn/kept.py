@@ -21,9 +21,10 @@ def keep(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.replace(file.name, path)
-                _log.info("compiled %s", path)  # who waits for a first call can see what for
             except BaseException:
                 os.unlink(file.name)
                 raise
     except OSError as error:
         warn_once(path.parent, f"what is compiled cannot be kept in {path.parent}: {error.strerror}")
+    else:
+        _log.info("compiled %s", path)  # who waits for a first call can see what for

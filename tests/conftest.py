@@ -21,7 +21,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before anything of nbdnn is imported: flags and paths of the machine must not reach the tests."""
     folder = Path(tempfile.mkdtemp(prefix="nbdnn-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ.pop("NBDNN_FLAGS", None)
+    for name in ("NBDNN_FLAGS", "NBDNN_RECORD"):
+        os.environ.pop(name, None)
     os.environ["NBDNN_DB"] = str(folder / "tuning.db")
     # JAX takes three quarters of a GPU's memory otherwise, which other processes of the tests need.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

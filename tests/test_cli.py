@@ -52,7 +52,7 @@ def db(tmp_path: Path) -> str:
         (["info", "--device", "tpu"], "argument --device: 'tpu' is not cpu, cuda or cuda:N"),
         (["info", "resnet50"], "unrecognized arguments: resnet50"),
         (["record"], "no program to run"),
-        (["record", "--", "/nowhere/program"], "error: /nowhere/program: No such file or directory$"),
+        (["record", "-o", os.devnull, "--", "/nowhere/program"], "error: /nowhere/program: No such file or directory$"),
         (["record", "-o", "/nowhere/problems", "--", "true"], "error: /nowhere/problems: No such file or directory$"),
         (["record", "-o", __file__, "--", "true"], r"test_cli.py, line 1: unknown op "),
         (["db"], "arguments are required"),
@@ -236,6 +236,27 @@ def test_record_writes_what_a_program_and_its_children_compute(tmp_path: Path, d
     ]
     tuned = nbdnn("autotune", str(found), "--db", db, "--only", "softmax", "--budget", "1", "--json")
     assert [row["problem"] for row in json.loads(tuned.stdout)] == [softmax]
+
+
+def test_record_writes_a_file_that_can_be_read_whatever_the_command(tmp_path: Path, db: str) -> None:
+    found, program = tmp_path / "problems.txt", PROGRAM.replace("if sys.argv[1:]:", "if False:")
+    for odd in ("caf\udce9", "two\u2028lines"):
+        done = nbdnn("record", "-o", str(found), "--", sys.executable, "-c", program, odd)
+        assert done.returncode == 3, done.stderr
+    done = nbdnn("autotune", str(found), "--db", db, "--budget", "0", "--json")
+    assert [row["problem"] for row in json.loads(done.stdout)] == [PROBLEM]
+
+
+def test_record_leaves_no_file_where_there_is_no_program(tmp_path: Path) -> None:
+    assert nbdnn("record", "-o", str(tmp_path / "problems.txt"), "--", "/nowhere/program").returncode == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_that_cannot_record_goes_on(tmp_path: Path) -> None:
+    environment = {**os.environ, "NBDNN_RECORD": str(tmp_path / "gone" / "problems")}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3
+    assert done.stderr.count(f"{tmp_path}/gone/problems: No such file or directory; problems are not recorded") == 1
 
 
 def test_record_ends_as_the_program_does() -> None:

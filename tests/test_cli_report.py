@@ -40,7 +40,8 @@ ROWS = [
     row("cpu/one", CONV, "conv_fwd/cpu/pixel_gemm", "6x2", 5.0),
     row("cpu/one", CONV, "conv_fwd/cpu/pixel_gemm", "4x3", 6.0),
     row("cpu/one", CONV, "conv_fwd/cpu/winograd_2x2", "", None, "failed"),
-    row("cpu/one", CONV, "conv_fwd/cpu/fft", "", 4.0, "noisy"),
+    row("cpu/one", CONV, "conv_fwd/cpu/fft", "", 6.5, "noisy"),
+    row("cpu/one", CONV, "conv_fwd/cpu/gone", "", 4.0),
     row("cpu/one", SOFTMAX, "softmax_fwd/cpu/rows", "", 2.0),
     row("gpu <1>", CONV, "conv_fwd/cudnn/gone", "", None, "failed"),
     row("gpu <1>", UNKNOWN, "conv_fwd/numba/gone", "", 3.0),
@@ -94,7 +95,7 @@ def test_every_measurement_is_told(db: str, tmp_path: Path, capsys: pytest.Captu
     for each in ROWS:
         assert [each.candidate.partition("/")[2], each.config] in listed
     for told in (
-        "cpu/one2 problems, 7 measurements (1 failed, 1 noisy), 2026-11-20 to 2026-11-20",
+        "cpu/one2 problems, 8 measurements (1 failed, 1 noisy, 1 stale), 2026-11-20 to 2026-11-20",
         "gpu <1>2 problems, 2 measurements (2 stale), ",
         "f8:<b>&",
     ):
@@ -108,9 +109,15 @@ def test_the_fastest_is_first_and_the_others_lie_where_their_times_say(db: str, 
     page = reported(db, tmp_path, "--device", "cpu", "--op", "conv_fwd")
     first, *others = sorted(page.dots, key=lambda dot: dot["class"])
     assert (first["class"], first["title"]) == ("first", "cpu/pixel_gemm 6x2: 5.00 us")
-    assert [dot["title"] for dot in others] == ["cpu/direct: 40.0 us", "cpu/im2col: 10.0 us", "cpu/fft: 4.00 us"]
+    assert [dot["title"] for dot in others] == [
+        "cpu/direct: 40.0 us",
+        "cpu/im2col: 10.0 us",
+        "cpu/fft: 6.50 us",
+        "cpu/gone: 4.00 us",
+    ]
     places = [float(dot["cx"]) for dot in (first, others[1], others[0])]
     assert places[2] - places[0] == pytest.approx(3 * (places[1] - places[0]), abs=0.3)  # 8 times and 2 times as long
+    assert ["cpu/gone", "", "4.00 us", "1.0%", "2.0 KiB", "stale"] in page.rows
     assert "27.6" in page.text  # 138,240 operations in 5 us
 
 

@@ -1,8 +1,8 @@
-"""Ctrl-C that cannot get lost.
+"""Ctrl-C that cannot get lost, nor any other exception that a signal's handler raises.
 
-Python raises KeyboardInterrupt between two lines of whatever runs. Where those are a callback of the compiler, as of
-any C library, it is printed and forgotten; the compilation then fails for a reason of its own, and Ctrl-C would be
-taken for a fault of the kernel.
+Python raises it between two lines of whatever runs. Where those are a callback of the compiler, as of any C library, it
+is printed and forgotten; the compilation then fails for a reason of its own, and the signal would be taken for a fault
+of the kernel.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from typing import Any
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """A check that raises again what the program's handler of Ctrl-C raised within the block and before the check."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    """A check that raises again what a handler of signals raised within the block and before the check."""
+    if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
+    handlers = {each: handler for each in signal.valid_signals() if callable(handler := signal.getsignal(each))}
     raised: list[BaseException] = []
+    watching = True
 
     def note(number: int, frame: Any) -> None:
         try:
-            handler(number, frame)
+            handlers[number](number, frame)
         except BaseException as error:
-            raised.append(error)
+            if watching:
+                raised.append(error)
             raise
 
     def lost(unraisable: Any) -> None:
-        if unraisable.exc_value not in raised:
+        if not watching or unraisable.exc_value not in raised:
             hook(unraisable)
 
     def check() -> None:
@@ -40,18 +42,21 @@ def interruptible() -> Iterator[Callable[[], None]]:
             raise raised[0] from None
 
     hook = sys.unraisablehook
-    signal.signal(signal.SIGINT, note)
-    sys.unraisablehook = lost
     try:
+        for each in handlers:
+            signal.signal(each, note)
+        sys.unraisablehook = lost
         yield check
     finally:
-        signal.signal(signal.SIGINT, handler)
+        watching = False
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
         sys.unraisablehook = hook
 
 
 @contextmanager
 def never_lost() -> Iterator[None]:
-    """Ctrl-C within the block raises at its end at the latest, instead of what became of it there."""
+    """What a handler raises within the block is raised at its end at the latest, instead of what became of it there."""
     with interruptible() as check:
         try:
             yield

@@ -199,8 +199,8 @@ class _Race:
         """Prepare, check, take the first sample; store it, or why there is none."""
         candidate, config_, workspace_bytes = option
         operands, check = self._operands, self._check
-        try:
-            with never_lost():
+        with never_lost():  # around the handlers below, which would take it for the candidate's failure
+            try:
                 runner = candidate.prepare(self._problem, config_, self._device)
                 verdict = check.run(runner, candidate, workspace_bytes)
                 if not verdict.reason:
@@ -209,11 +209,12 @@ class _Race:
                     self._take(watch, candidate)
                     while watch.is_disturbed and len(watch.samples_us) < _FIRST_SAMPLES:
                         self._take(watch, candidate)
-        except MemoryError:  # of this moment, not of the candidate: not stored
-            events.emit("failed", self._problem, candidate.id, f"no memory for {option}, workspace {workspace_bytes}")
-            return
-        except Exception as error:
-            verdict = Verdict(None, f"{type(error).__name__}: {error}")
+            except MemoryError:  # of this moment, not of the candidate: not stored
+                reason = f"no memory for {option}, workspace {workspace_bytes}"
+                events.emit("failed", self._problem, candidate.id, reason)
+                return
+            except Exception as error:
+                verdict = Verdict(None, f"{type(error).__name__}: {error}")
         if verdict.reason:
             events.emit("failed", self._problem, candidate.id, verdict.reason)
             self._store(option, verdict, None)

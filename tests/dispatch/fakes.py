@@ -27,8 +27,9 @@ _SCRATCH_BYTES = 1 << 16
 class Fake(Candidate):
     """Computes with the direct kernel, then idles until `us` microseconds are over: a time, or one for each config.
 
-    behaviour: 'right', 'wrong' (one output is off), 'lazy' (one is not written), 'raises', 'interrupts', or
-    'interrupts unheard': Ctrl-C comes in a callback of C, as it may while code is compiled, which then fails.
+    behaviour: 'right', 'wrong' (one output is off), 'lazy' (one is not written), 'raises', 'interrupts', 'is timed out'
+    (a signal, SIGALRM), or 'interrupts unheard': Ctrl-C comes in a callback of C, as it may while code is compiled,
+    which then fails.
     """
 
     op, provider = "conv_fwd", "cpu"
@@ -68,6 +69,8 @@ class Fake(Candidate):
         self.prepared.append(str(config))
         if self.behaviour == "interrupts":
             raise KeyboardInterrupt
+        if self.behaviour == "is timed out":
+            signal.raise_signal(signal.SIGALRM)
         if self.behaviour == "interrupts unheard":
             ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))()
             raise RuntimeError("no machine code came back")

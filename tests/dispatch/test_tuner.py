@@ -72,6 +72,26 @@ def test_an_interruption_keeps_what_was_measured(
     assert (result.complete, result.measured) == (True, 1)
 
 
+def test_what_a_handler_of_signals_raises_is_no_failure_of_a_candidate(
+    monkeypatch: pytest.MonkeyPatch, database: Database
+) -> None:
+    class Late(Exception):
+        pass
+
+    def raise_late(number: int, frame: object) -> None:
+        raise Late
+
+    register(monkeypatch, Fake("only", behaviour="is timed out"))
+    before = signal.signal(signal.SIGALRM, raise_late)
+    try:
+        with pytest.raises(Late):
+            tune(database)
+        assert signal.getsignal(signal.SIGALRM) is raise_late
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not database.rows(cpu_device().fingerprint, str(SMALL))
+
+
 def test_the_guess_is_measured_whatever_the_budget(monkeypatch: pytest.MonkeyPatch, database: Database) -> None:
     dear, fair = Fake("dear", 20, estimate=3.0), Fake("fair", 200, estimate=2.0)
     register(monkeypatch, dear, Fake("cheap", 1000, estimate=1.0), fair)

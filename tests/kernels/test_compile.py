@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nbdnn.kept import keep
+from nbdnn.kernels.cpu.compile import cache_dir
 from nbdnn.problem_conv import CONV_OPS
 
 PREPARE = """
@@ -36,6 +37,7 @@ def test_a_second_process_compiles_nothing(op: str) -> None:
         return done.stdout
 
     compiled("1")
+    assert list(cache_dir().glob("*.nbc"))
     assert compiled("2") == ""
 
 

@@ -45,6 +45,9 @@ _USAGE = {
     "shared_bytes": r"(\d+) bytes smem",
 }
 
+# What a scope of numba-cuda's intermediate code holds, as far as `_scopes_copied_once` knows them.
+_SCOPE = {"parent", "localvars", "loc", "redefined", "var_redefinitions"}
+
 _log = logging.getLogger("nbdnn")
 _kernels: dict[tuple, Kernel] = {}
 _lock = threading.Lock()
@@ -206,10 +209,18 @@ def _scopes_copied_once() -> Iterator[None]:
 
     It copies the blocks of what it inlines deeply, one by one, and with each all variables of the function, which know
     each other. Of a copied scope it reads the variables' names alone: they need no copies. Numba's lock keeps other
-    compilations out meanwhile.
+    compilations out meanwhile. A numba-cuda whose scopes are other than those known here compiles at its own pace.
     """
-    from numba.cuda.core import ir
-    from numba.cuda.core.compiler_lock import global_compiler_lock
+    try:
+        from numba.cuda.core import ir
+        from numba.cuda.core.compiler_lock import global_compiler_lock
+
+        fields = vars(ir.Scope(None, ir.unknown_loc)).keys()
+    except (ImportError, AttributeError, TypeError):
+        fields = set()
+    if fields != _SCOPE or "__deepcopy__" in vars(ir.Scope):
+        yield
+        return
 
     def copied(scope: ir.Scope, memo: dict[int, Any]) -> ir.Scope:
         new = ir.Scope(scope.parent, scope.loc)
