@@ -21,7 +21,9 @@ def interruptible() -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    handlers = {each: handler for each in signal.valid_signals() if callable(handler := signal.getsignal(each))}
+    handlers: dict[int, Any] = {
+        each: handler for each in signal.valid_signals() if callable(handler := signal.getsignal(each))
+    }
     raised: list[BaseException] = []
     watching = True
 
