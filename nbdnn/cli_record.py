@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         if new:
             about = " ".join(shlex.join(command).splitlines())
             file.writelines(f"{line}\n" for line in (f"# {about}", *new))
-    print(f"nbdnn: {len(found)} problems, {len(new)} of them new in {path}", file=sys.stderr)
+    print(f"nbdnn: problems: {len(found)}, new in {path}: {len(new)}", file=sys.stderr)
     return code
 
 

@@ -36,4 +36,4 @@ def run(args: argparse.Namespace) -> None:
     if not rows:
         raise DatabaseError(f"{file.path} holds no measurement of that kind")
     Path(args.output).write_text(page(rows, file.path), encoding="utf-8")
-    print(f"{args.output}: {len({(row.device, row.problem) for row in rows})} problems")
+    print(f"{args.output}: problems: {len({(row.device, row.problem) for row in rows})}")

@@ -224,9 +224,9 @@ def test_record_writes_what_a_program_and_its_children_compute(tmp_path: Path, d
     program.write_text(PROGRAM)
     command = ["record", "-o", str(found), "--", sys.executable, str(program)]
     done = nbdnn(*command)
-    assert (done.returncode, done.stderr) == (3, f"nbdnn: 1 problems, 1 of them new in {found}\n")
+    assert (done.returncode, done.stderr) == (3, f"nbdnn: problems: 1, new in {found}: 1\n")
     done = nbdnn(*command, "child")
-    assert (done.returncode, done.stderr) == (3, f"nbdnn: 2 problems, 1 of them new in {found}\n")
+    assert (done.returncode, done.stderr) == (3, f"nbdnn: problems: 2, new in {found}: 1\n")
     softmax = "softmax_fwd:f32:n2c3h1w1:accurate:channel:nchw"
     assert found.read_text().splitlines() == [
         f"# {sys.executable} {program}",
@@ -263,7 +263,7 @@ def test_record_ends_as_the_program_does() -> None:
     done = nbdnn("record", "-o", os.devnull, "--", "sh", "-c", "kill -TERM $$")
     assert (done.returncode, done.stderr) == (
         128 + signal.SIGTERM,
-        f"nbdnn: 0 problems, 0 of them new in {os.devnull}\n",
+        f"nbdnn: problems: 0, new in {os.devnull}: 0\n",
     )
 
 

@@ -90,7 +90,7 @@ def reported(db: str, tmp_path: Path, *arguments: str) -> Page:
 
 def test_every_measurement_is_told(db: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = reported(db, tmp_path)
-    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}: 4 problems\n"
+    assert capsys.readouterr().out == f"{tmp_path / 'report.html'}: problems: 4\n"
     listed = [cells[:2] for cells in page.rows]
     for each in ROWS:
         assert [each.candidate.partition("/")[2], each.config] in listed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,23 +10,18 @@ from typing import Any
 import emulated
 import emulated_ptx
 import pytest
+from budget import ARCHITECTURES, assert_lean, device_of, launched
 from emulated import Memory
 from gpus import H200
 from guarded import values
 from libraries import library
 
 import nbdnn.kernels.cuda
-from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
-from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.problem import ITEMSIZE, parse
 from nbdnn.problem_rnn import RnnProblem
 
 OPS = ("rnn_fwd", "rnn_bwd")
-CANDIDATES = {
-    op: [each for each in registry.candidates(op, kind="cuda") if isinstance(each, LaunchedCandidate)] for op in OPS
-}
-ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120": (12, 0)}
+CANDIDATES = launched(OPS)
 NETWORKS = (
     "f32:t512b1i64h64l1:gru:uni:linear",
     "f32:t50b32i128h128l2:lstm:bi:linear",
@@ -39,19 +33,14 @@ NETWORKS = (
 
 
 def kernels(op: str, text: str, arch: str) -> None:
-    """No spills, no stack, no arithmetic wider than it must be."""
-    device, problem = replace(H200, capability=ARCHITECTURES[arch]), parse(f"{op}:{text}")
+    device, problem = device_of(arch), parse(f"{op}:{text}")
     for candidate in CANDIDATES[op]:
         if not candidate.supports(problem, device).ok:
             continue
         for config in candidate.configs(problem, device):
             few = {launch.source: launch for launch in candidate.launches(problem, config, device)}
-            for source, launch in few.items():
-                kernel, ptx = compile_kernel(source, arch), ptx_text(source, arch)
-                what = f"{arch}, {candidate.id}, {config}, {problem}, {source.label}: {kernel._replace(cubin=b'')}"
-                assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
-                assert problem.dtype == "f64" or ".f64" not in ptx, what
-                assert launch.integer_bits == 64 or not re.search(r"(?:div|rem)\.[su]64", ptx), what
+            for launch in few.values():
+                assert_lean(launch, problem, arch, f"{candidate.id}, {config}")
 
 
 @pytest.mark.slow

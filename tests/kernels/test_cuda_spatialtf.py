@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,24 +9,20 @@ import emulated
 import emulated_ptx
 import numpy as np
 import pytest
+from budget import ARCHITECTURES, assert_lean, device_of, launched
 from emulated import Memory
 from gpus import H200
 from guarded import values
 from libraries import library
 
 import nbdnn.kernels.cuda
-from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda import spatialtf_gradient
-from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
-from nbdnn.kernels.cuda.launch import LaunchedCandidate
+from nbdnn.kernels.cuda.compile import ptx_text
 from nbdnn.problem import FAMILIES, parse
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 OPS = FAMILIES["spatialtf"]
-CANDIDATES = {
-    op: [each for each in registry.candidates(op, kind="cuda") if isinstance(each, LaunchedCandidate)] for op in OPS
-}
-ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120": (12, 0)}
+CANDIDATES = launched(OPS)
 IMAGES = (
     "f32:n64c3h224w224:o224x224:nchw",
     "f32:n64c64h56w56:o56x56:nhwc",
@@ -42,16 +36,11 @@ GRIDS = "f32:n64:o224x224", "bf16:n3:o7x9"
 
 
 def kernels(op: str, text: str, arch: str) -> None:
-    """No spills, no stack, no arithmetic wider than it must be."""
-    device, problem = replace(H200, capability=ARCHITECTURES[arch]), parse(f"{op}:{text}")
+    device, problem = device_of(arch), parse(f"{op}:{text}")
     for candidate in CANDIDATES[op]:
         for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
-            kernel, ptx = compile_kernel(launch.source, arch), ptx_text(launch.source, arch)
-            what = f"{arch}, {candidate.id}, {problem}, {launch.source.label}: {kernel._replace(cubin=b'')}"
-            assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
-            assert kernel.registers is None or kernel.registers <= 128, what
-            assert problem.dtype == "f64" or ".f64" not in ptx, what
-            assert launch.integer_bits == 64 or not re.search(r"(?:div|rem)\.[su]64", ptx), what
+            kernel = assert_lean(launch, problem, arch, candidate.id)
+            assert kernel.registers is None or kernel.registers <= 128, f"{arch}, {problem}, {kernel.registers}"
 
 
 def texts(op: str) -> tuple[str, ...]:
