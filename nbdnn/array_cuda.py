@@ -73,7 +73,7 @@ class NumbaArray(CudaArray):
 
     def read(self, array: Any) -> tuple[int, Hashable]:
         pointer = array.device_ctypes_pointer.value or 0
-        key = array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), self.gpu(array)
+        key = "numba", array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), self.gpu(array)
         return pointer, key
 
     def gpu(self, array: Any) -> int:

@@ -17,7 +17,8 @@ class CuPy(Library):
     def read(self, array: Any) -> tuple[int, Hashable]:
         memory = array.data
         pointer = memory.ptr
-        return pointer, (array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), memory.device_id)
+        key = "cupy", array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), memory.device_id
+        return pointer, key
 
     def gpu(self, array: Any) -> int:
         return array.data.device_id

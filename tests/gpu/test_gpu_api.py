@@ -96,6 +96,15 @@ def test_results_are_of_the_library_on_the_gpu(lib: Library) -> None:
         assert_close(lib.get(result), expected)
 
 
+def test_libraries_in_turn_get_arrays_of_their_own() -> None:
+    """A call is planned once for equal arrays, and those of two libraries are not."""
+    libraries = [make() for make in LIBRARIES.values()]
+    for lib in libraries * 2:
+        result = dnn_conv(lib.put(X), lib.put(W), 1)
+        assert isinstance(result, lib.type)
+        assert_close(lib.get(result), Y)
+
+
 def test_strided_operands_are_made_dense(lib: Library) -> None:
     if lib.type.__module__.startswith("jax"):
         wide = np.repeat(X, 2, axis=3)

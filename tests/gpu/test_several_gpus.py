@@ -115,7 +115,7 @@ def test_a_graph_of_the_second_gpu() -> None:
     with torch.cuda.device(1):
         dnn_conv(x, w, 1, out=out)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):  # PyTorch's own may be of the first GPU
             dnn_conv(x, w, 1, out=out)
         out.fill_(float("nan"))
         graph.replay()
