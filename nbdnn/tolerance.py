@@ -68,36 +68,35 @@ def fault(
     roundings: int = 1,
 ) -> str:
     """What is wrong with `output` (an array of the output's logical shape), in a sentence; '' if nothing is."""
-    excess = shares(problem, candidate, output, sample, any_data=any_data, roundings=roundings)
-    wrong = excess > 1
-    if not wrong.any():
-        return ""
-    worst = int(np.argmax(excess))
-    place = ", ".join(str(axis[worst]) for axis in sample.index)
-    return (
-        f"{np.count_nonzero(wrong)} of {len(excess)} outputs are wrong, the worst at ({place}): "
-        f"{output[sample.index][worst]:.9g} instead of {sample.value[worst]:.9g}, {excess[worst]:.3g} times the "
-        "permitted error"
-    )
+    got = output[sample.index]
+    return judged(problem, candidate, got, sample, any_data=any_data, roundings=roundings)[1]
 
 
-def shares(
+def judged(
     problem: Problem,
     candidate: Candidate,
-    output: np.ndarray,
+    got: np.ndarray,
     sample: Sample,
     *,
     any_data: bool = False,
     roundings: int = 1,
-) -> np.ndarray:
-    """The error of each output of `sample` as a share of what is permitted there; infinite where only one is NaN."""
-    got = output[sample.index].astype(np.float64)
+) -> tuple[float, str]:
+    """The largest error of the elements of `sample`, as a share of what is permitted, infinite where only one of the
+    two is NaN; and what is wrong, as `fault` says it. got: what was found there."""
     with np.errstate(all="ignore"):
         bound = allowed(problem, candidate, sample, any_data=any_data, roundings=roundings)
-        share = abs(got - sample.value) / np.maximum(bound, np.finfo(np.float64).tiny)
+        share = abs(got.astype(np.float64) - sample.value) / np.maximum(bound, np.finfo(np.float64).tiny)
     share[np.isnan(share)] = np.inf
     share[(got == sample.value) | (np.isnan(got) & np.isnan(sample.value))] = 0.0
-    return share
+    largest, wrong = float(share.max(initial=0.0)), np.count_nonzero(share > 1)
+    if not wrong:
+        return largest, ""
+    worst = int(np.argmax(share))
+    place = ", ".join(str(axis[worst]) for axis in sample.index)
+    return largest, (
+        f"{wrong} of {len(share)} outputs are wrong, the worst at ({place}): {got[worst]:.9g} instead of "
+        f"{sample.value[worst]:.9g}, {largest:.3g} times the permitted error"
+    )
 
 
 def transforms(candidate: Candidate) -> bool:

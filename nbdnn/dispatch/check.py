@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbdnn import reference, tolerance
-from nbdnn.array import fill_with_nan, widened
+from nbdnn.array import widened
 from nbdnn.candidate import Candidate, Runner
 from nbdnn.device import Device
 from nbdnn.dispatch.benchmark import one_copy
@@ -37,16 +37,13 @@ class Check:
         self._problem, self._device = problem, device
         self._operands = one_copy(problem, device)
         self._arrays = dict(zip((o.name for o in problem.operands), self._operands.arrays(), strict=True))
-        for operand in problem.operands:
-            if not operand.is_read:
-                fill_with_nan(self._arrays[operand.name])
         self._outputs = [operand for operand in problem.operands if operand.role == "out"]
-        self._before = {out.name: self._arrays[out.name].copy() for out in self._outputs}
+        self._before = {out.name: self._arrays[out.name].copy() for out in self._outputs if out.is_read}
 
     @cached_property
     def _samples(self) -> Mapping[str, Sample]:
         arrays = self._arrays | self._before
-        values = {o.name: widened(arrays[o.name], o.dtype) for o in self._problem.operands}
+        values = {o.name: widened(arrays[o.name], o.dtype) for o in self._problem.operands if o.is_read}
         return reference.samples(self._problem, values, self._problem.scalars, _OUTPUTS)
 
     def run(self, runner: Runner, candidate: Candidate, workspace_bytes: int) -> Verdict:
@@ -57,9 +54,10 @@ class Check:
         self._operands.run(runner, self._problem.scalars, workspace_bytes)
         error, faults = 0.0, []
         for out in self._outputs:
-            values, sample = widened(self._arrays[out.name], out.dtype), samples[out.name]
-            shares = tolerance.shares(self._problem, candidate, values, sample, roundings=roundings)
-            error = max(error, float(shares.max(initial=0.0)))
-            if wrong := tolerance.fault(self._problem, candidate, values, sample, roundings=roundings):
+            sample = samples[out.name]
+            got = widened(self._arrays[out.name][sample.index], out.dtype)
+            share, wrong = tolerance.judged(self._problem, candidate, got, sample, roundings=roundings)
+            error = max(error, share)
+            if wrong:
                 faults.append(f"{out.name}: {wrong}" if len(self._outputs) > 1 else wrong)
         return Verdict(error if np.isfinite(error) else None, "; ".join(faults))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nbdnn import reference
-from nbdnn.array import at, narrowed, widened
+from nbdnn.array import at, fill_with_nan, narrowed, widened
 from nbdnn.candidate import Runner
 from nbdnn.dispatch import workspace
 from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, Operand, Problem
@@ -89,7 +89,10 @@ class Operands:
         return Stopwatch(runner, self, scalars, workspace_bytes)
 
     def run(self, runner: Runner, scalars: tuple[float, ...], workspace_bytes: int) -> None:
-        """Run once on the first copy."""
+        """Run once on the first copy; outputs that are not read are NaN beforehand."""
+        for operand, array in zip(self._problem.operands, self.arrays(), strict=True):
+            if not operand.is_read:
+                fill_with_nan(array)
         runner(self.pointers[0], scalars, workspace.take(workspace_bytes).address, 0)
 
     def arrays(self, copy: int = 0) -> list[np.ndarray]:

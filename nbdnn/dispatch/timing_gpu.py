@@ -91,11 +91,16 @@ class GpuOperands:
         return GpuStopwatch(runner, self, scalars, workspace_bytes)
 
     def run(self, runner: Runner, scalars: tuple[float, ...], workspace_bytes: int) -> None:
-        """Run once on the first copy, whose outputs go there from the host and come back."""
-        outs = [i for i, operand in enumerate(self._problem.operands) if operand.role == "out"]
+        """Run once on the first copy, whose outputs come to the host: before, they go there from it where they are
+        read, and are NaN where they are not."""
+        operands = self._problem.operands
+        outs = [i for i, operand in enumerate(operands) if operand.role == "out" and operand.size_bytes]
         with driver.Current(self._device.index):
             for i in outs:
-                driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
+                if operands[i].is_read:
+                    driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
+                else:
+                    driver.call("cuMemsetD8Async", self.pointers[0][i], 0xFF, operands[i].size_bytes, self.stream)
             runner(self.pointers[0], scalars, self.workspace(workspace_bytes), int(self.stream))
             for i in outs:
                 driver.download(self._bytes(i), self.pointers[0][i], self.stream)
