@@ -7,12 +7,12 @@ its ``add_parser(subparsers)`` sets ``func``, which takes the parsed arguments a
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 import warnings
 from typing import NoReturn
 
+import nbdnn
 from nbdnn.errors import InvalidProblem
 
 INTERRUPTED = 130
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     from nbdnn import cli_autotune, cli_bench, cli_db, cli_explain, cli_info, cli_record, cli_report
 
     top = _Parser(prog="nbdnn", description="Measure, explain and remember which implementation of an op is fastest.")
-    top.add_argument("--version", action="version", version=f"nbdnn {importlib.metadata.version('nbdnn')}")
+    top.add_argument("--version", action="version", version=f"nbdnn {nbdnn.__version__}")
     subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (cli_autotune, cli_record, cli_bench, cli_explain, cli_report, cli_info, cli_db):
         command.add_parser(subparsers)

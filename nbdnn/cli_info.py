@@ -8,6 +8,7 @@ import json
 import platform
 from typing import Any
 
+import nbdnn
 from nbdnn.cli_output import size
 from nbdnn.cli_targets import add_place, place
 from nbdnn.device import Gpu
@@ -49,7 +50,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
         caches = f"L2 {size(device.l2_bytes)} a core, last level {size(device.llc_bytes)}"
         works = {"threads": f"{device.threads} on {layer}" + _FORK_ADVICE.get(layer, "")}
     return {
-        "nbdnn": importlib.metadata.version("nbdnn"),
+        "nbdnn": nbdnn.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
         "libraries": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("numpy", "numba", "llvmlite")),
         "device": device.fingerprint,

@@ -5,7 +5,6 @@ A problem's dots are its candidates, each with its fastest config, by how many t
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
+import nbdnn
 from nbdnn.cli_output import duration, size
 from nbdnn.dispatch.measurement import Measurement, is_current, utc_now
 from nbdnn.errors import InvalidProblem
@@ -44,7 +44,7 @@ _SLOWEST = 32  # times the fastest; what took longer is drawn there
 def page(rows: Sequence[Measurement], path: Path) -> str:
     """The whole document."""
     devices = _grouped(rows, lambda row: row.device)
-    about = f"{path}, {utc_now()}, nbdnn {importlib.metadata.version('nbdnn')}"
+    about = f"{path}, {utc_now()}, nbdnn {nbdnn.__version__}"
     body = "".join(_device(name, of_device) for name, of_device in devices)
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'

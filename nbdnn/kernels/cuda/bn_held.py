@@ -57,7 +57,7 @@ def _held_kernel(*specialised_on):
     integer, small, u32, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
     lanes, columns, blocks, threads = v.lanes, v.columns, v.cluster, v.threads
     channels, rows_at_once, moved = columns * v.sums, threads // columns, plan.next_row(v.bits)
-    copy, load_slot, (begin_sums, add, end_sums) = bn_slots.copied(v), bn_slots.loaded(v), bn_slots.summed(v)
+    copy_all, load_slot, (begin_sums, add, end_sums) = bn_slots.copied_all(v), bn_slots.loaded(v), bn_slots.summed(v)
     of_block, of_cluster = bn_sums.of_block(v), bn_sums.of_cluster(v)
     scale, (found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
     load, store, wait = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_wait(0)
@@ -80,11 +80,7 @@ def _held_kernel(*specialised_on):
         begin, begin_place = integer(base + image * f.image_elems + place * f.row_elems), place
         mine = u32(ptx_tile.dynamic_shared() + u32(thread * vector_bytes))
         of_dy = u32(f.slots * slot_bytes)
-        at, slot, r = begin, mine, row
-        while r < last:
-            copy(slot, of_dy, x, dy, at)
-            at, place = moved(at, place, f)
-            slot, r = u32(slot + u32(slot_bytes)), integer(r + rows_at_once)
+        copy_all(mine, of_dy, x, dy, begin, place, row, last, f)
         ptx_tile.copy_async_commit()
 
         # 2. Its sums.

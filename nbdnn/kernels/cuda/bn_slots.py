@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from nbdnn.kernels.cuda.bn_plan import Variant
+from nbdnn.kernels.cuda.bn_plan import Variant, next_row
 from nbdnn.problem import ITEMSIZE
 
 
@@ -35,6 +35,43 @@ def copied(v: Variant):
             copy(u32(slot + of_dy), dy, at)
 
     return copy_one
+
+
+@cache
+def copied_all(v: Variant):
+    """Device function (slot, of_dy, x, dy, at, place, row, end, Walk) that starts the copies of all rows of a thread.
+
+    at, place: of the first, as `bn_plan.next_row` moves them. Vectors of 2 bytes have come when it returns.
+    """
+    from nbdnn.kernels.cuda import ptx, ptx_local
+
+    integer, small, u32, forward = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, v.is_forward
+    copy, moved, rows_at_once, step = copied(v), next_row(v.bits), v.threads // v.columns, slot_bytes(v)
+    copy_halves, at_once = ptx_local.copy_halves, ptx_local.AT_ONCE
+
+    @ptx.inline
+    def by_vectors(slot, of_dy, x, dy, at, place, row, end, f):
+        while row < end:
+            copy(slot, of_dy, x, dy, at)
+            at, place = moved(at, place, f)
+            slot, row = u32(slot + u32(step)), integer(row + rows_at_once)
+
+    @ptx.inline
+    def by_halves(slot, of_dy, x, dy, at, place, row, end, f):
+        while row < end:
+            second, place = moved(at, place, f)
+            third, place = moved(second, place, f)
+            fourth, place = moved(third, place, f)
+            left, count = integer(end - row), small(1)
+            for k in range(1, at_once):
+                count = small(count + (1 if left > k * rows_at_once else 0))
+            copy_halves(slot, u32(step), x, at, second, third, fourth, count)
+            if not forward:
+                copy_halves(u32(slot + of_dy), u32(step), dy, at, second, third, fourth, count)
+            at, place = moved(fourth, place, f)
+            slot, row = u32(slot + u32(at_once * step)), integer(row + at_once * rows_at_once)
+
+    return by_halves if v.lanes * ITEMSIZE[v.dtype] == 2 else by_vectors
 
 
 @cache

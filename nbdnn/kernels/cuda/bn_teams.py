@@ -67,7 +67,8 @@ def _team_kernel(*specialised_on):
     integer, small, u32, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
     lanes, columns, threads = v.lanes, v.columns, v.threads
     channels, rows_at_once, moved = columns * v.sums, threads // columns, plan.next_row(v.bits)
-    copy, load_slot, (begin_sums, add, end_sums) = bn_slots.copied(v), bn_slots.loaded(v), bn_slots.summed(v)
+    copy, copy_all = bn_slots.copied(v), bn_slots.copied_all(v)
+    load_slot, (begin_sums, add, end_sums) = bn_slots.loaded(v), bn_slots.summed(v)
     of_block, of_team, (wait_for, meet) = bn_sums.of_block(v), bn_meeting.added_up(v), bn_meeting.barrier()
     scale, (found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
     load, store, wait = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_wait(0)
@@ -93,11 +94,7 @@ def _team_kernel(*specialised_on):
             wait_for(counters, before, 1)
         column = integer(slab * columns + in_slab)
         end = last if column < f.columns else integer(0)
-        at, place, slot, r = integer(column * f.column_elems + begin), begin_place, mine, row
-        while r < end:
-            copy(slot, of_dy, x, dy, at)
-            at, place = moved(at, place, f)
-            slot, r = u32(slot + u32(slot_bytes)), integer(r + rows_at_once)
+        copy_all(mine, of_dy, x, dy, integer(column * f.column_elems + begin), begin_place, row, end, f)
         a, b, origin, pivot = (
             ptx.cuda.local.array(lanes, real),
             ptx.cuda.local.array(lanes, real),

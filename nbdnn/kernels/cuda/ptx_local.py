@@ -121,3 +121,30 @@ def copy_to_shared(dtype: str, lanes: int):
         return signature(types.none, types.uint32, base, index), codegen
 
     return copy
+
+
+AT_ONCE = 4  # vectors of 2 bytes that `copy_halves` has on their way
+
+
+@intrinsic
+def copy_halves(typingctx, shared, step_bytes, base, first, second, third, fourth, count):
+    """The first `count` of four vectors of 2 bytes, at these indices, to shared memory a step apart.
+
+    Nothing copies 2 bytes asynchronously, and a load that is stored at once is waited for: four are on their way.
+    """
+    first_loads = "ld.global.nc.b16 a, [$2]; @p ld.global.nc.b16 b, [$3];"
+    loads = f"{first_loads} @q ld.global.nc.b16 c, [$4]; @r ld.global.nc.b16 d, [$5];"
+    places = "add.u32 s, $0, $1; add.u32 t, s, $1; add.u32 u, t, $1;"
+    stores = "st.shared.b16 [$0], a; @p st.shared.b16 [s], b; @q st.shared.b16 [t], c; @r st.shared.b16 [u], d;"
+    wanted = "setp.gt.s32 p, $6, 1; setp.gt.s32 q, $6, 2; setp.gt.s32 r, $6, 3;"
+    registers = ".reg .b16 a, b, c, d; .reg .b32 s, t, u; .reg .pred p, q, r;"
+    operation = f"{{ {registers} {wanted} {loads} {places} {stores} }}"
+
+    def codegen(context, builder, sig, args):
+        slot, step, start, *places, number = args
+        sources = [builder.ptrtoint(builder.gep(start, [place]), I64) for place in places]
+        asm(builder, ir.VoidType(), operation, "r,r,l,l,l,l,r,~{memory}", [slot, step, *sources, number], EFFECT)
+        return context.get_dummy_value()
+
+    types_ = types.uint32, types.uint32, base, first, second, third, fourth, types.int32
+    return signature(types.none, *types_), codegen
