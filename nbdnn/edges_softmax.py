@@ -41,4 +41,6 @@ def edges(op: str) -> list[SoftmaxProblem]:
             ]
             problems.append(SoftmaxProblem(op, "f32", n, c, spatial, "accurate", mode, layout, align=4))
             problems.append(SoftmaxProblem(op, "bf16", n, c, spatial, "accurate", mode, layout, align=2))
+    # Rows of 16 bits that begin anywhere, of several blocks of a GPU, with a rest of less than 16 bytes.
+    problems += [SoftmaxProblem(op, "bf16", 3, 19, (7, 23), algorithm, "channel", "nhwc") for algorithm in ALGORITHMS]
     return list(dict.fromkeys(problems))

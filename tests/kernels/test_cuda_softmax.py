@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from edge_cases import edges
@@ -12,7 +13,7 @@ from libraries import library
 
 from nbdnn.candidate import Candidate
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import softmax_columns, softmax_direct, softmax_plan, softmax_rows
+from nbdnn.kernels.cuda import softmax_columns, softmax_direct, softmax_plan, softmax_rows, softmax_staged
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.problem import FAMILIES, parse
@@ -23,7 +24,8 @@ KERNELS = (
     "bf16:n1048576c16h1w1:accurate:channel:nchw",  # two lanes a row
     "f16:n4096c32000h1w1:log:channel:nchw",  # a block, or a cluster of blocks, a row
     "bf16:n512c131072h1w1:fast:channel:nchw",  # the longest rows
-    "f32:n32c21h128w128:log:channel:nhwc",  # vectors of one element
+    "f32:n32c21h128w128:log:channel:nhwc",  # vectors of one element, in registers and from shared memory
+    "bf16:n32c21h128w128:accurate:channel:nhwc",
     "bf16:n32c1000h28w28:accurate:channel:nchw",
     "f32:n32c21h128w128:log:channel:nchw",
     "f64:n32c21h128w128:log:channel:nchw",
@@ -46,9 +48,10 @@ def test_kernels_stay_within_their_means(text: str, arch: str) -> None:
     assert device.arch == arch
     for op in FAMILIES["softmax"]:
         problem = parse(f"{op}:{text}")
-        candidate: Candidate = next(each for each in CANDIDATES[op] if each.supports(problem, device).ok)
-        for config in candidate.configs(problem, device)[:2]:
-            for launch in candidate.launches(problem, config, device):
+        supporting: list[Candidate] = [each for each in CANDIDATES[op] if each.supports(problem, device).ok]
+        for candidate, place in product(supporting[:2], range(2)):
+            for config in candidate.configs(problem, device)[place : place + 1]:
+                (launch,) = candidate.launches(problem, config, device)
                 kernel, ptx = compile_kernel(launch.source, arch), ptx_text(launch.source, arch)
                 what = f"{arch}, {candidate.id}, {config}, {problem}: {kernel._replace(cubin=b'')}"
                 assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
@@ -98,6 +101,10 @@ def test_clusters_are_for_gpus_that_have_them() -> None:
         (softmax_rows.FWD, "f32:n0c3h4w5:accurate:channel:nhwc", "0 rows of 3 elements"),
         (softmax_rows.FWD, "f32:n3000000000c3h1w1:accurate:channel:nchw", "3000000000 rows"),
         (softmax_rows.BWD, "f32:n2c300000h1w1:accurate:channel:nchw", "300000 elements a row"),
+        (softmax_staged.FWD, "f32:n2c3h4w5:accurate:channel:nchw", "lie 20 apart"),
+        (softmax_staged.FWD, "bf16:n2c3h4w5:accurate:channel:nhwc:a2", "multiples of 2 bytes"),
+        (softmax_staged.FWD, "bf16:n2c24h4w5:accurate:channel:nhwc", "24 elements a row: whole vectors"),
+        (softmax_staged.BWD, "f32:n2c4097h1w1:accurate:channel:nchw", "4097 elements a row"),
         (softmax_columns.FWD, "f32:n2c3h4w5:accurate:channel:nhwc", "side by side"),
         (softmax_columns.FWD, "f64:n2c3h4w5:accurate:channel:nchw", "f64"),
         (softmax_columns.FWD, "f32:n2c100000h4w5:accurate:channel:nchw", "100000 elements a row"),

@@ -23,6 +23,7 @@ from nbdnn.kernels.cuda.ptx import (
     conversion,
     load_words,
     packed,
+    pointer,
     store_words,
     unpacked,
     words_type,
@@ -142,6 +143,23 @@ def dynamic_shared(typingctx):
         return builder.ptrtoint(symbol, I32)
 
     return signature(types.uint32), codegen
+
+
+@cache
+def pointer_to_shared(dtype: str):
+    """Intrinsic (shared address) -> a pointer to elements there."""
+
+    @intrinsic
+    def pointed(typingctx, where):
+        kind = pointer(dtype)
+
+        def codegen(context, builder, sig, args):
+            element = context.get_value_type(kind).pointee
+            return builder.addrspacecast(builder.inttoptr(args[0], element.as_pointer(3)), element.as_pointer())
+
+        return signature(kind, types.uint32), codegen
+
+    return pointed
 
 
 def _load_shared(count):

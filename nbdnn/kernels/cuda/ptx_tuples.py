@@ -42,11 +42,12 @@ class Place(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a thread holds: so many vectors."""
+    """What a thread holds: so many vectors. shared: of shared memory."""
 
     dtype: str
     lanes: int
     vectors: int
+    shared: bool = False
 
 
 def _vectors(builder, held: Held, place_type, place):
@@ -79,7 +80,7 @@ def load(held: Held, fill: str):
         def codegen(context, builder, sig, args):
             parts = []
             for where, exists in _vectors(builder, held, sig.args[0], args[0]):
-                parts += load_parts(builder, where, exists, held.dtype, held.lanes, fill=bits)
+                parts += load_parts(builder, where, exists, *held[:2], fill=bits, shared=held.shared)
             return packed(builder, parts)
 
         return signature(of_memory, place), codegen
@@ -113,7 +114,8 @@ def store(held: Held):
         def codegen(context, builder, sig, args):
             elements, lanes = unpacked(builder, args[1], held.vectors * held.lanes), held.lanes
             for i, (where, exists) in enumerate(_vectors(builder, held, sig.args[0], args[0])):
-                store_vector(builder, where, exists, held.dtype, elements[i * lanes : (i + 1) * lanes])
+                values = elements[i * lanes : (i + 1) * lanes]
+                store_vector(builder, where, exists, held.dtype, values, shared=held.shared)
             return context.get_dummy_value()
 
         return signature(types.none, place, values), codegen
@@ -176,7 +178,7 @@ def scatter(held: Held, formula: Callable, inputs: int, numbers: int):
             tuples = [unpacked(builder, args[i], sig.args[i].count) for i in range(inputs + 1, inputs + 1 + numbers)]
             for i, (where, exists) in enumerate(_vectors(builder, held, sig.args[0], args[0])):
                 values = list(_terms(builder, held, formula, i, given, tuples))
-                store_vector(builder, where, exists, held.dtype, values)
+                store_vector(builder, where, exists, held.dtype, values, shared=held.shared)
             return context.get_dummy_value()
 
         return signature(types.none, *arguments), codegen

@@ -102,13 +102,15 @@ def load_vector(builder, where, wanted, dtype, lanes, *, constant=True):
     return widened(builder, dtype, load_parts(builder, where, wanted, dtype, lanes, constant=constant))
 
 
-def load_parts(builder, where, wanted, dtype, lanes, *, constant=True, fill=0):
+def load_parts(builder, where, wanted, dtype, lanes, *, constant=True, fill=0, shared=False):
     """The parts of a vector, each the bits of `fill` unless it is wanted.
 
-    Without a branch, and where constant free to be moved.
+    Without a branch, and where constant free to be moved. shared: it may lie in shared memory.
     """
     part, count = parts_of(dtype, lanes)
-    load, registers, _ = _moving("ld.global.nc" if constant else "ld.global", dtype, lanes, 0)
+    constant = constant and not shared
+    operation = "ld" if shared else "ld.global.nc" if constant else "ld.global"
+    load, registers, _ = _moving(operation, dtype, lanes, 0)
     clear = " ".join(f"mov.b{part.width} ${i}, {fill};" for i in range(count))
     text = (
         f"{{ .reg .pred wanted; setp.ne.b32 wanted, ${count + 1}, 0; {clear} @wanted {load} {registers}, [${count}]; }}"
@@ -120,10 +122,10 @@ def load_parts(builder, where, wanted, dtype, lanes, *, constant=True, fill=0):
     return [loaded] if count == 1 else unpacked(builder, loaded, count)
 
 
-def store_vector(builder, where, wanted, dtype, values):
-    """A vector, where it is wanted: without a branch."""
+def store_vector(builder, where, wanted, dtype, values, *, shared=False):
+    """A vector, where it is wanted: without a branch. shared: it may lie in shared memory."""
     parts = narrowed(builder, dtype, values)
-    store, registers, count = _moving("st.global", dtype, len(values), 2)
+    store, registers, count = _moving("st" if shared else "st.global", dtype, len(values), 2)
     text = f"{{ .reg .pred wanted; setp.ne.b32 wanted, $1, 0; @wanted {store} [$0], {registers}; }}"
     constraints = ",".join(["l", "r", *(_LETTER[parts[0].type.width] for _ in range(count)), "~{memory}"])
     operands = [builder.ptrtoint(where, I64), builder.zext(wanted, I32), *parts]
