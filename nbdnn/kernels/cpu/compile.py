@@ -33,7 +33,7 @@ TASK_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
 FASTMATH = {"contract", "arcp", "nsz"}
 
 # Options of a function that is called from kernels only: `@njit(**DEVICE)`.
-DEVICE: dict[str, Any] = {"no_cpython_wrapper": True, "error_model": "numpy"}
+DEVICE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
 
 # Numba tells closures of one function apart by a number in their symbol, counted from 1 in each process. Where machine
 # code of several processes meets in one, equal symbols are linked to whichever came first, and a kernel then calls
