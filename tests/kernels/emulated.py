@@ -1,10 +1,11 @@
 """A GPU in plain Python, one block at a time: kernels run as they are written, with stand-ins for `ptx` and its like.
 
-Blocks that may wait for each other are all there at once. Threads take turns. Each runs until it meets a barrier, or an instruction that all lanes of its warp have to come to,
-then the next: so the first is as far ahead of the last as it may be, and a barrier that is missing is seen as a read of
-what was not written. Memory that nobody wrote is NaN; every address is checked, also its alignment. Sums of small
-integers are exact, so what is computed here is what a GPU computes. What this cannot show is what the compiler makes
-of a kernel. `emulated_ptx.py` has the words that a kernel is written in.
+Blocks that may wait for each other are all there at once. Threads take turns. Each runs until it meets a barrier, or an
+instruction that all lanes of its warp have to come to, then the next: so the first is as far ahead of the last as it
+may be, and a barrier that is missing is seen as a read of what was not written. Memory that nobody wrote is NaN; every
+address is checked, also its alignment. Sums of small integers are exact, so what is computed here is what a GPU
+computes. What this cannot show is what the compiler makes of a kernel. `emulated_ptx.py` has the words that a kernel is
+written in.
 """
 
 from __future__ import annotations

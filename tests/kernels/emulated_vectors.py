@@ -48,7 +48,7 @@ class Vectors:
 
         return load
 
-    def store(self, dtype: str, lanes: int) -> Callable:
+    def store(self, dtype: str, lanes: int, evict: str = "") -> Callable:
         def store(base: Memory, index: int, array: list[float], place: int) -> None:
             values = array[place : place + lanes]
             if dtype == "f32":

@@ -22,7 +22,7 @@ SMALL = replace(H200, sms=2, l2_bytes=64 << 10)
 EMULATED = (
     ("f32:n3c40h7w6:spatial:nhwc", Waves(8, 1, 2)),
     ("f32:n3c36h7w6:spatial:nhwc", Waves(4, 2, 2)),
-    ("f32:n300c6h2w2:spatial:nhwc", Waves(2, 1, 2, hints=True)),
+    ("f32:n300c6h2w2:spatial:nhwc", Waves(2, 1, 2, "h")),
     ("f32:n3c5h5w7:spatial:nchw", Waves(1, 2, 2)),
     ("f32:n2c3h40w52:spatial:nchw", Waves(1, 1, 2)),
     ("bf16:n5c24h6w6:spatial:nhwc:pf32", Waves(2, 1, 2)),
@@ -32,11 +32,13 @@ EMULATED = (
 )
 
 
+@pytest.mark.parametrize("of_warp", [64, 1], ids=["a warp a channel", "a block a channel"])
 @pytest.mark.parametrize("op", ["bn_train", "bn_bwd"])
 @pytest.mark.parametrize(("text", "config"), EMULATED)
 def test_waves_compute_what_the_reference_does(
-    op: str, text: str, config: Waves, monkeypatch: pytest.MonkeyPatch
+    op: str, text: str, config: Waves, of_warp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(bn_waves, "_OF_WARP", of_warp)
     problem = parse(f"{op}:{text}{':run' if op == 'bn_train' else ''}")
     candidate = registry.candidate(f"{op}/numba/waves")
     block = emulated_ptx.install(monkeypatch)
@@ -84,4 +86,5 @@ def test_two_waves_stay_in_the_cache() -> None:
 def test_some_config_takes_small_problems_in_waves() -> None:
     """So that what the matrix runs on a GPU is what large problems run."""
     problem = parse("bn_train:f32:n3c1200h2w4:spatial:nhwc")
-    assert any(4 * config.slabs * config.columns <= 300 for config in bn_waves.TRAIN.configs(problem, H200))
+    slabs = 1200 // 32 + 1
+    assert any(4 * (config.slabs - 1) < slabs for config in bn_waves.TRAIN.configs(problem, H200))

@@ -106,13 +106,13 @@ def added(v: Variant):
 
 
 @cache
-def scaled(v: Variant):
+def scaled(v: Variant, evict: str):
     """Device function (center, second, scale, offset, words, values, gradients, out, at, place, row, last, f) -> (at,
     place) of the next round: scales a round and stores it."""
-    from nbdnn.kernels.cuda import bn_channel, ptx, ptx_local, ptx_words
+    from nbdnn.kernels.cuda import bn_channel, ptx, ptx_words
 
     integer, apart, forward = ptx.INTEGER[v.bits], v.threads // v.columns, v.is_forward
-    scale, store = bn_channel.scale(v), ptx_local.store(v.dtype, v.lanes)
+    scale, store = bn_channel.scale(v), ptx_words.store(v.dtype, v.lanes, evict)
     widen, count = ptx_words.widen(v.dtype, v.lanes), ptx_words.count_of(v.dtype, v.lanes)
     positions = _positions(v)
 

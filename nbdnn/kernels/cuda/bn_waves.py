@@ -5,11 +5,12 @@
     grid     as many blocks as a GPU has room for; each takes its rows of its slab in every wave
     block    1. sums its rows of a wave, from memory, and leaves them to the slab's other blocks
              2. scales its rows of the wave before, from the cache, as soon as its coefficients are there
-    warp     3. adds up the parts of one channel, in one order, once all have come, and writes what becomes of it:
-             every channel of a wave has a warp, so that none waits for another, and a wave's time passes before 2.
+             3. some blocks (warps, where the parts are few) add up the parts of a channel each, in one order, once all
+             have come, and write what becomes of it: a wave's time passes before 2. asks for it
 
-Nobody has to be waited for long, unless at the end. What a thread scales first is asked for before it waits. The counters in the workspace are set to 0 by a kernel before, and the launch is cooperative, so
-that nobody waits for a block that is not there. Traffic: x (and dy) once from memory and once from the cache, y once.
+Nobody has to be waited for long, unless at the end. What a thread scales first is asked for before it waits. The
+counters in the workspace are set to 0 by a kernel before, and the launch is cooperative, so that nobody waits for a
+block that is not there. Traffic: x (and dy) once from memory and once from the cache, y once.
 Sums in float32 (float64), as `bn_sums` says, always in the same order. Source: own.
 """
 
@@ -30,30 +31,35 @@ from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem
 
 _THREADS = 256
-_PARTS_AT_ONCE = 4  # of a channel, that a lane loads at once
-# (share of the cache of what is read in a wave, waves at least, whether with hints too): two waves of the last stay
-# only if what is written hardly takes room.
-_SIZES = ((0.22, 1, True), (0.11, 4, False), (0.42, 1, True))
+_PARTS_AT_ONCE = 2  # of a channel, that a thread loads at once
+_OF_WARP = 64  # parts that a warp adds up; more are added up by a block
+# (share of the cache of what is read in a wave, waves at least, HINTS): two waves of the last stay only if what is
+# written hardly takes room.
+_SIZES = ((0.22, 1, ("s", "h", "")), (0.11, 4, ("s",)), (0.42, 1, ("h",)))
 _CACHE_KEEPS = 0.5  # of its bytes, beside what is written
 _ROUNDED_UP = 1.04  # a block's rows, so that its threads have equally many
 _LAUNCH_US, _WAVE_US, _SHARE_OF_COPY = 6.0, 0.5, 0.78
-_HINTS_US = 0.5  # where nothing is measured, without
+_HINT_US = {"s": 0.0, "h": 0.2, "": 0.4}  # where nothing is measured, the first
 # Of the copy rate, by the bytes of a row that lie side by side.
 _SHARE_OF_WIDTH = {64: 0.95, 32: 0.7, 16: 0.5, 8: 0.3, 4: 0.2, 2: 0.1}
 _MOST_CONFIGS = 5
 
 
+# What the cache is told of the first read, of the second and of what is written: nothing; that nobody reads what is
+# written; and that what is read is wanted again, and then no more.
+HINTS = {"": ("", "", ""), "s": ("", "", "streaming"), "h": ("last", "first", "first")}
+
+
 class Waves(NamedTuple):
-    """Columns of a slab, slabs of a wave, blocks of a multiprocessor; hints: the cache is told to keep what is read for
-    the first time, and to drop what is read for the second."""
+    """Columns of a slab, slabs of a wave, blocks of a multiprocessor, and one of HINTS."""
 
     columns: int
     slabs: int
     resident: int
-    hints: bool = False
+    hints: str = ""
 
     def __str__(self) -> str:
-        return f"{self.columns}x{self.slabs}/{self.resident}{'h' if self.hints else ''}"
+        return f"{self.columns}x{self.slabs}/{self.resident}{self.hints}"
 
 
 class _OfWave(NamedTuple):
@@ -67,24 +73,25 @@ class _OfWave(NamedTuple):
 def _wave_kernel(*specialised_on):
     from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_grid, ptx_words
 
-    *of_variant, hints = specialised_on
+    *of_variant, (of_new, of_again, of_written), by_block = specialised_on
     v = Variant(*of_variant)
     integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
     lanes, sums, columns, op = v.lanes, v.sums, v.columns, v.op
     channels, apart, held_words = columns * sums, v.threads // columns, bn_rounds.words_of(v)
     widen = ptx.WIDEN[v.param_dtype]
-    fetch_new, fetch_again = bn_rounds.fetched(v, "last" * hints), bn_rounds.fetched(v, "first" * hints)
+    fetch_new, fetch_again = bn_rounds.fetched(v, of_new), bn_rounds.fetched(v, of_again)
     fetch_one, widen_one = ptx_words.fetch(v.dtype, lanes), ptx_words.widen(v.dtype, lanes)
-    (begin_sums, add_round), next_round, scale_round = bn_rounds.added(v), bn_rounds.next_round(v), bn_rounds.scaled(v)
+    (begin_sums, add_round), next_round = bn_rounds.added(v), bn_rounds.next_round(v)
+    scale_round = bn_rounds.scaled(v, of_written)
     _, as_pairs, joined = bn_sums.steps(v)
-    of_block, (_, taken), of_channel = bn_sums.of_block(v), bn_channel.coefficients(v), _channel_kernel(v)
+    of_block, (_, taken), of_channel = bn_sums.of_block(v), bn_channel.coefficients(v), _channel_kernel(v, by_block)
     load_pair, coefficients_size = ptx_grid.load_pair(v.compute), 4 * channels
 
     def normalise(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, counters, pairs,
         epsilon, factor, f, t
     ):  # fmt: skip
-        # Where a thread is in every slab, and its first loads.
+        # Where a thread is in every slab.
         thread = small(ptx.thread_x())
         part, of_wave = ptx.divided(small(ptx.block_x()), small(t.wave))
         in_slab, first_row = small(thread & (columns - 1)), integer(part * f.chunk + thread // columns)
@@ -166,21 +173,16 @@ def _wave_kernel(*specialised_on):
                 taken(coefficients, in_slab, origin, pivot, a, b)
                 row = first_row
                 while row < last:
-                    at, place = scale_round(
-                        origin, pivot, a, b, words, values, gradients, out, at, place, row, last, f
-                    )
+                    at, place = scale_round(origin, pivot, a, b, words, values, gradients, out, at, place, row, last, f)
                     row = integer(row + 4 * apart)
                     fetch_again(words, x, dy, at, place, row, last, f)
 
-            # 3. The channels that fall to this block, of the wave that is the one before from here on.
-            before, slab = slab, integer(slab + t.wave)
-            column_before, last = column, last
-            column = integer(slab * columns + in_slab)
-            last = end_row if column < f.columns else integer(0)
-            if before < f.slabs:
+            # 3. The channels that fall to this block.
+            before = slab
+            if slab < f.slabs:
                 params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
                 of_channel(
-                    params, x, before, integer(part), thread, counters, pairs, coefficients_at, epsilon, factor, f, t
+                    params, x, slab, integer(part), thread, counters, pairs, coefficients_at, epsilon, factor, f, t
                 )
 
     data, param, reals = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype), ptx.pointer(v.compute)
@@ -188,19 +190,23 @@ def _wave_kernel(*specialised_on):
     return normalise, (data, data, data, *[param] * 10, ptx.pointer("f32"), reals, real, real, *fields)
 
 
-def _channel_kernel(v: Variant):
-    """Device function by which the warps of a slab's blocks add up its channels' parts, and write what they become."""
+def _channel_kernel(v: Variant, by_block: bool):
+    """Device function by which a slab's blocks add up its channels' parts, and write what becomes of them: a warp a
+    channel, or where there are many parts a block."""
     from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_grid
 
     integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
-    channels, warps, at_once, forward = v.columns * v.sums, v.threads // 32, _PARTS_AT_ONCE, v.is_forward
+    group = v.threads if by_block else 32
+    channels, groups, at_once, forward = v.columns * v.sums, v.threads // group, _PARTS_AT_ONCE, v.is_forward
     merge, of_warp = bn_sums.merged(v.op, v.compute), bn_sums.of_warp(v.op, v.compute)
+    of_block = bn_sums.of_block(v._replace(columns=1, lanes=1))
     finish, load_pair, widen_data = bn_channel.finish(v), ptx_grid.load_pair(v.compute), ptx.WIDEN[v.dtype]
 
     @ptx.inline
     def finish_channels(params, x, slab, part, thread, counters, pairs, coefficients_at, epsilon, factor, f, t):
         a, b = ptx.cuda.local.array(at_once, real), ptx.cuda.local.array(at_once, real)
-        lane, in_slab = small(thread & 31), integer(part + (thread >> 5) * f.parts)
+        total, moment = ptx.cuda.local.array(1, real), ptx.cuda.local.array(1, real)
+        member, in_slab = small(thread & (group - 1)), integer(part + thread // group * f.parts)
         channel = integer(slab * channels + in_slab)
         while in_slab < channels and channel < f.channels:
             pivot = real(0.0)
@@ -208,26 +214,30 @@ def _channel_kernel(v: Variant):
                 pivot = widen_data(x[integer(channel * f.channel_elems)])
             while ptx_grid.arrived(counters, slab) < f.parts:
                 pass
-            count, first, second = real(0.0), real(0.0), real(0.0)
-            p = integer(lane)
+            count, total[0], moment[0] = real(0.0), real(0.0), real(0.0)
+            p = integer(member)
             while p < f.parts:
                 for k in range(at_once):
-                    here = integer(p + k * 32)
+                    here = integer(p + k * group)
                     here = here if here < f.parts else p
                     a[k], b[k] = load_pair(pairs, integer(2 * (here * f.channels + channel)))
                 for k in range(at_once):
-                    here = integer(p + k * 32)
+                    here = integer(p + k * group)
                     if here < f.parts:
                         n = real(t.full) if here < f.parts - 1 else real(t.rest)
-                        count, first, second = merge(count, first, second, n, a[k], b[k])
-                p = integer(p + at_once * 32)
-            count, first, second = of_warp(count, first, second)
-            if lane == 0:
+                        count, total[0], moment[0] = merge(count, total[0], moment[0], n, a[k], b[k])
+                p = integer(p + at_once * group)
+            if by_block:
+                ptx.cuda.syncthreads()  # all have read what this block added up before
+                _, first, second = of_block(thread, count, total, moment)
+            else:
+                _, first, second = of_warp(count, total[0], moment[0])
+            if member == 0:
                 four = finish(params, channel, pivot, real(f.m), first, second, epsilon, factor, True)
                 for i in range(4):
                     pairs[integer(coefficients_at + 4 * channel + i)] = four[i]
                 ptx_grid.arrive(counters, integer(f.slabs + slab))
-            in_slab = integer(in_slab + warps * f.parts)
+            in_slab = integer(in_slab + groups * f.parts)
             channel = integer(slab * channels + in_slab)
 
     return finish_channels
@@ -261,21 +271,21 @@ class InWaves(LaunchedCandidate[Waves]):
         rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
         if not v.planar:
             rate *= _SHARE_OF_WIDTH.get(config.columns * problem.vector_bytes, 1.0)
-        steps_us = waves * _WAVE_US + _HINTS_US * config.hints
+        steps_us = waves * _WAVE_US + _HINT_US[config.hints]
         return _LAUNCH_US + steps_us + idle * (problem.min_bytes + lost * inputs) / rate * 1e6
 
     def workspace_bytes(self, problem: BnProblem, config: Waves, device: Gpu) -> int:
         walk = _walk(problem, config, device)
-        return bn_meeting.counters_bytes(2 * walk.slabs) + (2 * walk.parts + 4) * walk.channels * ITEMSIZE[
-            problem.compute
-        ]
+        return (
+            bn_meeting.counters_bytes(2 * walk.slabs) + (2 * walk.parts + 4) * walk.channels * ITEMSIZE[problem.compute]
+        )
 
     def launches(self, problem: BnProblem, config: Waves, device: Gpu) -> list[Launch]:
         v, walk = _variant(problem, config), _walk(problem, config, device)
         of_vector = v.lanes if v.planar else 1
         rest = walk.rows - (walk.parts - 1) * walk.chunk
         main = Launch(
-            source=Source(_wave_kernel, (*v, config.hints), v.threads, config.resident),
+            source=Source(_wave_kernel, (*v, HINTS[config.hints], walk.parts > _OF_WARP), v.threads, config.resident),
             grid=(config.slabs * walk.parts if walk.slabs else 0, 1, 1),
             pointers=(*plan.pointers(problem), WORKSPACE, in_workspace(bn_meeting.counters_bytes(2 * walk.slabs))),
             scalars=v.compute,
@@ -290,18 +300,17 @@ def _every(problem: BnProblem, device: Gpu) -> list[Waves]:
     """Waves of some sizes, of the widest slabs that make them."""
     most = _most_resident(problem)
     found: dict[Waves, None] = {}
-    for share, waves, hinted in _SIZES:
+    for share, waves, hints in _SIZES:
         columns = _widest(problem, share * device.l2_bytes)
         wave = _slabs(problem, columns, share * device.l2_bytes, waves, device.sms * most)
-        for hints in (False, True)[: 1 + hinted]:
-            found[Waves(columns, wave, most, hints)] = None
+        found |= {Waves(columns, wave, most, hint): None for hint in hints}
     return list(found)
 
 
 def _most_resident(problem: BnProblem) -> int:
     """Of a multiprocessor's 65536 registers: 85 a thread, or 128 of them."""
     v = plan.variant(problem, 1, _THREADS)
-    return 2 if v.compute == "f64" or (v.lanes == 8 and not v.is_forward) else 3
+    return 2 if v.compute == "f64" or (v.sums == 8 and not v.is_forward) else 3
 
 
 def _variant(problem: BnProblem, config: Waves) -> Variant:

@@ -1,4 +1,4 @@
-"""Vectors of neighbouring elements as they lie in memory, fetched long before they are wanted.
+"""Vectors of neighbouring elements as they lie in memory, fetched long before they are wanted; and hints to caches.
 
 What is fetched lies in a local array of words, half as many registers for 16-bit data as their values take, and nothing
 waits for it until it is widened. A word holds 4 bytes; a vector of 2 bytes takes one, too.
@@ -14,10 +14,11 @@ from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
 from nbdnn.kernels.cuda.ptx import EFFECT, I32, I64, PURE, asm, unpacked
-from nbdnn.kernels.cuda.ptx_vector import parts_of, widened
+from nbdnn.kernels.cuda.ptx_vector import narrowed, parts_of, widened
 from nbdnn.problem import ITEMSIZE
 
 _I16, _F64 = ir.IntType(16), ir.DoubleType()
+_LETTER = {16: "h", 32: "r", 64: "l"}
 _HINTED_BYTES = 16
 
 
@@ -55,8 +56,7 @@ def fetch(dtype: str, lanes: int, evict: str = ""):
             targets = _elements(context, builder, sig.args[0], args[0], args[1], count)
             operands = [builder.ptrtoint(builder.gep(args[2], [args[3]]), I64)]
             if hinted:
-                create = f"createpolicy.fractional.L2::evict_{evict}.b64 $0, 1.0;"
-                operands.append(asm(builder, I64, create, "=l", [], PURE))
+                operands.append(_policy(builder, evict))
             result = I32 if count == 1 else ir.LiteralStructType([I32] * count)
             loaded = asm(builder, result, text, constraints, operands, EFFECT)
             for word, target in zip([loaded] if count == 1 else unpacked(builder, loaded, count), targets, strict=True):
@@ -92,6 +92,43 @@ def widen(dtype: str, lanes: int):
         return signature(types.none, array, words, place), codegen
 
     return widen_words
+
+
+@cache
+def store(dtype: str, lanes: int, evict: str = ""):
+    """Intrinsic (base, index, array, place): base[index + i] = array[place + i], rounded to nearest even.
+
+    evict: 'streaming' where no cache shall keep it longer than it must; 'first' of the second-level cache, for vectors
+    of 16 bytes.
+    """
+    hinted = evict == "first" and lanes * ITEMSIZE[dtype] == _HINTED_BYTES
+    part, count = (I64, lanes) if dtype == "f64" else parts_of(dtype, lanes)
+    registers = ", ".join(f"${1 + i}" for i in range(count))
+    vector, registers = (f".v{count}", f"{{{registers}}}") if count > 1 else ("", registers)
+    hint = ".L2::cache_hint" if hinted else ".cs" if evict == "streaming" else ""
+    text = f"st.global{hint}{vector}.b{part.width} [$0], {registers}{f', ${count + 1}' if hinted else ''};"
+    constraints = ",".join(["l", *[_LETTER[part.width]] * count, *["l"] * hinted, "~{memory}"])
+
+    @intrinsic
+    def store_lanes(typingctx, base, index, array, place):
+        def codegen(context, builder, sig, args):
+            sources = _elements(context, builder, sig.args[2], args[2], args[3], lanes)
+            values = [builder.load(source) for source in sources]
+            whole = dtype == "f64"
+            parts = [builder.bitcast(value, I64) for value in values] if whole else narrowed(builder, dtype, values)
+            operands = [builder.ptrtoint(builder.gep(args[0], [args[1]]), I64), *parts]
+            if hinted:
+                operands.append(_policy(builder, evict))
+            asm(builder, ir.VoidType(), text, constraints, operands, EFFECT)
+            return context.get_dummy_value()
+
+        return signature(types.none, base, index, array, place), codegen
+
+    return store_lanes
+
+
+def _policy(builder, evict):
+    return asm(builder, I64, f"createpolicy.fractional.L2::evict_{evict}.b64 $0, 1.0;", "=l", [], PURE)
 
 
 def _double(builder, low, high):
