@@ -22,7 +22,7 @@ _MOST_SLOTS, _MOST_LINE = 256, 256  # of an instruction, of a copy
 _REGISTERS, _OTHER_REGISTERS = 65536, 44  # of a multiprocessor; of a thread beside its sums
 _MOST_HELD = 18  # stages of 64 filters, 144 KiB
 _LEAST_WIDTH = 12  # of columns
-_MOST_CONFIGS, _OF_A_KIND = 6, 2
+_MOST_CONFIGS, _WORTH_A_TRY = 6, 2.0  # times the best estimate
 _LAUNCH_US = 3.0
 # Cycles of a multiprocessor: what it takes to begin a tile's products, and bytes that come from cache in one.
 _BEGIN_CYCLES, _CACHE_BYTES = 1500, 24
@@ -82,14 +82,24 @@ def blocks(problem: ConvProblem, plan: Plan, device: Gpu) -> int:
 
 def plans(problem: ConvProblem, device: Gpu) -> tuple[Plan, ...]:
     """Those worth a try, the best first; none where no patch fits."""
-    every = [plan for plan in _every(problem) if _fits(problem, plan, device)]
-    ranked = sorted(every, key=lambda plan: estimate(problem, plan, device))
-    chosen: list[Plan] = []
-    for plan in ranked:
-        alike = [each for each in chosen if each.tile._replace(slots=0) == plan.tile._replace(slots=0)]
-        if len(alike) < _OF_A_KIND and len(chosen) < _MOST_CONFIGS:
-            chosen.append(plan)
-    return tuple(chosen)
+    costs = {plan: estimate(problem, plan, device) for plan in every_plan(problem, device)}
+    ranked = sorted(costs, key=lambda plan: costs[plan])
+    firsts = {plan.tile._replace(slots=0): plan for plan in reversed(ranked)}.values()
+    others = [plan for plan in ranked if plan not in firsts]
+    chosen = {*[*sorted(firsts, key=ranked.index), *others][:_MOST_CONFIGS]}
+    return tuple(plan for plan in ranked if plan in chosen and costs[plan] <= _WORTH_A_TRY * costs[ranked[0]])
+
+
+def every_plan(problem: ConvProblem, device: Gpu) -> Iterator[Plan]:
+    """All that fit, of those that differ in the number of their blocks alone the one with the most."""
+    kinds = tuple(_kinds(problem))
+    for rows, width, slots in _extents(problem):
+        found: dict[tuple, Plan] = {}
+        for kind in kinds:
+            plan = Plan(kind._replace(slots=slots), rows, width)
+            if _fits(problem, plan, device):
+                found[kind.team, kind.teams] = plan
+        yield from found.values()
 
 
 def estimate(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
@@ -124,8 +134,8 @@ def _streamed_cycles(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
     return each * max(products / _STREAMED_SHARE, copies) + apart
 
 
-def _every(problem: ConvProblem) -> Iterator[Plan]:
-    kinds = tuple(_kinds(problem))
+def _extents(problem: ConvProblem) -> Iterator[tuple[int, int, int]]:
+    """(rows, width, slots) of tiles that cut an image into about equal parts."""
     height, columns = targets(problem)
     reach_w = reaches(problem)[1]
     widths = dict.fromkeys(ceil(columns / parts) for parts in range(1, ceil(columns / _LEAST_WIDTH) + 1))
@@ -136,11 +146,11 @@ def _every(problem: ConvProblem) -> Iterator[Plan]:
         for rows in dict.fromkeys(ceil(height / parts) for parts in range(1, height + 1)):
             slots = -(-((rows - 1) * line + width) // 8) * 8
             if slots <= _MOST_SLOTS:
-                yield from (Plan(kind._replace(slots=slots), rows, width) for kind in kinds)
+                yield rows, width, slots
 
 
 def _kinds(problem: ConvProblem) -> Iterator[PatchTile]:
-    """Kernels but for their slots."""
+    """Kernels but for their slots, those of most blocks last."""
     taps, blocks_in = prod(problem.filter), _blocks_in(problem)
     stages = taps * blocks_in
     if stages <= _MOST_HELD:
