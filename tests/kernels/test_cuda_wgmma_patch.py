@@ -33,8 +33,8 @@ def plan(problem, rows: int, width: int, **tile) -> Plan:
     return Plan(_tile(**tile)._replace(slots=-(-((rows - 1) * line + width) // 8) * 8), rows, width)
 
 
-def _tile(team=1, teams=1, depth=1, stages=2, held=False, chunk=16) -> PatchTile:
-    return PatchTile(8, team, teams, depth, stages, held, chunk, 1)
+def _tile(team=1, teams=1, depth=1, stages=2, held=False, ordered=False, chunk=16) -> PatchTile:
+    return PatchTile(8, team, teams, depth, stages, held, ordered, chunk, 1)
 
 
 def check(
@@ -61,12 +61,14 @@ def test_every_product_counts_once(op: str, shape: str, early: bool, monkeypatch
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-@pytest.mark.parametrize("teams", [2, 3])
+@pytest.mark.parametrize(("teams", "ordered"), [(2, True), (3, False), (3, True)])
 @pytest.mark.parametrize("op", CANDIDATES)
-def test_a_held_filter_serves_all_tiles(op: str, teams: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_filter_serves_all_tiles(
+    op: str, teams: int, ordered: bool, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = f"{op}:bf16:n2c64h9w13:k72r3s2:p1x1:u1x1:d1x1:g1:cross:nhwc"
     blocks_in = 1 if op == "conv_fwd" else 2
-    check(monkeypatch, text, 3, 7, early, _ONE_SM, teams=teams, stages=6 * blocks_in, held=True)
+    check(monkeypatch, text, 3, 7, early, _ONE_SM, teams=teams, stages=6 * blocks_in, held=True, ordered=ordered)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
@@ -84,17 +86,17 @@ def test_the_epilogue_is_fused_whole(end: str, layout: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "shape",
+    "text",
     [
-        "bf16:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc",
-        "f16:n32c128h28w28:k128r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc:ynchw",
+        "conv_fwd:bf16:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc",
+        "conv_bwd_data:f16:n32c128h28w28:k128r3s3:p1x1:u1x1:d1x1:g1:cross:nchw",
     ],
 )
-@pytest.mark.parametrize("op", CANDIDATES)
-def test_every_tile_stays_within_its_means(op: str, shape: str) -> None:
+def test_every_tile_stays_within_its_means(text: str) -> None:
     """No spills and no stack, so that maps are not copied there; registers and shared memory for its blocks."""
     library("numba_cuda")
-    problem, candidate = parse(f"{op}:{shape}"), CANDIDATES[op]
+    problem = parse(text)
+    candidate = CANDIDATES[problem.op]
     for config in candidate.configs(problem, H200):
         (launch, *_) = (each for each in candidate.launches(problem, config, H200) if each.maps)
         kernel, ptx = compile_kernel(launch.source, "sm_90a"), ptx_text(launch.source, "sm_90a")

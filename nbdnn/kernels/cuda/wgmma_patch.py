@@ -10,7 +10,9 @@ so that its factor is the same tile with a later beginning: the chunks of a line
 at the end of each row that meet the next row's pixels are multiplied in vain and not stored.
 
 Every team has a tile, and patches, of its own. The filter passes through a ring of stages, or is *held*: all its
-stages stay, and a tile's products follow each other without a wait. Source: own.
+stages stay, and a tile's products follow each other without a wait. Teams that are *ordered* take turns at the matrix
+units: each starts its products when the team before has started all of its own, and stores while others multiply.
+Source: own.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class PatchTile(NamedTuple):
     """What a kernel is compiled for.
 
     slots: of a tile, at most 256, a multiple of 8. team: warpgroups that share a tile; teams: of a block. depth:
-    patches of a team. stages: of the filter; all of it where it is held. chunk: slots that are stored at once.
+    patches of a team. stages: of the filter; all of it where it is held. ordered: only where it is. chunk: slots that
+    are stored at once.
     """
 
     slots: int
@@ -38,6 +41,7 @@ class PatchTile(NamedTuple):
     depth: int
     stages: int
     held: bool
+    ordered: bool
     chunk: int
     min_blocks: int
 
@@ -78,8 +82,13 @@ class PatchTile(NamedTuple):
         return self.places_at + self.warpgroups * 4 * self.slots
 
     @property
+    def turns_at(self) -> int:
+        """Where the barriers of ordered teams begin, behind those of stages and patches."""
+        return self.barriers_at + 2 * _BARRIER_BYTES * (self.stages + self.teams * self.depth)
+
+    @property
     def patches_at(self) -> int:
-        end = self.barriers_at + 2 * _BARRIER_BYTES * (self.stages + self.teams * self.depth)
+        end = self.turns_at + _BARRIER_BYTES * self.teams
         return -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
 
     def patch_bytes(self, lines: int) -> int:
@@ -99,6 +108,7 @@ def set_barriers(tile: PatchTile):
     integer, word = ptx.INTEGER[32], ptx.WORD
     stages, patches, arrivals = tile.stages, tile.teams * tile.depth, 4 * tile.team
     barriers_at, workers, warps = tile.barriers_at, tile.workers, tile.workers // WARP
+    turns_at, teams = tile.turns_at, tile.teams
 
     @ptx.inline
     def initialise(shared, thread):
@@ -111,6 +121,8 @@ def set_barriers(tile: PatchTile):
             for patch in range(patches):
                 ptx_tma.initialise(word(first + patch * _BARRIER_BYTES), integer(1))
                 ptx_tma.initialise(word(first + (patches + patch) * _BARRIER_BYTES), integer(arrivals))
+            for team in range(teams):
+                ptx_tma.initialise(word(shared + turns_at + team * _BARRIER_BYTES), integer(arrivals))
             ptx_tma.publish_barriers()
 
     return initialise
@@ -193,7 +205,8 @@ def work(tile: PatchTile, dtype: str, a_turned: bool, set_places, store_sums):
     from nbdnn.kernels.cuda import ptx, ptx_matrix, ptx_tma, ptx_wgmma
 
     integer, word = ptx.INTEGER[32], ptx.WORD
-    held, stage_bytes, patches_at = tile.held, tile.stage_bytes, tile.patches_at
+    held, ordered, turns_at = tile.held, tile.ordered, tile.turns_at
+    stage_bytes, patches_at = tile.stage_bytes, tile.patches_at
     depth, teams, in_team = tile.depth, tile.teams, tile.team
     barriers_at, free_bytes = tile.barriers_at, tile.stages * _BARRIER_BYTES
     patches_first, patch_free_bytes = barriers_at + 2 * free_bytes, teams * depth * _BARRIER_BYTES
@@ -202,7 +215,8 @@ def work(tile: PatchTile, dtype: str, a_turned: bool, set_places, store_sums):
 
     @ptx.inline
     def multiply_patch(sums, patch, at, barrier, turn, shared, member, lane, f):
-        """All taps of 64 channels; also the next stage: its address, barrier and phase."""
+        """Starts the products of all taps of 64 channels. Also the next stage: its address, barrier and phase; and the
+        barrier of the last one, to be told that it is free, or 0."""
         first, before = word(shared + barriers_at), word(0)
         end = word(first + free_bytes)
         row, r = patch, integer(0)
@@ -225,10 +239,16 @@ def work(tile: PatchTile, dtype: str, a_turned: bool, set_places, store_sums):
                     at, barrier = shared, first
                     turn = turn if held else integer(turn ^ 1)
             row, r = word(row + f.tap_bytes_h), integer(r + 1)
-        ptx_wgmma.wait()
-        if lane == 0 and before != 0:
-            ptx_tma.arrive(before)
-        return sums, at, barrier, turn
+        return sums, at, barrier, turn, before
+
+    @ptx.inline
+    def next_team(shared, team, lane):
+        """Lets the next one multiply."""
+        following = integer(team + 1)
+        if following == teams:
+            following = integer(0)
+        if lane == 0:
+            ptx_tma.arrive(word(shared + turns_at + following * _BARRIER_BYTES))
 
     @ptx.inline
     def run(shared, thread, number, f, given):
@@ -237,6 +257,7 @@ def work(tile: PatchTile, dtype: str, a_turned: bool, set_places, store_sums):
         team, member = ptx.divided(warpgroup, integer(in_team))
         at, barrier, turn = shared, word(shared + barriers_at), integer(0)
         of_team, patch_turn = integer(0), integer(0)
+        own_turn = integer(1 if team == 0 else 0)
         number = integer(number + team * f.blocks)
         while number < f.tiles:
             set_places(shared, thread, warpgroup, number, f)
@@ -246,7 +267,17 @@ def work(tile: PatchTile, dtype: str, a_turned: bool, set_places, store_sums):
                 whole = word(shared + patches_first + place * _BARRIER_BYTES)
                 patch = word(shared + patches_at + place * f.patch_bytes)
                 ptx_tma.wait(whole, patch_turn)
-                sums, at, barrier, turn = multiply_patch(sums, patch, at, barrier, turn, shared, member, lane, f)
+                if ordered and block == 0:
+                    ptx_tma.wait(word(shared + turns_at + team * _BARRIER_BYTES), own_turn)
+                    own_turn = integer(own_turn ^ 1)
+                sums, at, barrier, turn, before = multiply_patch(
+                    sums, patch, at, barrier, turn, shared, member, lane, f
+                )
+                if ordered and block + 1 == f.blocks_in:
+                    next_team(shared, team, lane)
+                ptx_wgmma.wait()
+                if lane == 0 and before != 0:
+                    ptx_tma.arrive(before)
                 if lane == 0:
                     ptx_tma.arrive(word(whole + patch_free_bytes))
                 block, of_team = integer(block + 1), integer(of_team + 1)

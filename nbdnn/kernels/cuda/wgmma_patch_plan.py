@@ -24,8 +24,9 @@ _MOST_HELD = 18  # stages of 64 filters, 144 KiB
 _LEAST_WIDTH = 12  # of columns
 _MOST_CONFIGS, _WORTH_A_TRY = 6, 2.0  # times the best estimate
 _LAUNCH_US = 3.0
-# Cycles of a multiprocessor: what it takes to begin a tile's products, and bytes that come from cache in one.
-_BEGIN_CYCLES, _CACHE_BYTES = 1500, 24
+# Cycles of a multiprocessor: until the first copy has come, from a team's products to the next's; bytes from cache in
+# one of them.
+_BEGIN_CYCLES, _TURN_CYCLES, _CACHE_BYTES = 1500, 200, 24
 _STREAMED_SHARE = 0.85  # of the peak that products reach which wait for every stage
 
 
@@ -38,7 +39,7 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         tile = self.tile
-        kind = f"held{tile.teams}" if tile.held else f"{tile.min_blocks}"
+        kind = f"{'ordered' if tile.ordered else 'held'}{tile.teams}" if tile.held else f"{tile.min_blocks}"
         return f"{LINE_ELEMS * tile.team}x{self.rows}x{self.width}/{kind}"
 
 
@@ -98,7 +99,7 @@ def every_plan(problem: ConvProblem, device: Gpu) -> Iterator[Plan]:
         for kind in kinds:
             plan = Plan(kind._replace(slots=slots), rows, width)
             if _fits(problem, plan, device):
-                found[kind.team, kind.teams] = plan
+                found[kind.team, kind.teams, kind.ordered] = plan
         yield from found.values()
 
 
@@ -124,7 +125,10 @@ def _held_cycles(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
     products, copies, stores = _tile_cycles(problem, plan)
     each = ceil(tiles(problem, plan) / blocks(problem, plan, device))
     held = plan.tile.stages * plan.tile.stage_bytes / _CACHE_BYTES
-    return _BEGIN_CYCLES + held + each * max(products + stores / (2 * plan.tile.teams), copies) + stores
+    seen = 0 if plan.tile.ordered else stores / 4  # of the stores, which others' products hide
+    alone = products + max(stores, _BEGIN_CYCLES + copies)  # of a team: its next patch comes when products are done
+    step = max(products + _TURN_CYCLES + seen, alone / plan.tile.teams, copies)
+    return _BEGIN_CYCLES + held + each * step + stores
 
 
 def _streamed_cycles(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
@@ -154,13 +158,14 @@ def _kinds(problem: ConvProblem) -> Iterator[PatchTile]:
     taps, blocks_in = prod(problem.filter), _blocks_in(problem)
     stages = taps * blocks_in
     if stages <= _MOST_HELD:
-        yield PatchTile(0, 1, 2, 1, stages, True, 32 if blocks_in == 1 else 16, 1)
-        yield PatchTile(0, 1, 3, 1, stages, True, 16, 1)
+        for ordered in (True, False):
+            yield PatchTile(0, 1, 2, 1, stages, True, ordered, 32 if blocks_in == 1 else 16, 1)
+            yield PatchTile(0, 1, 3, 1, stages, True, ordered, 16, 1)
     depth = min(blocks_in, 2)
     for team in (1, 2) if problem.operands[2].shape[1] > LINE_ELEMS else (1,):
-        yield PatchTile(0, team, 1, depth, 4, False, 32, 1)
-        yield PatchTile(0, team, 1, depth, 3, False, 16, 2)
-        yield PatchTile(0, team, 1, depth, 3, False, 16, 3)
+        yield PatchTile(0, team, 1, depth, 4, False, False, 32, 1)
+        yield PatchTile(0, team, 1, depth, 3, False, False, 16, 2)
+        yield PatchTile(0, team, 1, depth, 3, False, False, 16, 3)
 
 
 def _fits(problem: ConvProblem, plan: Plan, device: Gpu) -> bool:
