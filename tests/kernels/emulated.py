@@ -120,7 +120,8 @@ def operand_memory(operand: Operand, value: np.ndarray | None, align: int) -> Me
 
 class Thread:
     """A thread of a block. waits_for: '' while it may run; 'block'; 'turn' where it looks at a barrier in memory again
-    and again; the number of the block's first threads that have to meet; or the instruction that its warp comes to."""
+    and again; the number of the block's first threads that have to meet; how many meet at a barrier of theirs; or the
+    instruction that its warp comes to."""
 
     def __init__(self, number: int, body: Callable[[], None]) -> None:
         self.number, self.waits_for = number, ""
@@ -207,7 +208,12 @@ class Block:
         """Those that have all met."""
         waits = {thread.waits_for for thread in threads}
         for what in waits - {"", "turn"}:
-            party = threads if what == "block" else threads[: int(what)]
+            if " at " in what:
+                party = [thread for thread in threads if thread.waits_for == what]
+                if len(party) < int(what.split()[0]):
+                    continue
+            else:
+                party = threads if what == "block" else threads[: int(what)]
             together = all(thread.waits_for == what and not thread.finished for thread in party)
             assert together or not any(thread.finished for thread in party), "some threads left before a barrier"
             if together:

@@ -133,6 +133,7 @@ class Words:
     load_constant = staticmethod(lambda base, index: base[index])
     address = staticmethod(lambda base, index: (base, index))
     zeros = staticmethod(lambda count: lambda: (0.0,) * count)
+    part = staticmethod(lambda count, first, size: lambda values: values[first : first + size])
 
     def __init__(self, block: Block) -> None:
         self._block = block

@@ -47,9 +47,13 @@ class TmaWords:
 
     def __init__(self, block: Block) -> None:
         self._block = block
-        self.COPY_BOX = dict.fromkeys((2, 3), self._copy_box)
+        self.COPY_BOX = dict.fromkeys((2, 3, 4), self._copy_box)
         self.COPY_PIXELS = dict.fromkeys((2, 3), self._copy_pixels)
         self.MEET = {threads: lambda threads=threads: block.now.wait(str(threads)) for threads in (128, 256, 512)}
+
+    def meet_warpgroup(self, barrier: int) -> None:
+        assert 2 <= barrier < 16, f"barrier {barrier}"
+        self._block.now.wait(f"128 at {barrier}")
 
     def initialise(self, address: int, arrivals: int) -> None:
         assert address % 8 == 0
@@ -150,7 +154,7 @@ class WgmmaWords:
     def fence(self) -> None:
         pass
 
-    commit = wait = fence
+    commit = wait = wait_for_all_but_last = fence
 
     @staticmethod
     def descriptor(apart_bytes: int = 16) -> Callable:
@@ -163,6 +167,7 @@ class WgmmaWords:
             _, a_at, b_at, warp = brought[0]
             assert all(each[1:] == brought[0][1:] for each in brought), "lanes differ in their descriptors"
             a = self._factor(dtype, a_at, 64, 16 * steps, a_turned)[16 * warp : 16 * warp + 16]
+            assert not np.isnan(a).any(), "multiplies what was not written"
             b = self._factor(dtype, b_at, n, 16 * steps, b_turned)
             products = (a @ b.T).reshape(2, 8, n // 8, 4, 2)  # (half, row, eight columns, lane's pair, of the pair)
             sums = np.reshape([each[0] for each in brought], (8, 4, n // 8, 2, 2)) + products.transpose(1, 3, 2, 0, 4)
@@ -187,6 +192,7 @@ class WgmmaWords:
             for line in range(lines)
             for element in range(0, 64 if turned else depth, 2)
         ]
-        found = np.array(words, np.uint32).view(NUMPY_DTYPE[dtype]).astype(float).reshape(boxes, lines, -1)
-        assert not np.isnan(found).any(), "multiplies what was not written"
+        # What was not written is NaN. Of b it spoils its own column of the sums, which may be one that nobody stores.
+        bits = [0x7FFF7FFF if word != word else word for word in words]
+        found = np.array(bits, np.uint32).view(NUMPY_DTYPE[dtype]).astype(float).reshape(boxes, lines, -1)
         return found.transpose(0, 2, 1).reshape(rows, depth) if turned else found[0]

@@ -66,6 +66,22 @@ def data_type(problem: ConvProblem) -> str:
     return "tf32" if problem.dtype == "f32" else problem.dtype
 
 
+def refused_operands(problem: ConvProblem, device: Gpu, dtypes: tuple[str, ...]) -> str:
+    """What of dtype, alignment and channels no 16-byte chunk of such data can be, or ''."""
+    if problem.dtype not in dtypes:
+        return f"dtype {problem.dtype} is not {' or '.join(dtypes)}"
+    if device.capability < _FIRST_CAPABILITY:
+        return f"capability {device.capability} is below {_FIRST_CAPABILITY}"
+    if problem.align < CHUNK_BYTES:
+        return f"alignment of {problem.align} bytes is below {CHUNK_BYTES}"
+    multiple = CHUNK_BYTES // ITEMSIZE[problem.dtype]
+    for name, channels in (("input", problem.c), ("output", problem.k)):
+        each = channels // problem.groups
+        if each % multiple or not each:
+            return f"{each} {name} channels a group are not a multiple of {multiple}"
+    return "a batch of 0 images" if problem.n == 0 else ""
+
+
 class MmaCandidate(LaunchedCandidate[Config]):
     """What the three directions share: dtypes, layouts, configs and their cost."""
 
@@ -92,19 +108,8 @@ class MmaCandidate(LaunchedCandidate[Config]):
         """What a launch in one part does."""
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        if problem.dtype not in self._dtypes:
-            return Support(False, f"dtype {problem.dtype} is not {' or '.join(self._dtypes)}")
-        if device.capability < _FIRST_CAPABILITY:
-            return Support(False, f"capability {device.capability} is below {_FIRST_CAPABILITY}")
-        if problem.align < CHUNK_BYTES:
-            return Support(False, f"alignment of {problem.align} bytes is below {CHUNK_BYTES}")
-        multiple = CHUNK_BYTES // ITEMSIZE[problem.dtype]
-        for name, channels in (("input", problem.c), ("output", problem.k)):
-            each = channels // problem.groups
-            if each % multiple or not each:
-                return Support(False, f"{each} {name} channels a group are not a multiple of {multiple}")
-        if problem.n == 0:
-            return Support(False, "a batch of 0 images")
+        if reason := refused_operands(problem, device, self._dtypes):
+            return Support(False, reason)
         if index_bits(problem, self.integers(problem, Config(self.tiles(problem)[0], 1))) != 32:
             largest = max(operand.size_elems for operand in problem.operands)
             return Support(False, f"{largest} elements are more than int32 counts")

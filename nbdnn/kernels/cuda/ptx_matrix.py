@@ -134,3 +134,17 @@ def zeros(count: int):
         return signature(types.UniTuple(types.float32, count)), codegen
 
     return zero
+
+
+@cache
+def part(count: int, first: int, size: int):
+    """Intrinsic: of a tuple of so many float32 the `size` from `first` on."""
+
+    @intrinsic
+    def taken(typingctx, values):
+        def codegen(context, builder, sig, args):
+            return packed(builder, unpacked(builder, args[0], count)[first : first + size])
+
+        return signature(types.UniTuple(types.float32, size), types.UniTuple(types.float32, count)), codegen
+
+    return taken

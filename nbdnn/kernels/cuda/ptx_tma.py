@@ -134,7 +134,7 @@ def _copy(rank: int, offsets: int):
 
 
 # Boxes, by rank; pixels under a tap of a window, by spatial axes.
-COPY_BOX = {rank: _copy(rank, 0) for rank in (2, 3)}
+COPY_BOX = {rank: _copy(rank, 0) for rank in (2, 3, 4)}
 COPY_PIXELS = {ndim: _copy(ndim + 2, ndim) for ndim in (2, 3)}
 
 
@@ -143,3 +143,6 @@ def _meeting(threads: int):
 
 
 MEET = {threads: _meeting(threads) for threads in (128, 256, 512)}  # the first threads of a block wait for each other
+
+# (barrier from 2 on): the threads of a warpgroup that all name it wait for each other.
+meet_warpgroup = _on_barrier("bar.sync $0, 128;", types.int32)

@@ -31,6 +31,7 @@ _SWIZZLE_128 = 1 << 62
 fence = effect("wgmma.fence.sync.aligned;")
 commit = effect("wgmma.commit_group.sync.aligned;")
 wait = effect("wgmma.wait_group.sync.aligned 0;")
+wait_for_all_but_last = effect("wgmma.wait_group.sync.aligned 1;")
 
 
 @cache

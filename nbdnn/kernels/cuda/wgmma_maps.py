@@ -58,6 +58,13 @@ def image_map(problem: ConvProblem, place: int, pixels: int) -> TensorMap:
     return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), (LINE_ELEMS, pixels), window(problem))
 
 
+def rows_map(problem: ConvProblem, place: int, line: int, rows: int) -> TensorMap:
+    """Of what windows gather, in two dimensions: a copy takes 64 channels of so many rows of `line` pixels."""
+    n, channels, *extents = source_shape(problem)
+    shape = (channels, *extents[::-1], n)
+    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), (LINE_ELEMS, line, rows, 1))
+
+
 def filter_map(problem: ConvProblem, place: int, filters: int) -> TensorMap:
     """Of the filter [k][tap][c]: a copy takes 64 channels of one tap of so many filters."""
     shape = (problem.w_shape[1], prod(problem.filter), problem.k)

@@ -1,0 +1,184 @@
+"""Which tiles `conv_wgmma_patch.py` is tried with, and what they should cost.
+
+A tile is some rows of a column of an image: `width` outputs of each row, which are `line` pixels apart in a patch. The
+slots between are lost, and those that fill the last eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil, prod
+from typing import NamedTuple
+
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import peaks
+from nbdnn.kernels.cuda.turn_channels import turned_bytes
+from nbdnn.kernels.cuda.wgmma_maps import source_shape
+from nbdnn.kernels.cuda.wgmma_patch import ASKERS, PatchTile
+from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES, LINE_ELEMS
+from nbdnn.problem_conv import ConvProblem
+
+_MOST_SLOTS, _MOST_LINE = 256, 256  # of an instruction, of a copy
+_REGISTERS, _OTHER_REGISTERS = 65536, 44  # of a multiprocessor; of a thread beside its sums
+_MOST_HELD = 18  # stages of 64 filters, 144 KiB
+_LEAST_WIDTH = 12  # of columns
+_MOST_CONFIGS, _WORTH_A_TRY = 6, 2.0  # times the best estimate
+_LAUNCH_US = 3.0
+# Cycles of a multiprocessor: until the first copy has come, from a team's products to the next's; bytes from cache in
+# one of them.
+_BEGIN_CYCLES, _TURN_CYCLES, _CACHE_BYTES = 1500, 200, 24
+_STREAMED_SHARE = 0.85  # of the peak that products reach which wait for every stage
+
+
+class Plan(NamedTuple):
+    """A kernel, and the rows x width outputs that a tile has of a column of an image."""
+
+    tile: PatchTile
+    rows: int
+    width: int
+
+    def __str__(self) -> str:
+        tile = self.tile
+        kind = f"{'ordered' if tile.ordered else 'held'}{tile.teams}" if tile.held else f"{tile.min_blocks}"
+        return f"{LINE_ELEMS * tile.team}x{self.rows}x{self.width}/{kind}"
+
+
+def targets(problem: ConvProblem) -> tuple[int, int]:
+    """Rows and columns of what is computed: y, or dx."""
+    rows, columns = problem.operands[2].shape[2:]
+    return rows, columns
+
+
+def reaches(problem: ConvProblem) -> tuple[int, int]:
+    """How far the last tap lies from the first."""
+    rows, columns = ((taps - 1) * step for taps, step in zip(problem.filter, problem.dilation, strict=True))
+    return rows, columns
+
+
+def lines(problem: ConvProblem, plan: Plan) -> tuple[int, int, int]:
+    """(pixels of a patch's row, its rows, lines that the last slot's last tap sees)."""
+    reach_h, reach_w = reaches(problem)
+    line = plan.width + reach_w
+    return line, plan.rows + reach_h, plan.tile.slots + reach_h * line + reach_w
+
+
+def shared_bytes(problem: ConvProblem, plan: Plan) -> int:
+    line, rows, reach = lines(problem, plan)
+    return plan.tile.shared_bytes(line * rows, reach)
+
+
+def tiles(problem: ConvProblem, plan: Plan) -> int:
+    """Of all images, for one tile of filters."""
+    height, width = targets(problem)
+    return problem.n * ceil(height / plan.rows) * ceil(width / plan.width)
+
+
+def blocks(problem: ConvProblem, plan: Plan, device: Gpu) -> int:
+    """For one tile of filters: where the filter is held, as many as run at once."""
+    count = tiles(problem, plan)
+    if not plan.tile.held:
+        return count
+    return min(ceil(count / plan.tile.teams), max(1, device.sms // _filter_tiles(problem, plan)))
+
+
+def plans(problem: ConvProblem, device: Gpu) -> tuple[Plan, ...]:
+    """Those worth a try, the best first; none where no patch fits."""
+    costs = {plan: estimate(problem, plan, device) for plan in every_plan(problem, device)}
+    ranked = sorted(costs, key=lambda plan: costs[plan])
+    firsts = {plan.tile._replace(slots=0): plan for plan in reversed(ranked)}.values()
+    others = [plan for plan in ranked if plan not in firsts]
+    chosen = {*[*sorted(firsts, key=ranked.index), *others][:_MOST_CONFIGS]}
+    return tuple(plan for plan in ranked if plan in chosen and costs[plan] <= _WORTH_A_TRY * costs[ranked[0]])
+
+
+def every_plan(problem: ConvProblem, device: Gpu) -> Iterator[Plan]:
+    """All that fit, of those that differ in the number of their blocks alone the one with the most."""
+    kinds = tuple(_kinds(problem))
+    for rows, width, slots in _extents(problem):
+        found: dict[tuple, Plan] = {}
+        for kind in kinds:
+            plan = Plan(kind._replace(slots=slots), rows, width)
+            if _fits(problem, plan, device):
+                found[kind.team, kind.teams, kind.ordered] = plan
+        yield from found.values()
+
+
+def estimate(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
+    """Microseconds."""
+    cycles = _held_cycles if plan.tile.held else _streamed_cycles
+    bytes_per_us = peaks.copy_bytes_per_s(device) / 1e6
+    turned_us = _LAUNCH_US + 2 * turned_bytes(problem) / bytes_per_us if turned_bytes(problem) else 0.0
+    products_us = cycles(problem, plan, device) / device.clock_hz * 1e6
+    return _LAUNCH_US + turned_us + max(products_us, problem.min_bytes / bytes_per_us)
+
+
+def _tile_cycles(problem: ConvProblem, plan: Plan) -> tuple[float, float, float]:
+    """Of one tile: products, copies, and the way of the sums to the output."""
+    tile, stages = plan.tile, prod(problem.filter) * _blocks_in(problem)
+    line, rows, _ = lines(problem, plan)
+    products = stages * 4 * tile.team * max(tile.slots / 2, 16 + tile.slots / 4)
+    copied = _blocks_in(problem) * line * rows * LINE_BYTES + (0 if tile.held else stages * tile.stage_bytes)
+    return products, copied / _CACHE_BYTES, 500 + 6 * tile.slots
+
+
+def _held_cycles(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
+    products, copies, stores = _tile_cycles(problem, plan)
+    each = ceil(tiles(problem, plan) / blocks(problem, plan, device))
+    held = plan.tile.stages * plan.tile.stage_bytes / _CACHE_BYTES
+    seen = 0 if plan.tile.ordered else stores / 4  # of the stores, which others' products hide
+    alone = products + max(stores, _BEGIN_CYCLES + copies)  # of a team: its next patch comes when products are done
+    step = max(products + _TURN_CYCLES + seen, alone / plan.tile.teams, copies)
+    return _BEGIN_CYCLES + held + each * step + stores
+
+
+def _streamed_cycles(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
+    products, copies, stores = _tile_cycles(problem, plan)
+    each = ceil(tiles(problem, plan) * _filter_tiles(problem, plan) / device.sms)
+    apart = ceil(each / plan.tile.min_blocks) * (_BEGIN_CYCLES + stores)
+    return each * max(products / _STREAMED_SHARE, copies) + apart
+
+
+def _extents(problem: ConvProblem) -> Iterator[tuple[int, int, int]]:
+    """(rows, width, slots) of tiles that cut an image into about equal parts."""
+    height, columns = targets(problem)
+    reach_w = reaches(problem)[1]
+    widths = dict.fromkeys(ceil(columns / parts) for parts in range(1, ceil(columns / _LEAST_WIDTH) + 1))
+    for width in widths:
+        line = width + reach_w
+        if line > _MOST_LINE:
+            continue
+        for rows in dict.fromkeys(ceil(height / parts) for parts in range(1, height + 1)):
+            slots = -(-((rows - 1) * line + width) // 8) * 8
+            if slots <= _MOST_SLOTS:
+                yield rows, width, slots
+
+
+def _kinds(problem: ConvProblem) -> Iterator[PatchTile]:
+    """Kernels but for their slots, those of most blocks last."""
+    taps, blocks_in = prod(problem.filter), _blocks_in(problem)
+    stages = taps * blocks_in
+    if stages <= _MOST_HELD:
+        for ordered in (True, False):
+            yield PatchTile(0, 1, 2, 1, stages, True, ordered, 32 if blocks_in == 1 else 16, 1)
+            yield PatchTile(0, 1, 3, 1, stages, True, ordered, 16, 1)
+    depth = min(blocks_in, 2)
+    for team in (1, 2) if problem.operands[2].shape[1] > LINE_ELEMS else (1,):
+        yield PatchTile(0, team, 1, depth, 4, False, False, 32, 1)
+        yield PatchTile(0, team, 1, depth, 3, False, False, 16, 2)
+        yield PatchTile(0, team, 1, depth, 3, False, False, 16, 3)
+
+
+def _fits(problem: ConvProblem, plan: Plan, device: Gpu) -> bool:
+    tile = plan.tile
+    registers = _REGISTERS // ((tile.workers + ASKERS) * tile.min_blocks) // 8 * 8
+    if tile.sums + _OTHER_REGISTERS > registers or lines(problem, plan)[1] > _MOST_LINE:
+        return False
+    return peaks.blocks_at_once(shared_bytes(problem, plan), device) >= tile.min_blocks
+
+
+def _filter_tiles(problem: ConvProblem, plan: Plan) -> int:
+    return ceil(problem.operands[2].shape[1] / (LINE_ELEMS * plan.tile.team))
+
+
+def _blocks_in(problem: ConvProblem) -> int:
+    return ceil(source_shape(problem)[1] / LINE_ELEMS)
