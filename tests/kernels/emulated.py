@@ -1,11 +1,10 @@
 """A GPU in plain Python, one block at a time: kernels run as they are written, with stand-ins for `ptx` and its like.
 
-Blocks that may wait for each other are all there at once. Threads take turns. Each runs until it meets a barrier, or an
-instruction that all lanes of its warp have to come to, then the next: so the first is as far ahead of the last as it
-may be, and a barrier that is missing is seen as a read of what was not written. Memory that nobody wrote is NaN; every
-address is checked, also its alignment. Sums of small integers are exact, so what is computed here is what a GPU
-computes. What this cannot show is what the compiler makes of a kernel. `emulated_ptx.py` has the words that a kernel is
-written in.
+Threads take turns. Each runs until it meets a barrier, or an instruction that all lanes of its warp have to come to,
+then the next: so the first is as far ahead of the last as it may be, and a barrier that is missing is seen as a read of
+what was not written. Memory that nobody wrote is NaN; every address is checked, also its alignment. Sums of small
+integers are exact, so what is computed here is what a GPU computes. What this cannot show is what the compiler makes
+of a kernel. `emulated_ptx.py` has the words that a kernel is written in.
 """
 
 from __future__ import annotations
@@ -165,34 +164,26 @@ class Block:
         self.moved = False
         self._dynamic_words = 0
 
-    def run(self, kernel: Callable, arguments: list, launch: Launch, places: Sequence[tuple[int, ...]]) -> None:
-        """The blocks at `places` of the grid, all on the GPU at once: each from barrier to barrier, then the next."""
-        self._dynamic_words = -(-launch.dynamic_shared_bytes // 4)
-        blocks = [
-            (
-                place,
-                [nan] * self._dynamic_words,
-                [Thread(number, lambda: kernel(*arguments)) for number in range(launch.source.threads)],
-            )
-            for place in places
-        ]
-        while blocks:
+    def run(self, kernel: Callable, arguments: list, launch: Launch, place: tuple[int, ...]) -> None:
+        """The block at `place` of the grid, from barrier to barrier."""
+        self.place, self._dynamic_words = place, -(-launch.dynamic_shared_bytes // 4)
+        self.shared = [nan] * self._dynamic_words
+        threads = [Thread(number, lambda: kernel(*arguments)) for number in range(launch.source.threads)]
+        warps = [threads[first : first + 32] for first in range(0, len(threads), 32)]
+        while not all(thread.finished for thread in threads):
             self.moved = False
-            for self.place, self.shared, threads in blocks:
-                for first in range(0, len(threads), 32):
-                    self._run_warp(threads[first : first + 32])
-                self._release(threads)
-            assert self.moved, f"all wait: {Counter(each.waits_for for _, _, threads in blocks for each in threads)}"
-            blocks = [block for block in blocks if not all(thread.finished for thread in block[2])]
+            for warp in warps:
+                self._run_warp(warp)
+            self._release(threads)
+            assert self.moved, f"all threads wait: {Counter(thread.waits_for for thread in threads)}"
 
     def _run_warp(self, warp: list[Thread]) -> None:
         """Until its lanes are at a barrier or at their end."""
         while True:
             for self.now in warp:
                 if not self.now.finished and self.now.waits_for in ("", "turn", *self.collectives):
-                    before = self.now.waits_for
                     self.now.resume()
-                    self.moved |= {before, self.now.waits_for} != {"turn"}
+                    self.moved |= self.now.waits_for != "turn"
             waits = {thread.waits_for for thread in warp if not thread.finished}
             if "turn" in waits or waits <= {""}:
                 return
@@ -241,7 +232,7 @@ class Block:
 
 
 def run(block: Block, launch: Launch, operands: Sequence[Memory], workspace: Memory, scalars: tuple = SCALARS) -> None:
-    """All blocks of a launch: one after the other, or where they may wait for each other, in turns."""
+    """All blocks of a launch, one after the other."""
     kernel, types = launch.source.builder(*launch.source.specialised_on)
 
     def pointer(place: int, dtype: str) -> Memory | None:
@@ -251,35 +242,19 @@ def run(block: Block, launch: Launch, operands: Sequence[Memory], workspace: Mem
 
     maps = [tuple((tensor, pointer(tensor.place, tensor.dtype)) for tensor in launch.maps)] if launch.maps else []
     pointers = map(pointer, launch.pointers, types[len(maps) :])
-    arguments = [*maps, *pointers, *(scalars if launch.scalars else ()), *_records(types, launch.integers)]
-    places = [(x, y, z) for z, y, x in product(*map(range, reversed(launch.grid)))]
-    for together in [places] if launch.cooperative else [[place] for place in places]:
-        block.run(kernel, arguments, launch, together)
-
-
-def _records(types: Sequence[Any], integers: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The integers as the kernel takes them: one record, or several that lie behind each other."""
-    kinds = [kind for kind in types if hasattr(kind, "_fields")]
-    if len(kinds) < 2:
-        return [integers]
-    ends = [sum(len(kind._fields) for kind in kinds[: i + 1]) for i in range(len(kinds))]
-    return [kind(*integers[end - len(kind._fields) : end]) for kind, end in zip(kinds, ends, strict=True)]
+    arguments = [*maps, *pointers, *(scalars if launch.scalars else ()), launch.integers]
+    for z, y, x in product(*map(range, reversed(launch.grid))):
+        block.run(kernel, arguments, launch, (x, y, z))
 
 
 def _launched(
-    candidate: LaunchedCandidate,
-    problem: Problem,
-    config: Any,
-    given: dict[str, np.ndarray],
-    device: Gpu,
-    block: Block,
-    scalars: tuple = SCALARS,
+    candidate: LaunchedCandidate, problem: Problem, config: Any, given: dict[str, np.ndarray], device: Gpu, block: Block
 ) -> list[Memory]:
     """The operands after all launches, with a workspace that was NaN."""
     operands = [operand_memory(operand, given.get(operand.name), problem.align) for operand in problem.operands]
     workspace = memory("f32", np.full(candidate.workspace_bytes(problem, config, device) // 4, nan))
     for launch in candidate.launches(problem, config, device):
-        run(block, launch, operands, workspace, scalars)
+        run(block, launch, operands, workspace)
     return operands
 
 
@@ -301,17 +276,11 @@ def result(
 
 
 def assert_near(
-    candidate: LaunchedCandidate,
-    problem: Problem,
-    config: Any,
-    given: dict[str, np.ndarray],
-    device: Gpu,
-    block: Block,
-    scalars: tuple = (),
+    candidate: LaunchedCandidate, problem: Problem, config: Any, given: dict[str, np.ndarray], device: Gpu, block: Block
 ) -> None:
     """All launches on operands and a workspace of NaN: the outputs are the reference's, and no input is written."""
-    operands = _launched(candidate, problem, config, given, device, block, scalars or SCALARS)
-    expected = reference.samples(problem, given, scalars, None)
+    operands = _launched(candidate, problem, config, given, device, block)
+    expected = reference.samples(problem, given, (), None)
     for operand, used in zip(problem.operands, operands, strict=True):
         if operand.role == "in":
             assert not used.written

@@ -242,8 +242,7 @@ def _finish_kernel(*specialised_on):
 
     v = Variant(*specialised_on)
     integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
-    merge, of_warp = bn_sums.merged(v.op, v.compute), bn_sums.of_warp(v.op, v.compute)
-    finish, op = bn_channel.finish(v), v.op
+    merge, finish, op = bn_sums.merged(v.op, v.compute), bn_channel.finish(v), v.op
     warps, widen_data = _FINISH_THREADS // 32, ptx.WIDEN[v.dtype]
 
     def finish_channels(
@@ -260,7 +259,10 @@ def _finish_kernel(*specialised_on):
                 n = real(f.full) if part < f.parts - 1 else real(f.rest)
                 count, a, b = merge(count, a, b, n, workspace[pair], workspace[integer(pair + 1)])
                 part = integer(part + 32)
-        count, a, b = of_warp(count, a, b)
+        for exchange in range(5):
+            n, a_other = ptx.shuffle_xor(count, 16 >> exchange), ptx.shuffle_xor(a, 16 >> exchange)
+            b_other = ptx.shuffle_xor(b, 16 >> exchange)
+            count, a, b = merge(count, a, b, n, a_other, b_other)
         if lane == 0 and channel < f.channels:
             params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
             pivot = real(0.0)

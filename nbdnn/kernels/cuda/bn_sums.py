@@ -89,24 +89,6 @@ def steps(v: Variant):
 
 
 @cache
-def of_warp(op: str, compute: str):
-    """Device function (count, a, b) -> the same of all lanes of the warp."""
-    from nbdnn.kernels.cuda import ptx
-
-    merge = merged(op, compute)
-
-    @ptx.inline
-    def warp_sums(count, a, b):
-        for exchange in range(5):
-            n, a_other = ptx.shuffle_xor(count, 16 >> exchange), ptx.shuffle_xor(a, 16 >> exchange)
-            b_other = ptx.shuffle_xor(b, 16 >> exchange)
-            count, a, b = merge(count, a, b, n, a_other, b_other)
-        return count, a, b
-
-    return warp_sums
-
-
-@cache
 def of_block(v: Variant):
     """Device function (thread, count, a, b) -> (count, a, b) of one channel of the block's, in the first threads.
 
