@@ -78,6 +78,17 @@ def test_a_team_shares_patches(op: str, early: bool, monkeypatch: pytest.MonkeyP
     check(monkeypatch, text, 4, 8, early, team=2, depth=2, stages=3, chunk=32)
 
 
+@pytest.mark.parametrize("op", CANDIDATES)
+def test_every_config_is_right(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse(f"{op}:bf16:n1c72h9w13:k72r2s2:p1x0:u1x1:d1x1:g1:cross:nhwc")
+    configs = CANDIDATES[op].configs(problem, H200)
+    assert len({(config.tile.held, config.tile.team) for config in configs}) > 2
+    for config in configs:
+        with monkeypatch.context() as patch:
+            got, expected = result(CANDIDATES[op], problem, config, _ONE_SM, install(patch))
+        assert got == expected, str(config)
+
+
 @pytest.mark.parametrize("end", ["e:bias", "e:bias+relu+res+beta"])
 @pytest.mark.parametrize("layout", ["nhwc", "nchw", "nhwc:ynchw"])
 def test_the_epilogue_is_fused_whole(end: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:

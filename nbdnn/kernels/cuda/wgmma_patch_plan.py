@@ -126,7 +126,8 @@ def _held_cycles(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
     each = ceil(tiles(problem, plan) / blocks(problem, plan, device))
     held = plan.tile.stages * plan.tile.stage_bytes / _CACHE_BYTES
     seen = 0 if plan.tile.ordered else stores / 4  # of the stores, which others' products hide
-    alone = products + max(stores, _BEGIN_CYCLES + copies)  # of a team: its next patch comes when products are done
+    # Of a team, whose next patch comes when products are done.
+    alone = products + max(stores, _BEGIN_CYCLES * _blocks_in(problem) + copies)
     step = max(products + _TURN_CYCLES + seen, alone / plan.tile.teams, copies)
     return _BEGIN_CYCLES + held + each * step + stores
 
@@ -158,7 +159,8 @@ def _kinds(problem: ConvProblem) -> Iterator[PatchTile]:
     taps, blocks_in = prod(problem.filter), _blocks_in(problem)
     stages = taps * blocks_in
     if stages <= _MOST_HELD:
-        for ordered in (True, False):
+        # A team that waits for its next channels in its turn would let all others wait.
+        for ordered in (True, False) if blocks_in == 1 else (False,):
             yield PatchTile(0, 1, 2, 1, stages, True, ordered, 32 if blocks_in == 1 else 16, 1)
             yield PatchTile(0, 1, 3, 1, stages, True, ordered, 16, 1)
     depth = min(blocks_in, 2)
