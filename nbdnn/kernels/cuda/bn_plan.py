@@ -152,13 +152,13 @@ def rows_of(problem: BnProblem, v: Variant) -> int:
     return outer * (inner // v.lanes) if v.planar else outer
 
 
-def widths(problem: BnProblem, slab_bytes: int = SLAB_BYTES) -> tuple[int, ...]:
-    """Columns that a block may take: as many as there are, in powers of 2, up to a slab."""
+def widths(problem: BnProblem) -> tuple[int, ...]:
+    """Columns that a block may take: as many as there are, in powers of 2, up to a slab of 128 bytes."""
     _, channels, inner = problem.planes
     if inner > 1:
         return (1,)
     there = channels * ITEMSIZE[problem.dtype] // problem.vector_bytes
-    widest = min(slab_bytes // problem.vector_bytes, 32, 1 << (there - 1).bit_length())
+    widest = min(SLAB_BYTES // problem.vector_bytes, 32, 1 << (there - 1).bit_length())
     return tuple(dict.fromkeys(max(1, widest >> shift) for shift in (0, 1, 2)))
 
 

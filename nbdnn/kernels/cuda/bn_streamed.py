@@ -27,14 +27,8 @@ from nbdnn.problem_bn import BnProblem
 _THREADS, _FINISH_THREADS = 256, 128
 _AT_ONCE = 4  # vectors of a thread that are on their way
 _MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor's 65536 registers, 85 a thread; 128 for 2 x 8 lanes
-_CHUNK_KIB = (16, 32, 64)  # of x, a block; and what is left for each where all are there at once
-_ROW_BYTES = 512  # side by side, of a block that takes whole rows
-_MOST_CONFIGS = 8
+_CHUNK_BYTES = (32 << 10, 16 << 10, 64 << 10)  # of x, a block
 _LAUNCH_US, _NEXT_US = 3.0, 1.5
-_BEGIN_US, _BEGIN_OF_CHANNELS_US = (
-    0.3,
-    0.7,
-)  # of a block: its coefficients, before the first vector; of several channels
 _SHARE_OF_COPY = 0.9
 
 
@@ -290,14 +284,9 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         return YES
 
     def configs(self, problem: BnProblem, device: Gpu) -> tuple[Streamed, ...]:
-        every = []
-        for columns in dict.fromkeys((plan.widths(problem)[0], plan.widths(problem, _ROW_BYTES)[0])):
-            v = plan.variant(problem, columns, _THREADS)
-            slabs = _walk(problem, Streamed(columns, _CHUNK_KIB[0])).slabs
-            at_once = ceil(plan.rows_of(problem, v) / max(1, device.sms * _min_blocks(v) // slabs))
-            whole = max(1, ceil(at_once * _row_bytes(v) / 1024))
-            every += [Streamed(columns, chunk_kib) for chunk_kib in dict.fromkeys((*_CHUNK_KIB, whole))]
-        return tuple(sorted(every, key=lambda config: self.estimate(problem, config, device))[:_MOST_CONFIGS])
+        columns = plan.widths(problem)[0]
+        every = [Streamed(columns, chunk_bytes >> 10) for chunk_bytes in _CHUNK_BYTES]
+        return tuple(sorted(every, key=lambda config: self.estimate(problem, config, device)))
 
     def workspace_bytes(self, problem: BnProblem, config: Streamed, device: Gpu) -> int:
         if self.op == "bn_infer":
@@ -306,22 +295,21 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         return (2 * integers.parts + 4) * integers.channels * ITEMSIZE[problem.compute]
 
     def estimate(self, problem: BnProblem, config: Streamed, device: Gpu) -> float:
-        v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)
-        inputs = sum(operand.size_bytes for operand in problem.operands if operand.role == "in")
+        integers, inputs = _walk(problem, config), sum(o.size_bytes for o in problem.operands if o.role == "in")
         again = max(0, inputs - device.l2_bytes // 2) if self.op in ("bn_train", "bn_bwd") else 0
         kernels = {"bn_infer": 1, "bn_infer_bwd": 2}.get(self.op, 3)
-        waves = max(1 / 8, integers.parts * integers.slabs / (device.sms * _min_blocks(v)))
-        begin_us = ceil(waves) * (_BEGIN_US if v.planar else _BEGIN_OF_CHANNELS_US)
+        few = max(1.0, 4 * device.sms / (integers.parts * integers.slabs))
         rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
-        idle = max(1.0, 1 / waves) if waves <= 1 else 1 + (ceil(waves) - waves) / waves / 2
-        return _LAUNCH_US + kernels * (_NEXT_US + begin_us) + (problem.min_bytes + again) / rate * idle * 1e6
+        return _LAUNCH_US + kernels * _NEXT_US + (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
 
     def launches(self, problem: BnProblem, config: Streamed, device: Gpu) -> list[Launch]:
         v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)
         blocks, arguments = integers.parts * integers.slabs, (*plan.pointers(problem), WORKSPACE)
 
+        min_blocks = _MIN_BLOCKS_WIDE if v.lanes == 8 and not v.is_forward else _MIN_BLOCKS
+
         def over_rows(is_last: bool) -> Launch:
-            source = Source(_block_kernel, (*v, is_last), _THREADS, _min_blocks(v))
+            source = Source(_block_kernel, (*v, is_last), _THREADS, min_blocks)
             return Launch(source, (blocks, 1, 1), arguments, v.compute, integers, v.bits)
 
         of_vector = v.lanes if v.planar else 1
@@ -350,16 +338,8 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
 
 def _walk(problem: BnProblem, config: Streamed) -> Walk:
     v = plan.variant(problem, config.columns, _THREADS)
-    return plan.walk(problem, v, max(1, min(config.chunk_kib * 1024 // _row_bytes(v), plan.rows_of(problem, v))))
-
-
-def _row_bytes(v: Variant) -> int:
-    """Of what a block takes side by side."""
-    return v.columns * v.lanes * ITEMSIZE[v.dtype]
-
-
-def _min_blocks(v: Variant) -> int:
-    return _MIN_BLOCKS_WIDE if v.lanes == 8 and not v.is_forward else _MIN_BLOCKS
+    row_bytes = v.columns * v.lanes * ITEMSIZE[v.dtype]
+    return plan.walk(problem, v, max(1, min(config.chunk_kib * 1024 // row_bytes, plan.rows_of(problem, v))))
 
 
 TRAIN, INFER = StreamedTwice("bn_train"), StreamedTwice("bn_infer")
