@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from gpus import H200
 from libraries import library
@@ -21,8 +23,9 @@ def test_kernels_stay_within_their_means(op: str, dtype: str) -> None:
     problem = parse(":".join(filter(None, (op, name, "m33554432", align))))
     (candidate,) = registry.candidates(op, kind="cuda")
     assert isinstance(candidate, LaunchedCandidate) and candidate.supports(problem, H200).ok
-    for launch in candidate.launches(problem, candidate.configs(problem, H200)[0], H200):
-        for arch in ("sm_80", "sm_90a", "sm_100a", "sm_120"):
+    for arch, capability in (("sm_80", (8, 0)), ("sm_90a", (9, 0)), ("sm_100a", (10, 0)), ("sm_120", (12, 0))):
+        device = replace(H200, capability=capability)
+        for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
             kernel = compile_kernel(launch.source, arch)
             assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{arch}: {kernel._replace(cubin=b'')}"
             assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+from gpus import H200
 
 from nbdnn import driver
 from nbdnn.errors import CudaError
 from nbdnn.kernels.cuda import launch as cuda_launch
 from nbdnn.kernels.cuda.compile import Kernel, Source
-from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, Program, in_workspace, load
+from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, Program, in_workspace, launches_early, load
 
 X, W, Y, SCRATCH = 0x7F0000000100, 0x7F0000000200, 0x7F0000000300, 0x7F0000000400
 
@@ -35,6 +37,7 @@ class StandIn:
         self.started: list[Started] = []
         self.clusters: list[tuple[int, int, int]] = []
         self.cooperative: list[int] = []
+        self.early: list[int] = []
         self.loaded: list[bytes] = []
         self.permitted: list[int] = []
 
@@ -50,7 +53,9 @@ class StandIn:
             CUlaunchConfig=SimpleNamespace,
             CUlaunchAttribute=lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace())),
             CUlaunchAttributeID=SimpleNamespace(
-                CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster", CU_LAUNCH_ATTRIBUTE_COOPERATIVE="cooperative"
+                CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster",
+                CU_LAUNCH_ATTRIBUTE_COOPERATIVE="cooperative",
+                CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early",
             ),
         )
 
@@ -86,6 +91,8 @@ class StandIn:
         dimension = attribute.value.clusterDim
         if attribute.id == "cluster":
             self.clusters.append((dimension.x, dimension.y, dimension.z))
+        elif attribute.id == "early":
+            self.early.append(attribute.value.programmaticStreamSerializationAllowed)
         else:
             assert attribute.id == "cooperative"
             self.cooperative.append(attribute.value.cooperative)
@@ -162,6 +169,15 @@ def test_blocks_that_wait_for_each_other_are_launched_as_such(stand_in: StandIn)
     run = Program([launch(cooperative=True), launch()], "sm_90a")
     run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
     assert (len(stand_in.started), stand_in.cooperative, stand_in.clusters) == (2, [1], [])
+
+
+def test_a_launch_may_begin_before_the_one_before_has_ended(stand_in: StandIn) -> None:
+    run = Program([launch(), launch(early=True)], "sm_90a")
+    run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
+    assert (len(stand_in.started), stand_in.early, stand_in.cooperative) == (2, [1], [])
+    assert launches_early(H200)
+    assert not launches_early(replace(H200, capability=(8, 9)))
+    assert not launches_early(replace(H200, driver="12.2"))
 
 
 def test_wide_arguments(stand_in: StandIn) -> None:

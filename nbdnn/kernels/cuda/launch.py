@@ -27,6 +27,7 @@ from nbdnn.problem import Problem
 WORKSPACE, NULL = -2, -1
 
 _STATIC_SHARED_BYTES = 48 << 10  # a kernel may have more than this only after it has said so
+_EARLY_IN_GRAPHS = 12.3  # the first release of CUDA whose graphs can hold such launches
 _SCALAR = {"f32": "f", "f64": "d", "": ""}
 _INTEGER = {32: "i", 64: "q"}
 
@@ -42,7 +43,7 @@ class Launch(NamedTuple):
     scalars: the type of alpha and beta, 'f32' or 'f64'; '' where the kernel does not take them.
     cluster: blocks, neighbours in the grid, that run at once and reach each other's shared memory. maps: of the tensors
     that the kernel copies by TMA. cooperative: all blocks run at once, or the launch fails: they may wait for each
-    other.
+    other. early: it may begin before the launch before it has ended: its kernel waits by `ptx_grid.wait_for_launch`.
     """
 
     source: Source
@@ -55,6 +56,12 @@ class Launch(NamedTuple):
     cluster: int = 1
     maps: tuple[TensorMap, ...] = ()
     cooperative: bool = False
+    early: bool = False
+
+
+def launches_early(device: Gpu) -> bool:
+    """Whether launches may be `early`, and their kernels wait for the one before."""
+    return device.capability >= (9, 0) and float(device.driver) >= _EARLY_IN_GRAPHS
 
 
 def in_workspace(offset_bytes: int) -> int:
@@ -141,7 +148,7 @@ def _prepared(launch: Launch, arch: str) -> _Prepared:
     def pack(given: tuple[int, ...], scalars: tuple[float, ...], _alive: object = addresses) -> None:
         pack_into(arguments, 0, *select(given), *scalars[:taken])
 
-    plain = launch.cluster == 1 and not launch.cooperative
+    plain = launch.cluster == 1 and not launch.cooperative and not launch.early
     start_on = _started if plain else _started_as_described
     return _Prepared(pack, start_on(launch, function, ctypes.addressof(addresses)))
 
@@ -160,7 +167,7 @@ def _started(launch: Launch, function: Any, parameters: int) -> Callable[[Any], 
 
 
 def _started_as_described(launch: Launch, function: Any, parameters: int) -> Callable[[Any], None]:
-    """As `_started`, of blocks that know of each other."""
+    """As `_started`, with attributes."""
     cu_launch, config = driver.bindings().cuLaunchKernelEx, _described(launch)
 
     def start(stream: Any) -> None:
@@ -173,20 +180,26 @@ def _started_as_described(launch: Launch, function: Any, parameters: int) -> Cal
 
 
 def _described(launch: Launch) -> Any:
-    """The driver's description of a launch in clusters, or of a cooperative one; the stream is set at every call."""
-    bindings = driver.bindings()
-    attribute, config = bindings.CUlaunchAttribute(), bindings.CUlaunchConfig()
+    """The driver's description of a launch with attributes; the stream is set at every call."""
+    bindings, config = driver.bindings(), driver.bindings().CUlaunchConfig()
+    names, attributes = bindings.CUlaunchAttributeID, []
+
+    def attribute(name: str) -> Any:
+        attributes.append(bindings.CUlaunchAttribute())
+        attributes[-1].id = getattr(names, f"CU_LAUNCH_ATTRIBUTE_{name}")
+        return attributes[-1].value
+
     if launch.cooperative:
-        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attribute.value.cooperative = 1
-    else:
-        attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        dimension = attribute.value.clusterDim
+        attribute("COOPERATIVE").cooperative = 1
+    if launch.cluster > 1:
+        dimension = attribute("CLUSTER_DIMENSION").clusterDim
         dimension.x, dimension.y, dimension.z = launch.cluster, 1, 1
+    if launch.early:
+        attribute("PROGRAMMATIC_STREAM_SERIALIZATION").programmaticStreamSerializationAllowed = 1
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.source.threads, 1, 1
     config.sharedMemBytes = launch.dynamic_shared_bytes
-    config.attrs, config.numAttrs = [attribute], 1
+    config.attrs, config.numAttrs = attributes, len(attributes)
     return config
 
 
