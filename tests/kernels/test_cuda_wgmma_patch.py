@@ -33,8 +33,8 @@ def plan(problem, rows: int, width: int, **tile) -> Plan:
     return Plan(_tile(**tile)._replace(slots=-(-((rows - 1) * line + width) // 8) * 8), rows, width)
 
 
-def _tile(team=1, teams=1, depth=1, stages=2, held=False, ordered=False, chunk=16) -> PatchTile:
-    return PatchTile(8, team, teams, depth, stages, held, ordered, chunk, 1)
+def _tile(team=1, teams=1, depth=1, stages=2, held=False, chunk=16) -> PatchTile:
+    return PatchTile(8, team, teams, depth, stages, held, chunk, 1)
 
 
 def check(
@@ -61,14 +61,12 @@ def test_every_product_counts_once(op: str, shape: str, early: bool, monkeypatch
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-@pytest.mark.parametrize(("teams", "ordered"), [(2, True), (3, False), (3, True)])
+@pytest.mark.parametrize("teams", [2, 3])
 @pytest.mark.parametrize("op", CANDIDATES)
-def test_a_held_filter_serves_all_tiles(
-    op: str, teams: int, ordered: bool, early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = f"{op}:bf16:n2c64h9w13:k72r3s2:p1x1:u1x1:d1x1:g1:cross:nhwc"
-    blocks_in = 1 if op == "conv_fwd" else 2
-    check(monkeypatch, text, 3, 7, early, _ONE_SM, teams=teams, stages=6 * blocks_in, held=True, ordered=ordered)
+def test_a_held_filter_serves_all_tiles(op: str, teams: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = "c64h9w13:k72" if op == "conv_fwd" else "c72h9w13:k64"
+    text = f"{op}:bf16:n2{channels}r3s2:p1x1:u1x1:d1x1:g1:cross:nhwc"
+    check(monkeypatch, text, 3, 7, early, _ONE_SM, teams=teams, stages=6, held=True)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
@@ -78,11 +76,13 @@ def test_a_team_shares_patches(op: str, early: bool, monkeypatch: pytest.MonkeyP
     check(monkeypatch, text, 4, 8, early, team=2, depth=2, stages=3, chunk=32)
 
 
+@pytest.mark.parametrize(("channels", "kinds"), [(64, {(True, 2), (True, 3), (False, 1)}), (72, {(False, 1)})])
 @pytest.mark.parametrize("op", CANDIDATES)
-def test_every_config_is_right(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = parse(f"{op}:bf16:n1c72h9w13:k72r2s2:p1x0:u1x1:d1x1:g1:cross:nhwc")
+def test_every_config_is_right(op: str, channels: int, kinds: set, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse(f"{op}:bf16:n1c{channels}h9w13:k{channels}r2s2:p1x0:u1x1:d1x1:g1:cross:nhwc")
     configs = CANDIDATES[op].configs(problem, H200)
-    assert len({(config.tile.held, config.tile.team) for config in configs}) > 2
+    assert {(config.tile.held, config.tile.teams) for config in configs} == kinds
+    assert {config.tile.team for config in configs} == ({1, 2} if channels > 64 else {1})
     for config in configs:
         with monkeypatch.context() as patch:
             got, expected = result(CANDIDATES[op], problem, config, _ONE_SM, install(patch))

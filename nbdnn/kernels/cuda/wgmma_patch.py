@@ -9,10 +9,10 @@ from the first on, seen from the first tap; a tap (r, s) sees the same lines (r 
 so that its factor is the same tile with a later beginning: the chunks of a line are swizzled by its address. The slots
 at the end of each row that meet the next row's pixels are multiplied in vain and not stored.
 
-Every team has a tile, and patches, of its own. The filter passes through a ring of stages, or is *held*: all its
-stages stay, and a tile's products follow each other without a wait. Teams that are *ordered* take turns at the matrix
-units: each starts its products when the team before has started all of its own, and stores while others multiply.
-Source: own.
+Every team has a tile, and patches, of its own. The filter passes through a ring of stages, or is *held*, where 64
+channels are all: its stages stay, and a tile's products follow each other without a wait. Then teams take turns at the
+matrix units: each starts its products when the team before has started all of its own, and stores while others
+multiply (unordered teams took 17.0 instead of 16.4 us for 32x64x56x56 on an H200). Source: own.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class PatchTile(NamedTuple):
     """What a kernel is compiled for.
 
     slots: of a tile, at most 256, a multiple of 8. team: warpgroups that share a tile; teams: of a block. depth:
-    patches of a team. stages: of the filter; all of it where it is held. ordered: only where it is. chunk: slots that
-    are stored at once.
+    patches of a team. stages: of the filter; all of it where it is held. chunk: slots that are stored at once.
     """
 
     slots: int
@@ -41,7 +40,6 @@ class PatchTile(NamedTuple):
     depth: int
     stages: int
     held: bool
-    ordered: bool
     chunk: int
     min_blocks: int
 
@@ -83,7 +81,7 @@ class PatchTile(NamedTuple):
 
     @property
     def turns_at(self) -> int:
-        """Where the barriers of ordered teams begin, behind those of stages and patches."""
+        """Where the barriers of the teams' turns begin, behind those of stages and patches."""
         return self.barriers_at + 2 * _BARRIER_BYTES * (self.stages + self.teams * self.depth)
 
     @property
@@ -205,7 +203,7 @@ def work(tile: PatchTile, dtype: str, a_turned: bool, set_places, store_sums):
     from nbdnn.kernels.cuda import ptx, ptx_matrix, ptx_tma, ptx_wgmma
 
     integer, word = ptx.INTEGER[32], ptx.WORD
-    held, ordered, turns_at = tile.held, tile.ordered, tile.turns_at
+    held, turns_at = tile.held, tile.turns_at
     stage_bytes, patches_at = tile.stage_bytes, tile.patches_at
     depth, teams, in_team = tile.depth, tile.teams, tile.team
     barriers_at, free_bytes = tile.barriers_at, tile.stages * _BARRIER_BYTES
@@ -267,13 +265,13 @@ def work(tile: PatchTile, dtype: str, a_turned: bool, set_places, store_sums):
                 whole = word(shared + patches_first + place * _BARRIER_BYTES)
                 patch = word(shared + patches_at + place * f.patch_bytes)
                 ptx_tma.wait(whole, patch_turn)
-                if ordered and block == 0:
+                if held:
                     ptx_tma.wait(word(shared + turns_at + team * _BARRIER_BYTES), own_turn)
                     own_turn = integer(own_turn ^ 1)
                 sums, at, barrier, turn, before = multiply_patch(
                     sums, patch, at, barrier, turn, shared, member, lane, f
                 )
-                if ordered and block + 1 == f.blocks_in:
+                if held:
                     next_team(shared, team, lane)
                 ptx_wgmma.wait()
                 if lane == 0 and before != 0:
