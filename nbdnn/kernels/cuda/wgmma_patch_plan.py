@@ -13,9 +13,9 @@ from typing import NamedTuple
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import peaks
 from nbdnn.kernels.cuda.turn_channels import turned_bytes
-from nbdnn.kernels.cuda.wgmma_maps import source_shape
-from nbdnn.kernels.cuda.wgmma_patch import ASKERS, PatchTile
-from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES, LINE_ELEMS
+from nbdnn.kernels.cuda.wgmma_maps import line_elems, source_shape
+from nbdnn.kernels.cuda.wgmma_patch import ASKERS, ROWS, PatchTile
+from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES
 from nbdnn.problem_conv import ConvProblem
 
 _MOST_SLOTS, _MOST_LINE = 256, 256  # of an instruction, of a copy
@@ -41,13 +41,18 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         tile = self.tile
         kind = f"held{tile.teams}" if tile.held else f"{tile.min_blocks}"
-        return f"{LINE_ELEMS * tile.team}x{self.rows}x{self.width}/{kind}"
+        return f"{ROWS * tile.team}x{self.rows}x{self.width}/{kind}"
 
 
 def targets(problem: ConvProblem) -> tuple[int, int]:
     """Rows and columns of what is computed: y, or dx."""
     rows, columns = problem.operands[2].shape[2:]
     return rows, columns
+
+
+def filters_last(problem: ConvProblem) -> bool:
+    """Whether the filter is turned so that what is summed comes last: the instructions of TF32 know no other factor."""
+    return problem.op == "conv_bwd_data" and problem.dtype == "f32"
 
 
 def reaches(problem: ConvProblem) -> tuple[int, int]:
@@ -108,7 +113,8 @@ def estimate(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
     """Microseconds."""
     cycles = _held_cycles if plan.tile.held else _streamed_cycles
     bytes_per_us = peaks.copy_bytes_per_s(device) / 1e6
-    turned_us = _LAUNCH_US + 2 * turned_bytes(problem) / bytes_per_us if turned_bytes(problem) else 0.0
+    turned = turned_bytes(problem, filters_last(problem))
+    turned_us = _LAUNCH_US + 2 * turned / bytes_per_us if turned else 0.0
     products_us, memory_us = cycles(problem, plan, device) / device.clock_hz * 1e6, problem.min_bytes / bytes_per_us
     return _LAUNCH_US + turned_us + max(products_us + _MEMORY_SHARE * memory_us, memory_us)
 
@@ -163,7 +169,7 @@ def _kinds(problem: ConvProblem) -> Iterator[PatchTile]:
         yield PatchTile(0, 1, 2, 1, taps, True, 32, 1)
         yield PatchTile(0, 1, 3, 1, taps, True, 16, 1)
     depth = min(blocks_in, 2)
-    for team in (1, 2) if problem.operands[2].shape[1] > LINE_ELEMS else (1,):
+    for team in (1, 2) if problem.operands[2].shape[1] > ROWS else (1,):
         yield PatchTile(0, team, 1, depth, 4, False, 32, 1)
         yield PatchTile(0, team, 1, depth, 3, False, 16, 2)
 
@@ -177,8 +183,8 @@ def _fits(problem: ConvProblem, plan: Plan, device: Gpu) -> bool:
 
 
 def _filter_tiles(problem: ConvProblem, plan: Plan) -> int:
-    return ceil(problem.operands[2].shape[1] / (LINE_ELEMS * plan.tile.team))
+    return ceil(problem.operands[2].shape[1] / (ROWS * plan.tile.team))
 
 
 def _blocks_in(problem: ConvProblem) -> int:
-    return ceil(source_shape(problem)[1] / LINE_ELEMS)
+    return ceil(source_shape(problem)[1] / line_elems(problem.dtype))
