@@ -33,9 +33,10 @@ def candidate_of(problem: Problem) -> conv_wgmma_patch.WgmmaPatch:
     return CANDIDATES[problem.op, "tf32" if problem.dtype == "f32" else "fma"]
 
 
-def plan(problem, rows: int, width: int, **tile) -> Plan:
-    line, _, _ = lines(problem, Plan(_tile(), rows, width))
-    return Plan(_tile(**tile)._replace(slots=-(-((rows - 1) * line + width) // 8) * 8), rows, width)
+def plan(problem, rows: int, width: int, stays: bool = False, held: bool = False, **tile) -> Plan:
+    one = Plan(_tile(held=held, **tile), rows, width, stays or held)
+    line, _, _ = lines(problem, one)
+    return one._replace(tile=one.tile._replace(slots=-(-((rows - 1) * line + width) // 8) * 8))
 
 
 def _tile(team=1, teams=1, depth=1, stages=2, held=False, chunk=16) -> PatchTile:
@@ -89,6 +90,19 @@ def test_a_held_filter_serves_all_tiles(op: str, teams: int, early: bool, monkey
     channels = "c64h9w13:k72" if op == "conv_fwd" else "c72h9w13:k64"
     text = f"{op}:bf16:n2{channels}r3s2:p1x1:u1x1:d1x1:g1:cross:nhwc"
     check(monkeypatch, text, 3, 7, early, _ONE_SM, teams=teams, stages=6, held=True)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("channels", [16, 40, 72])
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("op", OPS)
+def test_blocks_stay_while_the_filter_passes_by(
+    op: str, dtype: str, channels: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"{op}:{dtype}:n2c{channels}h9w13:k{channels}r3s2:p1x1:u1x1:d1x1:g1:cross:nhwc"
+    blocks_in = -(-channels // (32 if dtype == "f32" else 64))
+    team, depth = 2 if channels > 64 else 1, min(blocks_in, 2)
+    check(monkeypatch, text, 4, 7, early, _ONE_SM, stays=True, team=team, depth=depth, stages=4)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])

@@ -11,8 +11,9 @@ bwd_data turns the filter first, too.
 
 64 filters of few channels (of 64: 72 KiB for 3x3) are held in shared memory. Their blocks stay, too, and teams take
 tile after tile, each with a patch of its own: one multiplies while the other stores. Larger filters pass by, once a
-tile. Traffic: image (rows + 2) / rows times for 3x3, for each tile of filters, most of it from cache. Planar inputs are
-turned first. Accumulates in float32. Source: own.
+tile; blocks that stay nevertheless ask for the next tile while they store the last. Traffic: image (rows + 2) / rows
+times for 3x3, for each tile of filters, most of it from cache. Planar inputs are turned first. Accumulates in float32.
+Source: own.
 """
 
 from __future__ import annotations

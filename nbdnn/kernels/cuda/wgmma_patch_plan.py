@@ -32,15 +32,19 @@ _MEMORY_SHARE = 0.57  # of the time of memory, which is not hidden
 
 
 class Plan(NamedTuple):
-    """A kernel, and the rows x width outputs that a tile has of a column of an image."""
+    """A kernel, and the rows x width outputs that a tile has of a column of an image.
+
+    stays: whether blocks take tile after tile, as they do where the filter is held; else each has one a team.
+    """
 
     tile: PatchTile
     rows: int
     width: int
+    stays: bool
 
     def __str__(self) -> str:
         tile = self.tile
-        kind = f"held{tile.teams}" if tile.held else f"{tile.min_blocks}"
+        kind = f"held{tile.teams}" if tile.held else f"{tile.min_blocks}{'stay' if self.stays else ''}"
         return f"{ROWS * tile.team}x{self.rows}x{self.width}/{kind}"
 
 
@@ -80,18 +84,19 @@ def tiles(problem: ConvProblem, plan: Plan) -> int:
 
 
 def blocks(problem: ConvProblem, plan: Plan, device: Gpu) -> int:
-    """For one tile of filters: where the filter is held, as many as run at once."""
+    """For one tile of filters: where they stay, as many as run at once."""
     count = tiles(problem, plan)
-    if not plan.tile.held:
+    if not plan.stays:
         return count
-    return min(ceil(count / plan.tile.teams), max(1, device.sms // _filter_tiles(problem, plan)))
+    at_once = device.sms * plan.tile.min_blocks // _filter_tiles(problem, plan)
+    return min(ceil(count / plan.tile.teams), max(1, at_once))
 
 
 def plans(problem: ConvProblem, device: Gpu) -> tuple[Plan, ...]:
     """Those worth a try, the best first; none where no patch fits."""
     costs = {plan: estimate(problem, plan, device) for plan in every_plan(problem, device)}
     ranked = sorted(costs, key=lambda plan: costs[plan])
-    firsts = {plan.tile._replace(slots=0): plan for plan in reversed(ranked)}.values()
+    firsts = {(plan.tile._replace(slots=0), plan.stays): plan for plan in reversed(ranked)}.values()
     others = [plan for plan in ranked if plan not in firsts]
     chosen = {*[*sorted(firsts, key=ranked.index), *others][:_MOST_CONFIGS]}
     return tuple(plan for plan in ranked if plan in chosen and costs[plan] <= _WORTH_A_TRY * costs[ranked[0]])
@@ -103,10 +108,14 @@ def every_plan(problem: ConvProblem, device: Gpu) -> Iterator[Plan]:
     for rows, width, slots in _extents(problem):
         found: dict[tuple, Plan] = {}
         for kind in kinds:
-            plan = Plan(kind._replace(slots=slots), rows, width)
+            plan = Plan(kind._replace(slots=slots), rows, width, stays=kind.held)
             if _fits(problem, plan, device):
                 found[kind.team, kind.teams] = plan
-        yield from found.values()
+        for plan in found.values():
+            yield plan
+            staying = plan._replace(stays=True)
+            if blocks(problem, staying, device) < blocks(problem, plan, device):
+                yield staying
 
 
 def estimate(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
@@ -142,7 +151,8 @@ def _held_cycles(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
 def _streamed_cycles(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
     products, copies, stores = _tile_cycles(problem, plan)
     each = ceil(tiles(problem, plan) * _filter_tiles(problem, plan) / device.sms)
-    apart = ceil(each / plan.tile.min_blocks) * (_BEGIN_CYCLES + stores)
+    rounds = ceil(each / plan.tile.min_blocks)
+    apart = (1 if plan.stays else rounds) * _BEGIN_CYCLES + rounds * stores
     return each * max(products / _STREAMED_SHARE, copies) + apart
 
 
