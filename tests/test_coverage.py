@@ -76,6 +76,7 @@ _OF_FFT = f"{_OF_WINOGRAD}, 1x1, 5x5, depthwise"
 COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/wgmma_gemm": _MATRIX,
     "conv_fwd/numba/wgmma_patch": _OF_PATCHES,
+    "conv_fwd/numba/wgmma_patch_tf32": _OF_PATCHES._replace(dtypes="f32"),
     "conv_fwd/numba/mma_gemm": _MATRIX,
     "conv_fwd/numba/mma_gemm_tf32": _MATRIX_TF32,
     "conv_fwd/numba/depthwise": _FORWARD._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
@@ -103,6 +104,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/depthwise": _FORWARD._replace(shapes="depthwise"),
     "conv_bwd_data/numba/wgmma_gemm": _MATRIX._replace(shapes=_OF_STRIDE_1, ends="e:beta"),
     "conv_bwd_data/numba/wgmma_patch": _OF_PATCHES._replace(ends="e:beta"),
+    "conv_bwd_data/numba/wgmma_patch_tf32": _OF_PATCHES._replace(dtypes="f32", ends="e:beta"),
     "conv_bwd_data/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_data/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
     "conv_bwd_data/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),

@@ -10,19 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
-from emulated import Block, Memory, Word
+from emulated import Block, Memory, Word, float_of
 from guarded import NUMPY_DTYPE
 
 from nbdnn.kernels.cuda.tensor_map import TensorMap
+from nbdnn.problem import ITEMSIZE
 
 _LINE_BYTES, _CHUNK_BYTES = 128, 16
 _Map = tuple[TensorMap, Memory]
 
 
-def _word_at(line: int, element: int) -> int:
-    """The address of the word that has an element of 16 bits of a line, which begins at an address."""
-    chunk, within = divmod(2 * element, _CHUNK_BYTES)
-    return line + _CHUNK_BYTES * (chunk ^ line // _LINE_BYTES % 8) + (within & ~3)
+def _word_at(line: int, word: int) -> int:
+    """The address of a word of a line, which begins at an address."""
+    chunk, within = divmod(4 * word, _CHUNK_BYTES)
+    return line + _CHUNK_BYTES * (chunk ^ line // _LINE_BYTES % 8) + within
 
 
 class _Barrier:
@@ -135,14 +136,16 @@ class TmaWords:
             self._barrier(barrier).copies.append(arrive)
 
     def _store_line(self, at: int, source: _Map, place: tuple[int, ...]) -> None:
-        """64 elements from a place on, zeros outside of the tensor."""
+        """128 bytes from a place on, zeros outside of the tensor."""
         tensor, memory = source
+        each = ITEMSIZE[tensor.dtype]
         inside = all(0 <= p < extent for p, extent in zip(place[1:], tensor.extents[1:], strict=True))
-        index = sum(p * stride // 2 for p, stride in zip(place[1:], tensor.strides_bytes, strict=True)) + place[0]
-        for element in range(0, _LINE_BYTES // 2, 2):
+        index = sum(p * stride // each for p, stride in zip(place[1:], tensor.strides_bytes, strict=True)) + place[0]
+        for number in range(_LINE_BYTES // 4):
+            element = number * 4 // each
             alive = inside and 0 <= place[0] + element < tensor.extents[0]
             (word,) = memory.load(index + element, 1) if alive else (0,)
-            self._block.shared[self._block.place_of(_word_at(at, element), 1)] = word
+            self._block.shared[self._block.place_of(_word_at(at, number), 1)] = word
 
 
 class WgmmaWords:
@@ -161,14 +164,16 @@ class WgmmaWords:
         return lambda address: (address, apart_bytes)
 
     def multiply(self, dtype: str, n: int, steps: int, a_turned: bool, b_turned: bool) -> Callable:
+        assert dtype != "tf32" or not (a_turned or b_turned)
+        depth = steps * (8 if dtype == "tf32" else 16)
         name = f"wgmma {dtype} {n} {steps} {a_turned} {b_turned}"
 
         def compute(brought: list[tuple]) -> list[tuple]:
             _, a_at, b_at, warp = brought[0]
             assert all(each[1:] == brought[0][1:] for each in brought), "lanes differ in their descriptors"
-            a = self._factor(dtype, a_at, 64, 16 * steps, a_turned)[16 * warp : 16 * warp + 16]
+            a = self._factor(dtype, a_at, 64, depth, a_turned)[16 * warp : 16 * warp + 16]
             assert not np.isnan(a).any(), "multiplies what was not written"
-            b = self._factor(dtype, b_at, n, 16 * steps, b_turned)
+            b = self._factor(dtype, b_at, n, depth, b_turned)
             products = (a @ b.T).reshape(2, 8, n // 8, 4, 2)  # (half, row, eight columns, lane's pair, of the pair)
             sums = np.reshape([each[0] for each in brought], (8, 4, n // 8, 2, 2)) + products.transpose(1, 3, 2, 0, 4)
             return list(map(tuple, sums.reshape(32, -1).tolist()))
@@ -185,13 +190,15 @@ class WgmmaWords:
         """(rows, depth) of a or b."""
         start, apart = at
         lines = depth if turned else rows
-        boxes = rows // 64 if turned else 1
+        boxes, of_a_word = rows // 64 if turned else 1, 1 if dtype == "tf32" else 2
         words: list[Word] = [
-            self._block.shared[self._block.place_of(_word_at(start + box * apart + line * _LINE_BYTES, element), 1)]
+            self._block.shared[self._block.place_of(_word_at(start + box * apart + line * _LINE_BYTES, word), 1)]
             for box in range(boxes)
             for line in range(lines)
-            for element in range(0, 64 if turned else depth, 2)
+            for word in range((64 if turned else depth) // of_a_word)
         ]
+        if dtype == "tf32":
+            return np.array(list(map(float_of, words))).reshape(rows, depth)
         # What was not written is NaN. Of b it spoils its own column of the sums, which may be one that nobody stores.
         bits = [0x7FFF7FFF if word != word else word for word in words]
         found = np.array(bits, np.uint32).view(NUMPY_DTYPE[dtype]).astype(float).reshape(boxes, lines, -1)

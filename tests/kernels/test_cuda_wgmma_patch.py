@@ -15,9 +15,10 @@ from nbdnn.kernels.cuda import conv_wgmma_patch
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.wgmma_patch import PatchTile
 from nbdnn.kernels.cuda.wgmma_patch_plan import Plan, lines, shared_bytes
-from nbdnn.problem import parse
+from nbdnn.problem import Problem, parse
 
-CANDIDATES = {each.op: each for each in (conv_wgmma_patch.FWD, conv_wgmma_patch.BWD_DATA)}
+CANDIDATES = {(each.op, each.math): each for each in (*conv_wgmma_patch.FWD, *conv_wgmma_patch.BWD_DATA)}
+OPS = ("conv_fwd", "conv_bwd_data")
 _ONE_SM = replace(H200, sms=1)  # one block, which takes all tiles where the filter is held
 _SHAPES = (
     ("n2c16h9w13:k24r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "columns and rows that are not whole"),
@@ -28,13 +29,18 @@ _SHAPES = (
 )
 
 
-def plan(problem, rows: int, width: int, **tile) -> Plan:
-    line, _, _ = lines(problem, Plan(_tile(), rows, width))
-    return Plan(_tile(**tile)._replace(slots=-(-((rows - 1) * line + width) // 8) * 8), rows, width)
+def candidate_of(problem: Problem) -> conv_wgmma_patch.WgmmaPatch:
+    return CANDIDATES[problem.op, "tf32" if problem.dtype == "f32" else "fma"]
 
 
-def _tile(team=1, teams=1, depth=1, stages=2, held=False, ordered=False, chunk=16) -> PatchTile:
-    return PatchTile(8, team, teams, depth, stages, held, ordered, chunk, 1)
+def plan(problem, rows: int, width: int, stays: bool = False, held: bool = False, **tile) -> Plan:
+    one = Plan(_tile(held=held, **tile), rows, width, stays or held)
+    line, _, _ = lines(problem, one)
+    return one._replace(tile=one.tile._replace(slots=-(-((rows - 1) * line + width) // 8) * 8))
+
+
+def _tile(team=1, teams=1, depth=1, stages=2, held=False, chunk=16) -> PatchTile:
+    return PatchTile(8, team, teams, depth, stages, held, chunk, 1)
 
 
 def check(
@@ -49,50 +55,81 @@ def check(
     """Sums of small integers, bit for bit, from operands and a workspace full of NaN."""
     problem = parse(text)
     config = plan(problem, rows, width, **tile)
-    got, expected = result(CANDIDATES[problem.op], problem, config, device, install(monkeypatch, early))
+    got, expected = result(candidate_of(problem), problem, config, device, install(monkeypatch, early))
     assert got == expected
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("shape", [shape for shape, _ in _SHAPES])
-@pytest.mark.parametrize("op", CANDIDATES)
+@pytest.mark.parametrize("op", OPS)
 def test_every_product_counts_once(op: str, shape: str, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, f"{op}:bf16:{shape}", 3, 6, early)
 
 
+@pytest.mark.parametrize("shape", [shape for shape, _ in _SHAPES])
+@pytest.mark.parametrize("op", OPS)
+def test_tf32_has_half_as_many_channels_a_line(op: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, f"{op}:f32:{shape}", 3, 6)
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-@pytest.mark.parametrize(("teams", "ordered"), [(2, True), (3, False), (3, True)])
-@pytest.mark.parametrize("op", CANDIDATES)
-def test_a_held_filter_serves_all_tiles(
-    op: str, teams: int, ordered: bool, early: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("teams", "filters"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("op", OPS)
+def test_tf32_with_every_kind(op: str, teams: int, filters: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = teams > 1
+    channels = ("c28h7w9:k36" if op == "conv_fwd" else "c36h7w9:k28") if held else "c68h7w9:k68"
+    text = f"{op}:f32:n1{channels}r2s3:p1x1:u1x1:d1x1:g1:cross:nhwc"
+    stages, depth = (6, 1) if held else (3, 2)
+    check(monkeypatch, text, 4, 8, early, _ONE_SM, team=filters, teams=teams, depth=depth, stages=stages, held=held)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("teams", [2, 3])
+@pytest.mark.parametrize("op", OPS)
+def test_a_held_filter_serves_all_tiles(op: str, teams: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    channels = "c64h9w13:k72" if op == "conv_fwd" else "c72h9w13:k64"
+    text = f"{op}:bf16:n2{channels}r3s2:p1x1:u1x1:d1x1:g1:cross:nhwc"
+    check(monkeypatch, text, 3, 7, early, _ONE_SM, teams=teams, stages=6, held=True)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("channels", [16, 40, 72])
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+@pytest.mark.parametrize("op", OPS)
+def test_blocks_stay_while_the_filter_passes_by(
+    op: str, dtype: str, channels: int, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = f"{op}:bf16:n2c64h9w13:k72r3s2:p1x1:u1x1:d1x1:g1:cross:nhwc"
-    blocks_in = 1 if op == "conv_fwd" else 2
-    check(monkeypatch, text, 3, 7, early, _ONE_SM, teams=teams, stages=6 * blocks_in, held=True, ordered=ordered)
+    text = f"{op}:{dtype}:n2c{channels}h9w13:k{channels}r3s2:p1x1:u1x1:d1x1:g1:cross:nhwc"
+    blocks_in = -(-channels // (32 if dtype == "f32" else 64))
+    team, depth = 2 if channels > 64 else 1, min(blocks_in, 2)
+    check(monkeypatch, text, 4, 7, early, _ONE_SM, stays=True, team=team, depth=depth, stages=4)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-@pytest.mark.parametrize("op", CANDIDATES)
+@pytest.mark.parametrize("op", OPS)
 def test_a_team_shares_patches(op: str, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"{op}:f16:n1c136h7w9:k136r2s3:p1x1:u1x1:d1x1:g1:cross:nhwc"
     check(monkeypatch, text, 4, 8, early, team=2, depth=2, stages=3, chunk=32)
 
 
-@pytest.mark.parametrize("op", CANDIDATES)
-def test_every_config_is_right(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = parse(f"{op}:bf16:n1c72h9w13:k72r2s2:p1x0:u1x1:d1x1:g1:cross:nhwc")
-    configs = CANDIDATES[op].configs(problem, H200)
-    assert len({(config.tile.held, config.tile.team) for config in configs}) > 2
+@pytest.mark.parametrize(("channels", "kinds"), [(64, {(True, 2), (True, 3), (False, 1)}), (72, {(False, 1)})])
+@pytest.mark.parametrize("op", OPS)
+def test_every_config_is_right(op: str, channels: int, kinds: set, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse(f"{op}:bf16:n1c{channels}h9w13:k{channels}r2s2:p1x0:u1x1:d1x1:g1:cross:nhwc")
+    configs = candidate_of(problem).configs(problem, H200)
+    assert {(config.tile.held, config.tile.teams) for config in configs} == kinds
+    assert {config.tile.team for config in configs} == ({1, 2} if channels > 64 else {1})
     for config in configs:
         with monkeypatch.context() as patch:
-            got, expected = result(CANDIDATES[op], problem, config, _ONE_SM, install(patch))
+            got, expected = result(candidate_of(problem), problem, config, _ONE_SM, install(patch))
         assert got == expected, str(config)
 
 
+@pytest.mark.parametrize("dtype", ["f16", "f32"])
 @pytest.mark.parametrize("end", ["e:bias", "e:bias+relu+res+beta"])
 @pytest.mark.parametrize("layout", ["nhwc", "nchw", "nhwc:ynchw"])
-def test_the_epilogue_is_fused_whole(end: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"conv_fwd:f16:n2c16h4w5:k24r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}:{end}"
+def test_the_epilogue_is_fused_whole(end: str, layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"conv_fwd:{dtype}:n2c16h4w5:k24r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}:{end}"
     check(monkeypatch, text, 2, 5, device=_ONE_SM, teams=2, stages=9, held=True)
 
 
@@ -101,13 +138,14 @@ def test_the_epilogue_is_fused_whole(end: str, layout: str, monkeypatch: pytest.
     [
         "conv_fwd:bf16:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc",
         "conv_bwd_data:f16:n32c128h28w28:k128r3s3:p1x1:u1x1:d1x1:g1:cross:nchw",
+        "conv_bwd_data:f32:n32c64h56w56:k32r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc",
     ],
 )
 def test_every_tile_stays_within_its_means(text: str) -> None:
     """No spills and no stack, so that maps are not copied there; registers and shared memory for its blocks."""
     library("numba_cuda")
     problem = parse(text)
-    candidate = CANDIDATES[problem.op]
+    candidate = candidate_of(problem)
     for config in candidate.configs(problem, H200):
         (launch, *_) = (each for each in candidate.launches(problem, config, H200) if each.maps)
         kernel, ptx = compile_kernel(launch.source, "sm_90a"), ptx_text(launch.source, "sm_90a")
@@ -127,18 +165,19 @@ def test_every_tile_stays_within_its_means(text: str) -> None:
         ("conv_fwd:bf16:n1c16h8w8:k16r3s3:p1x1:u1x2:d1x1:g1:cross:nhwc", "stride (1, 2)"),
         ("conv_fwd:bf16:n1c16d3h8w8:k16t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc", "3 dimensions"),
         ("conv_fwd:bf16:n1c16h8w300:k16r1s3:p0x0:u1x1:d1x140:g1:cross:nhwc", "no tile for outputs of (8, 20)"),
-        ("conv_fwd:f32:n1c16h8w8:k16r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "f32 is not f16 or bf16"),
+        ("conv_fwd:f64:n1c16h8w8:k16r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "f64 is not f16 or bf16"),
+        ("conv_fwd:f32:n1c16h8w8:k18r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "18 output channels"),
         ("conv_fwd:bf16:n1c12h8w8:k16r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "12 input channels"),
     ],
 )
 def test_refusals_say_the_number(text: str, reason: str) -> None:
     problem = parse(text)
-    support = CANDIDATES[problem.op].supports(problem, H200)
+    support = candidate_of(problem).supports(problem, H200)
     assert not support.ok and reason in support.reason
 
 
 def test_other_generations_have_no_wgmma() -> None:
     problem = parse("conv_fwd:bf16:n1c16h8w8:k16r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc")
     for capability in ((8, 0), (10, 0), (12, 0)):
-        support = conv_wgmma_patch.FWD.supports(problem, replace(H200, capability=capability))
+        support = conv_wgmma_patch.FWD[0].supports(problem, replace(H200, capability=capability))
         assert not support.ok and str(capability) in support.reason

@@ -1,17 +1,19 @@
 """Implicit GEMM on wgmma whose taps share one copy of the pixels: forward and bwd_data of stride 1, two dimensions.
 
     out[slot, o] = sum over blocks of channels, taps of  w[o, tap, i] * patch[slot + the tap's distance, i]
-    rows of a: 64 output channels for each warpgroup      columns of b: slots, up to 256      k: 64 channels of a tap
+    rows of a: 64 output channels for each warpgroup    columns of b: slots, up to 256    k: 128 bytes of channels
 
 `conv_wgmma.py` copies a tile's pixels once for each tap. Here one copy brings the rows of the image that a tile
 reaches, with their padding, and a tap is a later beginning in it (`wgmma_patch.py`). Filters are the rows and pixels
 the columns, so that an instruction reads up to 64 + 256 lines of shared memory for 64 x 256 sums. bwd_data is the same
-on dy with the taps in reverse order.
+on dy with the taps in reverse order. `wgmma_patch_tf32` multiplies float32, rounded to TF32 as it is copied; its
+bwd_data turns the filter first, too.
 
 64 filters of few channels (of 64: 72 KiB for 3x3) are held in shared memory. Their blocks stay, too, and teams take
 tile after tile, each with a patch of its own: one multiplies while the other stores. Larger filters pass by, once a
-tile. Traffic: image (rows + 2) / rows times for 3x3, for each tile of filters, most of it from cache. Planar inputs are
-turned first. Accumulates in float32. Source: own.
+tile; blocks that stay nevertheless ask for the next tile while they store the last. Traffic: image (rows + 2) / rows
+times for 3x3, for each tile of filters, most of it from cache. Planar inputs are turned first. Accumulates in float32.
+Source: own.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ from nbdnn.kernels.cuda.gemm_plan import refused_operands
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, output_pointers
 from nbdnn.kernels.cuda.turn_channels import input_places, is_planar, turn_inputs, turned_bytes
-from nbdnn.kernels.cuda.wgmma_maps import filter_map, rows_map, source_shape, window
-from nbdnn.kernels.cuda.wgmma_patch import ASKERS, PatchTile
-from nbdnn.kernels.cuda.wgmma_patch_plan import Plan, blocks, lines, plans, shared_bytes, targets, tiles
-from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES, LINE_ELEMS
+from nbdnn.kernels.cuda.wgmma_maps import filter_map, filters_last_map, line_elems, rows_map, source_shape, window
+from nbdnn.kernels.cuda.wgmma_patch import ASKERS, ROWS, PatchTile
+from nbdnn.kernels.cuda.wgmma_patch_plan import Plan, blocks, filters_last, lines, plans, shared_bytes, targets, tiles
+from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES
 from nbdnn.kernels.spatial import tensor_strides
 from nbdnn.problem_conv import ConvProblem
 
 
 class _Variant(NamedTuple):
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for. turned: whether filters are read along their output channels."""
 
-    forward: bool
+    turned: bool
     dtype: str
     epilogue: tuple[str, ...]
     tile: PatchTile
@@ -84,11 +86,11 @@ def _kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_tile, ptx_tma, wgmma_patch, wgmma_patch_store, wgmma_pipeline
 
     variant = _Variant(*specialised_on)
-    forward, tile = variant.forward, variant.tile
+    turned, tile, channels = variant.turned, variant.tile, line_elems(variant.dtype)
     integer, word, map_of = ptx.INTEGER[32], ptx.WORD, ptx_tma.map_of
     workers, filters_of_block, team, box_bytes = (
         tile.workers,
-        LINE_ELEMS * tile.team,
+        ROWS * tile.team,
         tile.team,
         wgmma_pipeline.BOX_BYTES,
     )
@@ -120,24 +122,24 @@ def _kernel(*specialised_on):
     def copy_patch(at, barrier, number, block, image):
         source, f = image
         n, h, w = corner(number, f)
-        place = (integer(block * LINE_ELEMS), integer(f.start_w + w), integer(f.start_h + h), n)
+        place = (integer(block * channels), integer(f.start_w + w), integer(f.start_h + h), n)
         copy_rows(at, source, barrier, place, ())
 
     @ptx.inline
     def copy_stage(at, barrier, block, tap, filters):
         source, first_o, f = filters
-        channel, tap = integer(block * LINE_ELEMS), integer(f.tap_first + f.tap_step * tap)
-        if forward:
-            copy_filter(at, source, barrier, (channel, tap, first_o), ())
-        else:
+        channel, tap = integer(block * channels), integer(f.tap_first + f.tap_step * tap)
+        if turned:
             for box in range(team):
-                o = integer(first_o + box * LINE_ELEMS)
+                o = integer(first_o + box * ROWS)
                 copy_filter(word(at + box * box_bytes), source, barrier, (o, tap, channel), ())
+        else:
+            copy_filter(at, source, barrier, (channel, tap, first_o), ())
 
     set_barriers = wgmma_patch.set_barriers(tile)
     ask_filters, ask_patches = wgmma_patch.ask_filters(tile, copy_stage), wgmma_patch.ask_patches(tile, copy_patch)
     store_sums = wgmma_patch_store.store_sums(variant.dtype, variant.epilogue, tile, variant.planar)
-    work = wgmma_patch.work(tile, variant.dtype, not forward, set_places, store_sums)
+    work = wgmma_patch.work(tile, variant.dtype, turned, set_places, store_sums)
 
     def patch_gemm(maps, out, bias, residual, alpha, beta, f):
         thread, shared = integer(ptx.thread_x()), ptx_tile.dynamic_shared()
@@ -160,8 +162,11 @@ class WgmmaPatch(LaunchedCandidate[Plan]):
 
     algorithm, algo = "wgmma_patch", None
 
-    def __init__(self, op: str) -> None:
+    def __init__(self, op: str, *, tf32: bool = False) -> None:
         self.op = op
+        self._dtypes = ("f32",) if tf32 else ("f16", "bf16")
+        if tf32:
+            self.algorithm, self.math = "wgmma_patch_tf32", "tf32"
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
         if device.capability[0] != 9:
@@ -174,7 +179,7 @@ class WgmmaPatch(LaunchedCandidate[Plan]):
             return Support(False, f"stride {problem.stride}: 1 is known")
         if prod(problem.filter) == 1:
             return Support(False, "1 tap, which has nothing to share")
-        if reason := refused_operands(problem, device, ("f16", "bf16")):
+        if reason := refused_operands(problem, device, self._dtypes):
             return Support(False, reason)
         found = plans(problem, device)
         if not found:
@@ -188,7 +193,7 @@ class WgmmaPatch(LaunchedCandidate[Plan]):
         return plans(problem, device)
 
     def workspace_bytes(self, problem: ConvProblem, config: Plan, device: Gpu) -> int:
-        return turned_bytes(problem)
+        return turned_bytes(problem, filters_last(problem))
 
     def estimate(self, problem: ConvProblem, config: Plan, device: Gpu) -> float:
         return wgmma_patch_plan.estimate(problem, config, device)
@@ -211,7 +216,7 @@ class WgmmaPatch(LaunchedCandidate[Plan]):
             line,
             config.tile.patch_bytes(line * rows),
             line * rows * LINE_BYTES,
-            ceil(source_shape(problem)[1] / LINE_ELEMS),
+            ceil(source_shape(problem)[1] / line_elems(problem.dtype)),
             *problem.filter,
             problem.dilation[0] * line * LINE_BYTES,
             problem.dilation[1] * LINE_BYTES,
@@ -231,11 +236,14 @@ class WgmmaPatch(LaunchedCandidate[Plan]):
     def launches(self, problem: ConvProblem, config: Plan, device: Gpu) -> list[Launch]:
         tile, forward, out = config.tile, self.op == "conv_fwd", problem.operands[2]
         integers = self.integers(problem, config, device)
-        first, second = input_places(problem, 0)
+        last = filters_last(problem)
+        first, second = input_places(problem, 0, last)
         image, filters = (first, second) if forward else (second, first)
         line, rows, _ = lines(problem, config)
-        filters_of_block = LINE_ELEMS * tile.team
-        variant = _Variant(forward, problem.dtype, problem.epilogue, tile, is_planar(out))
+        filters_of_block = ROWS * tile.team
+        turned = not forward and not last
+        variant = _Variant(turned, problem.dtype, problem.epilogue, tile, is_planar(out))
+        filter_of = filters_last_map if last else filter_map
         product = Launch(
             source=Source(_kernel, variant, tile.workers + ASKERS, tile.min_blocks),
             grid=(integers.blocks, ceil(out.shape[1] / filters_of_block), 1),
@@ -245,10 +253,10 @@ class WgmmaPatch(LaunchedCandidate[Plan]):
             dynamic_shared_bytes=shared_bytes(problem, config),
             maps=(
                 rows_map(problem, image, line, rows),
-                filter_map(problem, filters, filters_of_block if forward else LINE_ELEMS),
+                filter_of(problem, filters, line_elems(problem.dtype) if turned else filters_of_block),
             ),
         )
-        return [*turn_inputs(problem, 0), product]
+        return [*turn_inputs(problem, 0, last), product]
 
 
-FWD, BWD_DATA = WgmmaPatch("conv_fwd"), WgmmaPatch("conv_bwd_data")
+FWD, BWD_DATA = ((WgmmaPatch(op), WgmmaPatch(op, tf32=True)) for op in ("conv_fwd", "conv_bwd_data"))

@@ -1,10 +1,11 @@
 """Matrix instructions of a warpgroup, which read both factors from shared memory (wgmma, compute capability 9.0).
 
-Four warps compute 64 x n sums; factors are 16-bit floats in tiles of 128-byte lines, swizzled as TMA leaves them (the
-16-byte chunk c of line l lies at c xor l % 8). A tile is told by a *descriptor*: its shared address and two distances.
+Four warps compute 64 x n sums; factors are of 16 bits or TF32, in tiles of 128-byte lines, swizzled as TMA leaves them
+(the 16-byte chunk c of line l lies at c xor l % 8). A tile is told by a *descriptor*: its shared address and two
+distances.
 
-    straight    a line an m (or n), 64 k in it; 8 lines and 1024 bytes make an atom, atoms follow in m (or n)
-    turned      a line a k, 64 m (or n) in it; atoms follow in k, the next 64 m (or n) lie `apart_bytes` on
+    straight    a line an m (or n), 64 k in it (TF32: 32); 8 lines and 1024 bytes make an atom, atoms follow in m (or n)
+    turned      a line a k, 64 m (or n) in it (TF32: none); atoms follow in k, the next 64 m (or n) are `apart_bytes` on
 
 Sums are float32 in registers: lane l of warp w has of 8 columns the sums of rows 16w + l/4 and 8 later, of columns
 2*(l%4) and the next. A turn is: fence, multiply, commit, wait. Source: PTX, 'asynchronous warpgroup level matrix
@@ -25,7 +26,7 @@ from nbdnn.kernels.cuda.ptx_tile import effect
 
 LINE_BYTES = 128
 _ATOM_BYTES = 8 * LINE_BYTES
-_STEP = 16  # k that one instruction multiplies
+_STEP_BYTES = 32  # of a line: what one instruction multiplies
 _SWIZZLE_128 = 1 << 62
 
 fence = effect("wgmma.fence.sync.aligned;")
@@ -51,21 +52,23 @@ def descriptor(apart_bytes: int = 16):
 
 @cache
 def multiply(dtype: str, n: int, steps: int, a_turned: bool, b_turned: bool):
-    """Intrinsic (sums, descriptor of a, of b) -> the sums with the products of `steps` times 16 k added.
+    """Intrinsic (sums, descriptor of a, of b) -> the sums with the products of `steps` times 16 k added, 8 of TF32.
 
     They are not there before commit and wait.
     """
-    count = n // 2
+    if dtype == "tf32" and (a_turned or b_turned):
+        raise ValueError("factors of TF32 are straight")
+    count, depth = n // 2, 8 if dtype == "tf32" else 16
     sums_type = types.UniTuple(types.float32, count)
     listed = ",".join(f"${i}" for i in range(count))
-    turned = f"{int(a_turned)}, {int(b_turned)}"
+    turned = "" if dtype == "tf32" else f", {int(a_turned)}, {int(b_turned)}"
     text = (
-        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} {{{listed}}}, "
-        f"${2 * count}, ${2 * count + 1}, 1, 1, 1, {turned};"
+        f"wgmma.mma_async.sync.aligned.m64n{n}k{depth}.f32.{dtype}.{dtype} {{{listed}}}, "
+        f"${2 * count}, ${2 * count + 1}, 1, 1, 1{turned};"
     )
     constraints = ",".join([*["=f"] * count, *map(str, range(count)), "l", "l"])
     result = ir.LiteralStructType([F32] * count)
-    a_step, b_step = (_STEP * LINE_BYTES if turns else 2 * _STEP for turns in (a_turned, b_turned))
+    a_step, b_step = (depth * LINE_BYTES if turns else _STEP_BYTES for turns in (a_turned, b_turned))
 
     @intrinsic
     def add_products(typingctx, sums, a, b):

@@ -13,7 +13,8 @@ from nbdnn import driver
 
 MAP_BYTES = 128
 _KNOWN = 256
-_DATA_TYPE = {"f16": "FLOAT16", "bf16": "BFLOAT16"}
+# float32 is rounded on its way, as the matrix units want it: they would cut it.
+_DATA_TYPE = {"f16": "FLOAT16", "bf16": "BFLOAT16", "f32": "TFLOAT32"}
 
 
 class Window(NamedTuple):

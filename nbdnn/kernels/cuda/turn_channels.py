@@ -15,7 +15,7 @@ stay in cache: 3.1 to 4.2 TB/s for images of 28x28 and more on an H200, by chunk
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.kernels.cuda.compile import Source
@@ -62,14 +62,14 @@ def is_planar(operand: Operand) -> bool:
     return operand.strides[1] > 1
 
 
-def turned_bytes(problem: ConvProblem) -> int:
+def turned_bytes(problem: ConvProblem, filters_last: bool = False) -> int:
     """Workspace that the turned inputs of a problem take."""
-    return sum(_room_bytes(operand) for operand in problem.operands[:2] if is_planar(operand))
+    return sum(_room_bytes(operand) for operand in _inputs(problem, filters_last) if is_planar(operand))
 
 
-def input_places(problem: ConvProblem, start_bytes: int) -> tuple[int, int]:
+def input_places(problem: ConvProblem, start_bytes: int, filters_last: bool = False) -> tuple[int, int]:
     """Places of the pointers to both inputs, of which those that are turned lie in the workspace from a start on."""
-    first, second = problem.operands[:2]
+    first, second = _inputs(problem, filters_last)
     second_bytes = start_bytes + (_room_bytes(first) if is_planar(first) else 0)
     return (
         in_workspace(start_bytes) if is_planar(first) else 0,
@@ -77,10 +77,15 @@ def input_places(problem: ConvProblem, start_bytes: int) -> tuple[int, int]:
     )
 
 
-def turn_inputs(problem: ConvProblem, start_bytes: int) -> list[Launch]:
-    """What turns the inputs that are planar, to where `input_places` says; nothing where none is."""
-    places = input_places(problem, start_bytes)
-    jobs = [(place, to, problem.operands[place]) for place, to in enumerate(places) if to != place]
+def turn_inputs(problem: ConvProblem, start_bytes: int, filters_last: bool = False) -> list[Launch]:
+    """What turns the inputs that are planar, to where `input_places` says; nothing where none is.
+
+    filters_last: whether a bwd_data has its filter turned from [filter][rest] to [rest][filter] instead, whichever of
+    channels and taps the rest begins with.
+    """
+    places = input_places(problem, start_bytes, filters_last)
+    inputs = _inputs(problem, filters_last)
+    jobs = [(place, to, inputs[place]) for place, to in enumerate(places) if to != place]
     if not jobs:
         return []
     words = [_words(operand) for *_, operand in jobs]
@@ -99,6 +104,14 @@ def turn_inputs(problem: ConvProblem, start_bytes: int) -> list[Launch]:
             dynamic_shared_bytes=_TILE_BYTES if max(words) > 1 else 0,
         )
     ]
+
+
+def _inputs(problem: ConvProblem, filters_last: bool) -> tuple[Operand, Operand]:
+    first, second = problem.operands[:2]
+    if filters_last:
+        rest = prod(first.shape[1:])
+        first = replace(first, shape=(1, first.shape[0], rest), strides=(first.size_elems, rest, 1))
+    return first, second
 
 
 def _room_bytes(operand: Operand) -> int:

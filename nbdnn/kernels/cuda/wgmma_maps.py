@@ -9,7 +9,8 @@ from __future__ import annotations
 from math import prod
 
 from nbdnn.kernels.cuda.tensor_map import TensorMap, Window
-from nbdnn.kernels.cuda.wgmma_pipeline import LINE_ELEMS
+from nbdnn.kernels.cuda.turn_channels import is_planar
+from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES, LINE_ELEMS
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
@@ -58,17 +59,33 @@ def image_map(problem: ConvProblem, place: int, pixels: int) -> TensorMap:
     return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), (LINE_ELEMS, pixels), window(problem))
 
 
+def line_elems(dtype: str) -> int:
+    """Channels in a line of shared memory."""
+    return LINE_BYTES // ITEMSIZE[dtype]
+
+
 def rows_map(problem: ConvProblem, place: int, line: int, rows: int) -> TensorMap:
-    """Of what windows gather, in two dimensions: a copy takes 64 channels of so many rows of `line` pixels."""
+    """Of what windows gather, in two dimensions: a copy takes a line of channels of so many rows of `line` pixels."""
     n, channels, *extents = source_shape(problem)
     shape = (channels, *extents[::-1], n)
-    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), (LINE_ELEMS, line, rows, 1))
+    box = (line_elems(problem.dtype), line, rows, 1)
+    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), box)
 
 
 def filter_map(problem: ConvProblem, place: int, filters: int) -> TensorMap:
-    """Of the filter [k][tap][c]: a copy takes 64 channels of one tap of so many filters."""
+    """Of the filter [k][tap][c]: a copy takes a line of channels of one tap of so many filters."""
     shape = (problem.w_shape[1], prod(problem.filter), problem.k)
-    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), (LINE_ELEMS, 1, filters))
+    box = (line_elems(problem.dtype), 1, filters)
+    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), box)
+
+
+def filters_last_map(problem: ConvProblem, place: int, channels: int) -> TensorMap:
+    """Of the filter with its filters turned last: a copy takes a line of filters of one tap of so many channels."""
+    shape = (problem.k, prod(problem.filter), problem.w_shape[1])
+    each, taps_first = ITEMSIZE[problem.dtype], not is_planar(problem.operands[0])
+    tap, channel = (shape[2], 1) if taps_first else (1, shape[1])
+    strides = (each * problem.k * tap, each * problem.k * channel)
+    return TensorMap(place, problem.dtype, shape, strides, (line_elems(problem.dtype), 1, channels))
 
 
 def gradient_map(problem: ConvProblem, place: int) -> TensorMap:

@@ -13,40 +13,50 @@ from typing import NamedTuple
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import peaks
 from nbdnn.kernels.cuda.turn_channels import turned_bytes
-from nbdnn.kernels.cuda.wgmma_maps import source_shape
-from nbdnn.kernels.cuda.wgmma_patch import ASKERS, PatchTile
-from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES, LINE_ELEMS
+from nbdnn.kernels.cuda.wgmma_maps import line_elems, source_shape
+from nbdnn.kernels.cuda.wgmma_patch import ASKERS, ROWS, PatchTile
+from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES
 from nbdnn.problem_conv import ConvProblem
 
 _MOST_SLOTS, _MOST_LINE = 256, 256  # of an instruction, of a copy
 _REGISTERS, _OTHER_REGISTERS = 65536, 44  # of a multiprocessor; of a thread beside its sums
 _MOST_HELD = 18  # stages of 64 filters, 144 KiB
 _LEAST_WIDTH = 12  # of columns
-_MOST_CONFIGS, _WORTH_A_TRY = 6, 2.0  # times the best estimate
-_LAUNCH_US = 3.0
-# Cycles of a multiprocessor: until the first copy has come, from a team's products to the next's; bytes from cache in
-# one of them.
-_BEGIN_CYCLES, _TURN_CYCLES, _CACHE_BYTES = 1500, 200, 24
-_STREAMED_SHARE = 0.85  # of the peak that products reach which wait for every stage
+_MOST_CONFIGS, _WORTH_A_TRY = 5, 2.0  # times the best estimate
+# Fitted to 24 times of 15 to 181 us on an H200, which they meet within 7 %. Cycles of a multiprocessor: until the first
+# copy has come, of a slot's sums to the output; bytes from cache in one of them.
+_LAUNCH_US = 2.1
+_BEGIN_CYCLES, _STORE_CYCLES, _CACHE_BYTES = 2200, 10.3, 32
+_SHARE, _STREAMED_SHARE = 0.94, 0.79  # of the peak that products reach; those that wait for every stage
+_MEMORY_SHARE = 0.57  # of the time of memory, which is not hidden
 
 
 class Plan(NamedTuple):
-    """A kernel, and the rows x width outputs that a tile has of a column of an image."""
+    """A kernel, and the rows x width outputs that a tile has of a column of an image.
+
+    stays: whether blocks take tile after tile, as they do where the filter is held; else each has one a team.
+    """
 
     tile: PatchTile
     rows: int
     width: int
+    stays: bool
 
     def __str__(self) -> str:
         tile = self.tile
-        kind = f"{'ordered' if tile.ordered else 'held'}{tile.teams}" if tile.held else f"{tile.min_blocks}"
-        return f"{LINE_ELEMS * tile.team}x{self.rows}x{self.width}/{kind}"
+        kind = f"held{tile.teams}" if tile.held else f"{tile.min_blocks}{'stay' if self.stays else ''}"
+        return f"{ROWS * tile.team}x{self.rows}x{self.width}/{kind}"
 
 
 def targets(problem: ConvProblem) -> tuple[int, int]:
     """Rows and columns of what is computed: y, or dx."""
     rows, columns = problem.operands[2].shape[2:]
     return rows, columns
+
+
+def filters_last(problem: ConvProblem) -> bool:
+    """Whether the filter is turned so that what is summed comes last: the instructions of TF32 know no other factor."""
+    return problem.op == "conv_bwd_data" and problem.dtype == "f32"
 
 
 def reaches(problem: ConvProblem) -> tuple[int, int]:
@@ -74,18 +84,19 @@ def tiles(problem: ConvProblem, plan: Plan) -> int:
 
 
 def blocks(problem: ConvProblem, plan: Plan, device: Gpu) -> int:
-    """For one tile of filters: where the filter is held, as many as run at once."""
+    """For one tile of filters: where they stay, as many as run at once."""
     count = tiles(problem, plan)
-    if not plan.tile.held:
+    if not plan.stays:
         return count
-    return min(ceil(count / plan.tile.teams), max(1, device.sms // _filter_tiles(problem, plan)))
+    at_once = device.sms * plan.tile.min_blocks // _filter_tiles(problem, plan)
+    return min(ceil(count / plan.tile.teams), max(1, at_once))
 
 
 def plans(problem: ConvProblem, device: Gpu) -> tuple[Plan, ...]:
     """Those worth a try, the best first; none where no patch fits."""
     costs = {plan: estimate(problem, plan, device) for plan in every_plan(problem, device)}
     ranked = sorted(costs, key=lambda plan: costs[plan])
-    firsts = {plan.tile._replace(slots=0): plan for plan in reversed(ranked)}.values()
+    firsts = {(plan.tile._replace(slots=0), plan.stays): plan for plan in reversed(ranked)}.values()
     others = [plan for plan in ranked if plan not in firsts]
     chosen = {*[*sorted(firsts, key=ranked.index), *others][:_MOST_CONFIGS]}
     return tuple(plan for plan in ranked if plan in chosen and costs[plan] <= _WORTH_A_TRY * costs[ranked[0]])
@@ -97,19 +108,24 @@ def every_plan(problem: ConvProblem, device: Gpu) -> Iterator[Plan]:
     for rows, width, slots in _extents(problem):
         found: dict[tuple, Plan] = {}
         for kind in kinds:
-            plan = Plan(kind._replace(slots=slots), rows, width)
+            plan = Plan(kind._replace(slots=slots), rows, width, stays=kind.held)
             if _fits(problem, plan, device):
-                found[kind.team, kind.teams, kind.ordered] = plan
-        yield from found.values()
+                found[kind.team, kind.teams] = plan
+        for plan in found.values():
+            yield plan
+            staying = plan._replace(stays=True)
+            if blocks(problem, staying, device) < blocks(problem, plan, device):
+                yield staying
 
 
 def estimate(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
     """Microseconds."""
     cycles = _held_cycles if plan.tile.held else _streamed_cycles
     bytes_per_us = peaks.copy_bytes_per_s(device) / 1e6
-    turned_us = _LAUNCH_US + 2 * turned_bytes(problem) / bytes_per_us if turned_bytes(problem) else 0.0
-    products_us = cycles(problem, plan, device) / device.clock_hz * 1e6
-    return _LAUNCH_US + turned_us + max(products_us, problem.min_bytes / bytes_per_us)
+    turned = turned_bytes(problem, filters_last(problem))
+    turned_us = _LAUNCH_US + 2 * turned / bytes_per_us if turned else 0.0
+    products_us, memory_us = cycles(problem, plan, device) / device.clock_hz * 1e6, problem.min_bytes / bytes_per_us
+    return _LAUNCH_US + turned_us + max(products_us + _MEMORY_SHARE * memory_us, memory_us)
 
 
 def _tile_cycles(problem: ConvProblem, plan: Plan) -> tuple[float, float, float]:
@@ -118,24 +134,25 @@ def _tile_cycles(problem: ConvProblem, plan: Plan) -> tuple[float, float, float]
     line, rows, _ = lines(problem, plan)
     products = stages * 4 * tile.team * max(tile.slots / 2, 16 + tile.slots / 4)
     copied = _blocks_in(problem) * line * rows * LINE_BYTES + (0 if tile.held else stages * tile.stage_bytes)
-    return products, copied / _CACHE_BYTES, 500 + 6 * tile.slots
+    return products, copied / _CACHE_BYTES, _STORE_CYCLES * tile.slots
 
 
 def _held_cycles(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
     products, copies, stores = _tile_cycles(problem, plan)
+    products /= _SHARE
     each = ceil(tiles(problem, plan) / blocks(problem, plan, device))
     held = plan.tile.stages * plan.tile.stage_bytes / _CACHE_BYTES
-    seen = 0 if plan.tile.ordered else stores / 4  # of the stores, which others' products hide
     # Of a team, whose next patch comes when products are done.
-    alone = products + max(stores, _BEGIN_CYCLES * _blocks_in(problem) + copies)
-    step = max(products + _TURN_CYCLES + seen, alone / plan.tile.teams, copies)
+    alone = products + max(stores, _BEGIN_CYCLES + copies)
+    step = max(products, alone / plan.tile.teams, copies)
     return _BEGIN_CYCLES + held + each * step + stores
 
 
 def _streamed_cycles(problem: ConvProblem, plan: Plan, device: Gpu) -> float:
     products, copies, stores = _tile_cycles(problem, plan)
     each = ceil(tiles(problem, plan) * _filter_tiles(problem, plan) / device.sms)
-    apart = ceil(each / plan.tile.min_blocks) * (_BEGIN_CYCLES + stores)
+    rounds = ceil(each / plan.tile.min_blocks)
+    apart = (1 if plan.stays else rounds) * _BEGIN_CYCLES + rounds * stores
     return each * max(products / _STREAMED_SHARE, copies) + apart
 
 
@@ -157,17 +174,14 @@ def _extents(problem: ConvProblem) -> Iterator[tuple[int, int, int]]:
 def _kinds(problem: ConvProblem) -> Iterator[PatchTile]:
     """Kernels but for their slots, those of most blocks last."""
     taps, blocks_in = prod(problem.filter), _blocks_in(problem)
-    stages = taps * blocks_in
-    if stages <= _MOST_HELD:
-        # A team that waits for its next channels in its turn would let all others wait.
-        for ordered in (True, False) if blocks_in == 1 else (False,):
-            yield PatchTile(0, 1, 2, 1, stages, True, ordered, 32 if blocks_in == 1 else 16, 1)
-            yield PatchTile(0, 1, 3, 1, stages, True, ordered, 16, 1)
+    # A team that waits for its next channels in its turn would let all others wait.
+    if blocks_in == 1 and taps <= _MOST_HELD:
+        yield PatchTile(0, 1, 2, 1, taps, True, 32, 1)
+        yield PatchTile(0, 1, 3, 1, taps, True, 16, 1)
     depth = min(blocks_in, 2)
-    for team in (1, 2) if problem.operands[2].shape[1] > LINE_ELEMS else (1,):
-        yield PatchTile(0, team, 1, depth, 4, False, False, 32, 1)
-        yield PatchTile(0, team, 1, depth, 3, False, False, 16, 2)
-        yield PatchTile(0, team, 1, depth, 3, False, False, 16, 3)
+    for team in (1, 2) if problem.operands[2].shape[1] > ROWS else (1,):
+        yield PatchTile(0, team, 1, depth, 4, False, 32, 1)
+        yield PatchTile(0, team, 1, depth, 3, False, 16, 2)
 
 
 def _fits(problem: ConvProblem, plan: Plan, device: Gpu) -> bool:
@@ -179,8 +193,8 @@ def _fits(problem: ConvProblem, plan: Plan, device: Gpu) -> bool:
 
 
 def _filter_tiles(problem: ConvProblem, plan: Plan) -> int:
-    return ceil(problem.operands[2].shape[1] / (LINE_ELEMS * plan.tile.team))
+    return ceil(problem.operands[2].shape[1] / (ROWS * plan.tile.team))
 
 
 def _blocks_in(problem: ConvProblem) -> int:
-    return ceil(source_shape(problem)[1] / LINE_ELEMS)
+    return ceil(source_shape(problem)[1] / line_elems(problem.dtype))

@@ -12,8 +12,8 @@ from __future__ import annotations
 from functools import cache
 
 from nbdnn.kernels.cuda.quads import QUAD, bias_quad, finish_quad
-from nbdnn.kernels.cuda.wgmma_patch import GROUP, PatchTile
-from nbdnn.kernels.cuda.wgmma_pipeline import LINE_ELEMS, WARP
+from nbdnn.kernels.cuda.wgmma_patch import GROUP, ROWS, PatchTile
+from nbdnn.kernels.cuda.wgmma_pipeline import WARP
 
 _FIRST_BARRIER = 2
 
@@ -65,7 +65,7 @@ def store_sums(dtype: str, tokens: tuple[str, ...], tile: PatchTile, planar: boo
         staged = word(shared + staged_at + warpgroup * staged_bytes)
         own = word(staged + ((lane & 3) << 1) * slot_bytes + 4 * (16 * warp + (lane >> 2)))
         places, barrier = word(shared + places_at + warpgroup * places_bytes), integer(warpgroup + _FIRST_BARRIER)
-        filter = integer(first_filter + member * LINE_ELEMS)
+        filter = integer(first_filter + member * ROWS)
         chunks(sums, staged, own, places, barrier, thread, filter, f, operands, scalars)
 
     return store
@@ -89,7 +89,7 @@ def _finish_quads(dtype: str, tokens: tuple[str, ...], tile: PatchTile):
     integer, word = ptx.INTEGER[32], ptx.WORD
     finish_quad_, shift_of = finish_quad(dtype, tokens), bias_quad(dtype, tokens, True)
     load_quad, load_word, float_of = ptx_tile.LOAD_SHARED[4], ptx_tile.LOAD_SHARED[1], ptx_tile.float_of
-    slot_bytes, quads = tile.slot_bytes, LINE_ELEMS // QUAD
+    slot_bytes, quads = tile.slot_bytes, ROWS // QUAD
     step = GROUP // quads
 
     @ptx.inline
@@ -125,7 +125,7 @@ def _finish_one(dtype: str, tokens: tuple[str, ...], tile: PatchTile):
         row, slot = ptx.divided(thread, integer(slots))
         place = integer(load_word(word(places + 4 * slot))) if slot < size else integer(-1)
         if place >= 0:
-            while row < LINE_ELEMS:
+            while row < ROWS:
                 channel = integer(filter + row)
                 if channel < f.channels_out:
                     value = float_of(load_word(word(staged + slot * slot_bytes + 4 * row)))
