@@ -37,10 +37,9 @@ class Streamed(NamedTuple):
 
     columns: int
     chunk_kib: int
-    hint: str = ""
 
     def __str__(self) -> str:
-        return f"{self.columns}x{self.chunk_kib}{self.hint}"
+        return f"{self.columns}x{self.chunk_kib}"
 
 
 class _Parts(NamedTuple):
@@ -58,16 +57,14 @@ def _block_kernel(*specialised_on):
     """Sums or, where is_last, scaling: what a block does with its rows, four of a thread at a time."""
     from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_local
 
-    *of_variant, is_last, hint = specialised_on
+    *of_variant, is_last = specialised_on
     v = Variant(*of_variant)
     integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
     lanes, sums, columns, op = v.lanes, v.sums, v.columns, v.op
     channels, at_once, rows_at_once = columns * sums, _AT_ONCE, v.threads // columns
     add, as_pairs, joined = bn_sums.steps(v)
     of_block, finish, scaled = bn_sums.of_block(v), bn_channel.finish(v), bn_channel.scale(v)
-    reading = ("first" if is_last else "last") if hint == "h" else ""
-    load = ptx_local.load(v.dtype, lanes, reading)
-    store, widen = ptx_local.store(v.dtype, lanes, "first" if hint else ""), ptx.WIDEN[v.param_dtype]
+    load, store, widen = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
     reads_x, reads_dy = not (is_last and op == "bn_infer_bwd"), not v.is_forward
     held, moved = at_once * lanes, plan.next_row(v.bits)
 
@@ -289,8 +286,6 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
     def configs(self, problem: BnProblem, device: Gpu) -> tuple[Streamed, ...]:
         columns = plan.widths(problem)[0]
         every = [Streamed(columns, chunk_bytes >> 10) for chunk_bytes in _CHUNK_BYTES]
-        if self.op != "bn_infer":
-            every += [Streamed(columns, 32, "s"), Streamed(columns, 32, "h"), Streamed(columns, 64, "h")]
         return tuple(sorted(every, key=lambda config: self.estimate(problem, config, device)))
 
     def workspace_bytes(self, problem: BnProblem, config: Streamed, device: Gpu) -> int:
@@ -314,7 +309,7 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         min_blocks = _MIN_BLOCKS_WIDE if v.lanes == 8 and not v.is_forward else _MIN_BLOCKS
 
         def over_rows(is_last: bool) -> Launch:
-            source = Source(_block_kernel, (*v, is_last, config.hint), _THREADS, min_blocks)
+            source = Source(_block_kernel, (*v, is_last), _THREADS, min_blocks)
             return Launch(source, (blocks, 1, 1), arguments, v.compute, integers, v.bits)
 
         of_vector = v.lanes if v.planar else 1

@@ -13,14 +13,13 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
-from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, PURE, asm, unpacked
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, asm
 from nbdnn.kernels.cuda.ptx_vector import narrowed, parts_of, widened
 from nbdnn.problem import ITEMSIZE
 
 _I16, _F64 = ir.IntType(16), ir.DoubleType()
 _IN_MEMORY = {"f16": _I16, "bf16": _I16, "f32": F32, "f64": _F64}
 _SHARED = 3  # the address space
-_HINTED_BYTES = 16
 
 
 def _elements(context, builder, kind, array, place, lanes):
@@ -47,27 +46,14 @@ def _parts(dtype, lanes):
 
 
 @cache
-def load(dtype: str, lanes: int, evict: str = ""):
-    """Intrinsic (array, place, base, index): array[place + i] = base[index + i], of memory that no thread writes.
-
-    evict: 'first' or 'last' from the second-level cache, of vectors of 16 bytes; '' as it comes.
-    """
-    hinted = evict and dtype != "f64" and lanes * ITEMSIZE[dtype] == _HINTED_BYTES
+def load(dtype: str, lanes: int):
+    """Intrinsic (array, place, base, index): array[place + i] = base[index + i], of memory that no thread writes."""
 
     @intrinsic
     def load_lanes(typingctx, array, place, base, index):
         def codegen(context, builder, sig, args):
             targets = _elements(context, builder, sig.args[0], args[0], args[1], lanes)
-            where = builder.gep(args[2], [args[3]])
-            if hinted:
-                text = "ld.global.nc.L2::cache_hint.v4.b32 {$0, $1, $2, $3}, [$4], $5;"
-                operands = [builder.ptrtoint(where, I64), _policy(builder, evict)]
-                loaded = asm(builder, ir.LiteralStructType([I32] * 4), text, "=r,=r,=r,=r,l,l", operands, PURE)
-                values = widened(builder, dtype, unpacked(builder, loaded, 4))
-                for value, target in zip(values, targets, strict=True):
-                    builder.store(value, target)
-            else:
-                _load(context, builder, dtype, lanes, where, targets, True)
+            _load(context, builder, dtype, lanes, builder.gep(args[2], [args[3]]), targets, True)
             return context.get_dummy_value()
 
         return signature(types.none, array, place, base, index), codegen
@@ -93,12 +79,8 @@ def load_shared(dtype: str, lanes: int):
 
 
 @cache
-def store(dtype: str, lanes: int, evict: str = ""):
-    """Intrinsic (base, index, array, place): base[index + i] = array[place + i], rounded to nearest even.
-
-    evict: as of `load`.
-    """
-    hinted = evict and dtype != "f64" and lanes * ITEMSIZE[dtype] == _HINTED_BYTES
+def store(dtype: str, lanes: int):
+    """Intrinsic (base, index, array, place): base[index + i] = array[place + i], rounded to nearest even."""
 
     @intrinsic
     def store_lanes(typingctx, base, index, array, place):
@@ -106,12 +88,6 @@ def store(dtype: str, lanes: int, evict: str = ""):
             sources = _elements(context, builder, sig.args[2], args[2], args[3], lanes)
             values = [builder.load(source) for source in sources]
             parts = values if dtype == "f64" else narrowed(builder, dtype, values)
-            if hinted:
-                text = "st.global.L2::cache_hint.v4.b32 [$0], {$1, $2, $3, $4}, $5;"
-                where = builder.ptrtoint(builder.gep(args[0], [args[1]]), I64)
-                operands = [where, *parts, _policy(builder, evict)]
-                asm(builder, ir.VoidType(), text, "l,r,r,r,r,l,~{memory}", operands, EFFECT)
-                return context.get_dummy_value()
             vector = ir.VectorType(*_parts(dtype, lanes))
             filled = ir.Constant(vector, ir.Undefined)
             for i, value in enumerate(parts):
@@ -123,10 +99,6 @@ def store(dtype: str, lanes: int, evict: str = ""):
         return signature(types.none, base, index, array, place), codegen
 
     return store_lanes
-
-
-def _policy(builder, evict):
-    return asm(builder, I64, f"createpolicy.fractional.L2::evict_{evict}.b64 $0, 1.0;", "=l", [], PURE)
 
 
 @cache
