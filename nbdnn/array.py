@@ -122,7 +122,7 @@ class Library(ABC):
 
     @abstractmethod
     def read(self, array: Any) -> tuple[int, Hashable]:
-        """(address, key of library, shape, strides, dtype and alignment). On the path of every call."""
+        """(address, key of shape, strides, dtype and alignment); no two libraries' are equal. In the path of a call."""
 
     def read_all(self, arrays: Sequence[Any]) -> tuple[int, list[int], list[Hashable]]:
         """(GPU of the first, addresses, keys) of a call's arrays, the first of them of this library; 0 and None for

@@ -143,7 +143,7 @@ def _summary(results: Sequence[Tuned], database: Database) -> str:
         return f"{measurements} are lost with the end of this command: {database.why_unsaved}."
     text = f"{measurements} are kept in {database.path}."
     if unfinished:
-        text += f" The budget ended {unfinished} early: the same command goes on with them."
+        text += f" The budget, in which kernels are compiled, ended {unfinished} early: the same command goes on."
     return text
 
 

@@ -43,13 +43,13 @@ class Explanation:
     rows: tuple[Explained, ...]
 
     def __str__(self) -> str:
-        cells = [("", "candidate", "time", "workspace", "source", "")]
+        cells = [("", "candidate", "time", "workspace", "source", "math", "notes")]
         for row in self.rows:
-            facts = " ".join(filter(None, (row.math, "" if row.deterministic else "nondeterministic", row.reason)))
+            notes = ", ".join(filter(None, ("" if row.deterministic else "nondeterministic", row.reason)))
             time = "-" if row.time_us is None else f"{row.time_us:.2f} us"
             memory = "-" if row.workspace_bytes is None else f"{row.workspace_bytes} B"
             name = " ".join(filter(None, (row.candidate, row.config)))
-            cells.append(("*" if row.chosen else "", name, time, memory, row.source, facts))
+            cells.append(("*" if row.chosen else "", name, time, memory, row.source, row.math, notes))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
         return "\n".join([f"{self.problem} on {self.device.fingerprint}, {self.policy}:", *map(str.rstrip, lines)])

@@ -142,8 +142,10 @@ def _workspace_limit(candidate: Candidate, problem: Problem, filters: Filters, a
 
 
 def unsupported(problem: Problem, refused: Iterable[Refused]) -> UnsupportedProblem:
-    """The error for a problem that nobody may run, a line a candidate."""
+    """The error for a problem that nobody may run, a line a candidate; of those that were asked for by name."""
     lines = [f"  {candidate.id}: {reason}" for candidate, reason in refused]
+    if len(lines) == 1:
+        return UnsupportedProblem(f"{problem} may not be run by{lines[0][1:]}")
     return UnsupportedProblem("\n".join([f"no implementation may run {problem}:", *lines]))
 
 

@@ -51,7 +51,9 @@ def test_every_candidate_runs_where_its_arrays_are(index: int, current: int) -> 
     with torch.cuda.device(current):
         for op, (call, expected) in calls.items():
             rows = nbdnn.explain(PROBLEM.with_op(op), device=gpu(index)).rows
-            for candidate in [row.candidate for row in rows if row.supported]:
+            supporting = [row.candidate for row in rows if row.supported]
+            assert supporting
+            for candidate in supporting:
                 result = call(candidate)
                 assert result.device.index == index
                 assert torch.cuda.current_device() == current
@@ -126,13 +128,12 @@ def test_measured_on_one_known_on_both() -> None:
     """GPUs of one model share their rows of the database; each has its own plans, handles and modules."""
     if gpu(0).fingerprint != gpu(1).fingerprint:
         pytest.skip("the two GPUs are of two models")
+    wide = np.concatenate([X, X], axis=3)  # of a shape that no other test measures
     for index in (1, 0):
-        x, w = on(index, X, W)
+        x, w = on(index, wide, W)
         with config.change(tune__budget_s=300), events() as log:  # kernels are compiled in it
-            assert_close(dnn_conv(x, w, 1, algo="time_on_shape_change").cpu().numpy(), Y)
-        kinds = {event.kind for event in log}
-        assert "selected" in kinds
-        assert index == 1 or "measured" not in kinds
+            dnn_conv(x, w, 1, algo="time_on_shape_change")
+        assert ("measured" in {event.kind for event in log}) == (index == 1)
 
 
 def test_other_ops_on_the_second_gpu() -> None:

@@ -201,7 +201,9 @@ class Block:
         for what in waits - {"", "turn"}:
             if " at " in what:
                 party = [thread for thread in threads if thread.waits_for == what]
-                if len(party) < int(what.split()[0]):
+                count = int(what.split()[0])
+                assert len(party) <= count, f"{len(party)} threads at a barrier of {count}"
+                if len(party) < count:
                     continue
             else:
                 party = threads if what == "block" else threads[: int(what)]

@@ -67,7 +67,7 @@ def data_type(problem: ConvProblem) -> str:
 
 
 def refused_operands(problem: ConvProblem, device: Gpu, dtypes: tuple[str, ...]) -> str:
-    """What of dtype, alignment and channels no 16-byte chunk of such data can be, or ''."""
+    """Why this device cannot copy the operands in chunks of 16 bytes, or ''."""
     if problem.dtype not in dtypes:
         return f"dtype {problem.dtype} is not {' or '.join(dtypes)}"
     if device.capability < _FIRST_CAPABILITY:

@@ -227,7 +227,7 @@ class Staged(LaunchedCandidate[Config]):
         if plan.vector_lanes(problem, length) * ITEMSIZE[problem.dtype] == _COPY_BYTES:
             return Support(False, f"{length} elements a row: whole vectors, which need no shared memory")
         if not self.configs(problem, device):
-            return Support(False, f"{length} elements a row: more than a block holds")
+            return Support(False, f"{length} elements a row: no block holds rows of whole {_COPY_BYTES} bytes together")
         return YES
 
     def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:
