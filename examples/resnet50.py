@@ -86,9 +86,10 @@ def main() -> int:
             results.append(features)
     np.testing.assert_allclose(results[0], results[1], rtol=1e-2, atol=1e-3)
     tuned_ms, untuned_ms = 1e3 * median(tuned_s), 1e3 * median(untuned_s)
+    apart = max((max(each) - min(each)) / median(each) for each in (tuned_s, untuned_s))
     print(
         f"\nAll {len(PROBLEMS)} convolutions in order, median of {PASSES} passes: tuned {tuned_ms:.1f} ms, "
-        f"untuned {untuned_ms:.1f} ms, speed-up {untuned_ms / tuned_ms:.2f}x"
+        f"untuned {untuned_ms:.1f} ms, speed-up {untuned_ms / tuned_ms:.2f}x; passes are up to {apart:.0%} apart"
     )
     return 0
 
