@@ -1,31 +1,39 @@
 """What cuDNN's methods cost, as a guess goes by it on an empty database.
 
-cuDNN ranks its engines and algorithms but names no times. A method's time is the floor of the problem over the share of
-it that methods of its kind reached on an H200 (November 2026), and each further place in cuDNN's ranking adds a little,
-so that its order holds among equals.
+cuDNN ranks its engines and algorithms but names no times. A method's time is that of its products, at the share of the
+peak that methods of its kind reached on an H200 (November 2026), or that of its bytes, whichever is longer; and each
+further place in cuDNN's ranking adds a little, so that its order holds among equals.
 """
 
 from __future__ import annotations
 
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, floor_us
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, floor_us, tensor_flops_per_s
 from nbdnn.problem_conv import ConvProblem
 
 _LAUNCH_US = 4.0
 # Each place behind the first of cuDNN's ranking.
 _A_PLACE = 0.03
-# A layer of 64 channels and 3x3 taps reached 0.37 of the floor in bf16 and 0.4 in TF32, 0.6 in float32.
+# A layer of 64 channels and 3x3 taps reached 0.37 of the peak in bf16 and 0.4 in TF32, 0.6 in float32; one of 1x1 taps,
+# a plain product of matrices, 0.4 to 0.8 in bf16, where its bytes did not take longer: 0.8 to 1 of a copy's rate.
 _SHARE = {"f16": 0.4, "bf16": 0.4, "f32": 0.6, "f64": 0.5}
-# 16-bit data in NCHW are turned to channels-last and back: read and written once more.
+_SHARE_OF_POINTS, _SHARE_OF_COPY = 0.5, 0.95
+_FEW_CHANNELS = 16
+# 16-bit data in NCHW are turned to channels-last and back: read and written once more; but for 1x1.
 _TURNED = ("f16", "bf16")
 
 
 def method_us(problem: ConvProblem, device: Gpu, place: int, tf32: bool = False, slower: float = 1.0) -> float:
     """Microseconds of a method at a place (0 the first) of cuDNN's ranking; `slower` than methods of its kind."""
-    share = _SHARE["bf16" if tf32 else problem.dtype]
-    if 1 < problem.c // problem.groups < 16:
-        share /= 4  # few channels fill no matrix: stems and grouped layers reached about 0.1
-    busy_us = floor_us(problem, device, tf32) / share * slower
-    if (problem.dtype in _TURNED or tf32) and not problem.channels_last:
+    kind, channels = "bf16" if tf32 else problem.dtype, problem.c // problem.groups
+    is_pointwise = kind in _TURNED and max(problem.filter, default=1) == 1 and max(problem.stride, default=1) == 1
+    share = _SHARE_OF_POINTS if is_pointwise else _SHARE[kind]
+    if problem.groups == 1 and channels >= _FEW_CHANNELS:
+        products_us = problem.flops / tensor_flops_per_s(device, problem.dtype, tf32) * 1e6
+        busy_us = max(products_us / share, problem.min_bytes / copy_bytes_per_s(device) / _SHARE_OF_COPY * 1e6)
+    else:
+        # Few channels fill no matrix: stems and grouped layers reached about 0.1 of the floor.
+        busy_us = floor_us(problem, device, tf32) / (share / 4 if channels > 1 else share)
+    if kind in _TURNED and not problem.channels_last and not is_pointwise:
         busy_us += 2 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
-    return (busy_us + _LAUNCH_US) * (1 + _A_PLACE * place)
+    return (busy_us * slower + _LAUNCH_US) * (1 + _A_PLACE * place)

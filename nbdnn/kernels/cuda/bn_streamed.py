@@ -28,7 +28,7 @@ _THREADS, _FINISH_THREADS = 256, 128
 _AT_ONCE = 4  # vectors of a thread that are on their way
 _MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor's 65536 registers, 85 a thread; 128 for 2 x 8 lanes
 _CHUNK_BYTES = (32 << 10, 16 << 10, 64 << 10)  # of x, a block
-_LAUNCH_US, _NEXT_US = 3.0, 1.5
+_LAUNCH_US, _NEXT_US = 3.0, 1.5  # of the first kernel; of each beside it, and of what lies between them
 _SHARE_OF_COPY = 0.9
 
 
@@ -297,10 +297,10 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
     def estimate(self, problem: BnProblem, config: Streamed, device: Gpu) -> float:
         integers, inputs = _walk(problem, config), sum(o.size_bytes for o in problem.operands if o.role == "in")
         again = max(0, inputs - device.l2_bytes // 2) if self.op in ("bn_train", "bn_bwd") else 0
-        kernels = {"bn_infer": 1, "bn_infer_bwd": 2}.get(self.op, 3)
-        few = max(1.0, 4 * device.sms / (integers.parts * integers.slabs))
+        others, busy_blocks = {"bn_infer": (0, 2), "bn_infer_bwd": (2, 4)}.get(self.op, (3, 4))
+        few = max(1.0, busy_blocks * device.sms / (integers.parts * integers.slabs))
         rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
-        return _LAUNCH_US + kernels * _NEXT_US + (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
+        return _LAUNCH_US + others * _NEXT_US + (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
 
     def launches(self, problem: BnProblem, config: Streamed, device: Gpu) -> list[Launch]:
         v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)
