@@ -1,0 +1,53 @@
+"""What a guess goes by, beside what an H200 took (bench/results/h200.md): no GPU is needed."""
+
+from __future__ import annotations
+
+import pytest
+from gpus import H200
+
+from nbdnn.cudnn.cost import method_us
+from nbdnn.dispatch import registry
+from nbdnn.kernels.cuda.launch import LaunchedCandidate
+from nbdnn.problem import parse
+
+# Layers of 1x1 taps in bfloat16, channels-last, and microseconds of cuDNN's best engine.
+POINTS = [
+    ("conv_fwd:bf16:n32c64h56w56:k64r1s1:p0x0:u1x1", 9.35),
+    ("conv_fwd:bf16:n32c64h56w56:k256r1s1:p0x0:u1x1", 18.1),
+    ("conv_fwd:bf16:n32c256h56w56:k64r1s1:p0x0:u1x1", 18.4),
+    ("conv_fwd:bf16:n32c128h28w28:k512r1s1:p0x0:u1x1", 11.4),
+    ("conv_fwd:bf16:n32c256h14w14:k1024r1s1:p0x0:u1x1", 9.74),
+    ("conv_bwd_data:bf16:n32c64h56w56:k256r1s1:p0x0:u1x1", 18.4),
+    ("conv_bwd_filter:bf16:n32c64h56w56:k256r1s1:p0x0:u1x1", 21.8),
+]
+TAPS = [
+    ("conv_fwd:bf16:n32c64h56w56:k64r3s3:p1x1:u1x1", 24.6),
+    ("conv_bwd_data:bf16:n32c256h14w14:k256r3s3:p1x1:u1x1", 16.9),
+    ("conv_fwd:bf16:n16c64h224w224:k64r3s3:p1x1:u1x1", 122.6),
+]
+
+
+@pytest.mark.parametrize(("geometry", "seen_us"), [*POINTS, *TAPS])
+def test_cudnns_best_engine_takes_about_as_long_as_it_did(geometry: str, seen_us: float) -> None:
+    guessed_us = method_us(parse(f"{geometry}:d1x1:g1:cross:nhwc"), H200, 0)
+    assert 0.75 < seen_us / guessed_us < 1.25
+
+
+@pytest.mark.parametrize(("geometry", "seen_us"), POINTS)
+def test_products_of_matrices_are_cudnns(geometry: str, seen_us: float) -> None:
+    """Which took half to three quarters of the time of our own kernels."""
+    problem = parse(f"{geometry}:d1x1:g1:cross:nhwc")
+    own_us = [
+        candidate.estimate(problem, config, H200)
+        for candidate in registry.candidates(problem.op, kind="cuda")
+        if isinstance(candidate, LaunchedCandidate) and candidate.supports(problem, H200).ok
+        for config in candidate.configs(problem, H200)
+    ]
+    assert method_us(problem, H200, 0) < min(own_us)
+
+
+@pytest.mark.parametrize(("geometry", "seen_us"), TAPS)
+def test_taps_that_share_their_pixels_are_ours(geometry: str, seen_us: float) -> None:
+    problem = parse(f"{geometry}:d1x1:g1:cross:nhwc")
+    candidate = registry.candidate(f"{problem.op}/numba/wgmma_patch")
+    assert min(candidate.estimate(problem, config, H200) for config in candidate.configs(problem, H200)) < seen_us
