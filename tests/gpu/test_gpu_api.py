@@ -27,6 +27,7 @@ from nbdnn import (
 from nbdnn.candidate import NoConfig
 from nbdnn.device import Gpu, gpu
 from nbdnn.dispatch import registry
+from nbdnn.dispatch.check import Check
 from nbdnn.errors import CudaError
 from nbdnn.kernels.cuda import conv_direct
 from nbdnn.kernels.cuda.conv_direct import Direct
@@ -267,6 +268,11 @@ def test_timing_measures_every_candidate_and_remembers() -> None:
     with events() as log:
         dnn_conv(x, w, 1, algo="time_on_shape_change")
     assert [event.kind for event in log] == ["selected"]
+
+
+def test_the_check_sees_what_was_never_written() -> None:
+    verdict = Check(PROBLEM, gpu(0)).run(lambda *_: None, conv_direct.FWD, 0)
+    assert verdict.error is None and "nan instead of" in verdict.reason
 
 
 class Needy(Direct):
