@@ -83,7 +83,8 @@ def peers(problem: Problem, function: Function, copies: int, compiled: bool) -> 
         try:
             found["torch.compile"] = Peer([partial(fast, *given) for given in inputs])
         except Exception as error:  # its compilers' errors have no other base
-            print(f"torch.compile has no {problem}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            reason, _, _ = str(error).partition("\n")
+            print(f"torch.compile has no {problem}: {type(error).__name__}: {reason}")
     return found
 
 

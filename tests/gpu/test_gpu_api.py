@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from conv_example import PROBLEM, W, X, Y
+from gpu_example import DW, DX, DY, assert_all_right, assert_close, in_threads
 from libraries import library
 
 import nbdnn
@@ -22,7 +24,6 @@ from nbdnn import (
     dnn_gradweight,
     driver,
     events,
-    reference_conv,
 )
 from nbdnn.candidate import NoConfig
 from nbdnn.device import Gpu, gpu
@@ -31,17 +32,11 @@ from nbdnn.dispatch.check import Check
 from nbdnn.errors import CudaError
 from nbdnn.kernels.cuda import conv_direct
 from nbdnn.kernels.cuda.conv_direct import Direct
-from nbdnn.problem import parse
 from nbdnn.problem_conv import ConvProblem
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_plans")]
 
 RNG = np.random.default_rng(0)
-PROBLEM = parse("conv_fwd:f32:n2c4h6w5:k6r3s3:p1x1:u1x1:d1x1:g1:conv:nchw")
-X, W, DY = (RNG.standard_normal(shape).astype("f") for shape in (PROBLEM.x_shape, PROBLEM.w_shape, PROBLEM.y_shape))
-Y = reference_conv.compute(PROBLEM, {"x": X, "w": W})
-DX = reference_conv.compute(PROBLEM.with_op("conv_bwd_data"), {"w": W, "dy": DY})
-DW = reference_conv.compute(PROBLEM.with_op("conv_bwd_filter"), {"x": X, "dy": DY})
 
 
 class Library(NamedTuple):
@@ -81,10 +76,6 @@ LIBRARIES = {"torch": _torch, "cupy": _cupy, "numba": _numba, "jax": _jax}
 @pytest.fixture(params=LIBRARIES)
 def lib(request: pytest.FixtureRequest) -> Library:
     return LIBRARIES[request.param]()
-
-
-def assert_close(result: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_results_are_of_the_library_on_the_gpu(lib: Library) -> None:
@@ -232,25 +223,13 @@ def test_a_planned_call_can_be_captured_and_another_cannot() -> None:
 
 def test_two_threads_call_at_once() -> None:
     torch = library("torch")
-    x, w, dy = (torch.from_numpy(a).cuda() for a in (X, W, DY))
-    failures: list[Exception] = []
+    tensors = [torch.from_numpy(a).cuda() for a in (X, W, DY)]
 
     def work() -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for _ in range(50):
-                    assert_close(dnn_conv(x, w, 1).cpu().numpy(), Y)
-                    assert_close(dnn_gradinput(w, dy, X.shape, 1).cpu().numpy(), DX)
-                    assert_close(dnn_gradweight(x, dy, W.shape, 1).cpu().numpy(), DW)
-        except Exception as error:
-            failures.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert_all_right(*tensors, 50)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(work, work)
 
 
 def test_timing_measures_every_candidate_and_remembers() -> None:

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import threading
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from conv_example import PROBLEM, W, X, Y
+from gpu_example import DW, DX, DY, assert_all_right, assert_close, in_threads
 from libraries import library
 
 import nbdnn
 from nbdnn import InvalidProblem, config, dnn_conv, dnn_gradinput, dnn_gradweight, driver, events, reference_conv
-from nbdnn.device import gpu
-from nbdnn.problem import parse
+from nbdnn.device import Gpu, gpu
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("no_plans"),
     pytest.mark.skipif(driver.device_count() < 2, reason="needs two GPUs"),
 ]
-
-RNG = np.random.default_rng(0)
-PROBLEM = parse("conv_fwd:f32:n2c4h6w5:k6r3s3:p1x1:u1x1:d1x1:g1:conv:nchw")
-X, W, DY = (RNG.standard_normal(shape).astype("f") for shape in (PROBLEM.x_shape, PROBLEM.w_shape, PROBLEM.y_shape))
-Y = reference_conv.compute(PROBLEM, {"x": X, "w": W})
-DX = reference_conv.compute(PROBLEM.with_op("conv_bwd_data"), {"w": W, "dy": DY})
-DW = reference_conv.compute(PROBLEM.with_op("conv_bwd_filter"), {"x": X, "dy": DY})
-
-
-def assert_close(result: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def on(index: int, *arrays: np.ndarray) -> list[Any]:
@@ -91,24 +82,7 @@ def test_arrays_on_two_gpus_are_refused() -> None:
 
 
 def test_a_thread_for_each_gpu() -> None:
-    failures: list[Exception] = []
-
-    def work(index: int) -> None:
-        try:
-            x, w, dy = on(index, X, W, DY)
-            for _ in range(50):
-                assert_close(dnn_conv(x, w, 1).cpu().numpy(), Y)
-                assert_close(dnn_gradinput(w, dy, X.shape, 1).cpu().numpy(), DX)
-                assert_close(dnn_gradweight(x, dy, W.shape, 1).cpu().numpy(), DW)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(*(partial(assert_all_right, *on(index, X, W, DY), 50) for index in range(2)))
 
 
 def test_a_graph_of_the_second_gpu() -> None:
@@ -124,16 +98,19 @@ def test_a_graph_of_the_second_gpu() -> None:
     assert_close(out.cpu().numpy(), Y)
 
 
-def test_measured_on_one_known_on_both() -> None:
-    """GPUs of one model share their rows of the database; each has its own plans, handles and modules."""
-    if gpu(0).fingerprint != gpu(1).fingerprint:
-        pytest.skip("the two GPUs are of two models")
+def test_measured_on_one_known_on_all_of_its_model() -> None:
+    """Two GPUs of one model share their rows of the database, two models do not; each has its own plans and modules."""
     wide = np.concatenate([X, X], axis=3)  # of a shape that no other test measures
+    expected = reference_conv.compute(replace(PROBLEM, spatial=wide.shape[2:]), {"x": wide, "w": W})
+    known: set[Gpu] = set()
     for index in (1, 0):
         x, w = on(index, wide, W)
         with config.change(tune__budget_s=300), events() as log:  # kernels are compiled in it
-            dnn_conv(x, w, 1, algo="time_on_shape_change")
-        assert ("measured" in {event.kind for event in log}) == (index == 1)
+            result = dnn_conv(x, w, 1, algo="time_on_shape_change")
+        model = replace(gpu(index), index=0)
+        assert ("measured" in {event.kind for event in log}) == (model not in known)
+        assert_close(result.cpu().numpy(), expected)
+        known.add(model)
 
 
 def test_other_ops_on_the_second_gpu() -> None:

@@ -23,6 +23,7 @@ _MOST_ELEMS = {"f32": 96, "f16": 64, "bf16": 64}
 _MOST_AFRESH = 128
 _CONFIGS, _ALIKE, _WORTH_MEASURING = 4, 2, 1.2  # at most so many, of a kind, and how far from the best guess
 _LAUNCH_US = 2.0
+_MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond the last row
 LINE_BYTES = 128
 # Priors for the guess, from an H200: bytes that a multiprocessor needs under way and those beyond which more of them
 # gain nothing; what lines cut short cost, a byte; each vector of a thread, doubling of a cluster, and blocks of a
@@ -37,6 +38,18 @@ def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
     while elems % lanes:
         lanes //= 2
     return lanes
+
+
+def refused_rows(problem: SoftmaxProblem) -> str:
+    """Why kernels of rows whose elements are neighbours, in float32, cannot take these, or ''."""
+    rows, length, inner = problem.rows
+    if inner > 1:
+        return f"elements of a row lie {inner} apart, not side by side"
+    if problem.dtype == "f64":
+        return "f64: only f16, bf16 and f32"
+    if not rows or not length:
+        return f"{rows} rows of {length} elements: nothing to do"
+    return f"{rows} rows, at most {_MOST_ROWS}" if rows > _MOST_ROWS else ""
 
 
 def registers(problem: SoftmaxProblem, elems: int, numbers: int, afresh: bool = False) -> int:

@@ -34,7 +34,6 @@ _SHORT_ROW_THREADS = 128  # of a block whose rows have a warp or less each
 _CLUSTERS = (1, 2, 4, 8)  # blocks; all GPUs that have clusters have these
 _CLUSTER_CAPABILITY, _CLUSTER_THREADS = (9, 0), 256  # threads of a block of a cluster, at least
 _MOST_VECTORS = 16  # of a thread
-_MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond the last row
 
 
 class Config(NamedTuple):
@@ -251,17 +250,10 @@ class Rows(LaunchedCandidate[Config]):
         self.op = op
 
     def supports(self, problem: SoftmaxProblem, device: Gpu) -> Support:
-        rows, length, inner = problem.rows
-        if inner > 1:
-            return Support(False, f"elements of a row lie {inner} apart, not side by side")
-        if problem.dtype == "f64":
-            return Support(False, "f64: only f16, bf16 and f32")
-        if not rows or not length:
-            return Support(False, f"{rows} rows of {length} elements: nothing to do")
-        if rows > _MOST_ROWS:
-            return Support(False, f"{rows} rows, at most {_MOST_ROWS}")
+        if reason := plan.refused_rows(problem):
+            return Support(False, reason)
         if not self.every(problem, device):
-            return Support(False, f"{length} elements a row: more than the registers of a cluster hold")
+            return Support(False, f"{problem.rows[1]} elements a row: more than the registers of a cluster hold")
         return YES
 
     def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:

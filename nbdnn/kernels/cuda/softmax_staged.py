@@ -25,7 +25,6 @@ _THREADS, _WARP, _COPY_BYTES = 128, 32, 16
 _MOST_ELEMS = 32  # of a thread
 _MOST_SHARED_BYTES = 24 << 10  # of a block: some of them copy while others sum
 _SHARED_OF_SM = 200 << 10
-_MOST_ROWS = 2**31 - 2**16
 _STAGED_COST = 0.1  # of a copy's time: what goes through shared memory twice
 
 
@@ -211,19 +210,15 @@ class Staged(LaunchedCandidate[Config]):
         self.op = op
 
     def supports(self, problem: SoftmaxProblem, device: Gpu) -> Support:
-        rows, length, inner = problem.rows
-        if inner > 1:
-            return Support(False, f"elements of a row lie {inner} apart, not side by side")
-        if problem.dtype == "f64":
-            return Support(False, "f64: only f16, bf16 and f32")
+        if reason := plan.refused_rows(problem):
+            return Support(False, reason)
+        length = problem.rows[1]
         if device.capability < (8, 0):
             return Support(False, f"compute capability {device.capability}: no asynchronous copies before 8.0")
         if problem.align < DEFAULT_ALIGN:
             return Support(
                 False, f"arrays begin at multiples of {problem.align} bytes, {_COPY_BYTES} are copied at once"
             )
-        if not rows or not length or rows > _MOST_ROWS:
-            return Support(False, f"{rows} rows of {length} elements: 1 to {_MOST_ROWS} rows, with something in them")
         if plan.vector_lanes(problem, length) * ITEMSIZE[problem.dtype] == _COPY_BYTES:
             return Support(False, f"{length} elements a row: whole vectors, which need no shared memory")
         if not self.configs(problem, device):
@@ -238,11 +233,10 @@ class Staged(LaunchedCandidate[Config]):
 
     def _fits(self, problem: SoftmaxProblem, config: Config) -> bool:
         length, staged = problem.rows[1], _staged_bytes(problem, config)
-        idle = config.threads > 1 and config.threads >= 2 * length
-        shared = staged * _inputs(problem)
-        return not idle and staged % _COPY_BYTES == 0 and shared <= _MOST_SHARED_BYTES and (
-            ceil(length / config.threads) <= _MOST_ELEMS
-        )  # fmt: skip
+        if config.threads > 1 and config.threads >= 2 * length:
+            return False  # half of them would have nothing
+        fits = staged * _inputs(problem) <= _MOST_SHARED_BYTES and ceil(length / config.threads) <= _MOST_ELEMS
+        return fits and staged % _COPY_BYTES == 0
 
     def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
         """Blocks that a multiprocessor holds at once."""
