@@ -14,7 +14,7 @@ from libraries import library
 
 import nbdnn
 from nbdnn import InvalidProblem, config, dnn_conv, dnn_gradinput, dnn_gradweight, driver, events, reference_conv
-from nbdnn.device import Gpu, gpu
+from nbdnn.device import gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -102,12 +102,12 @@ def test_measured_on_one_known_on_all_of_its_model() -> None:
     """Two GPUs of one model share their rows of the database, two models do not; each has its own plans and modules."""
     wide = np.concatenate([X, X], axis=3)  # of a shape that no other test measures
     expected = reference_conv.compute(replace(PROBLEM, spatial=wide.shape[2:]), {"x": wide, "w": W})
-    known: set[Gpu] = set()
+    known: set[str] = set()
     for index in (1, 0):
         x, w = on(index, wide, W)
         with config.change(tune__budget_s=300), events() as log:  # kernels are compiled in it
             result = dnn_conv(x, w, 1, algo="time_on_shape_change")
-        model = replace(gpu(index), index=0)
+        model = replace(gpu(index), index=0).fingerprint
         assert ("measured" in {event.kind for event in log}) == (model not in known)
         assert_close(result.cpu().numpy(), expected)
         known.add(model)
