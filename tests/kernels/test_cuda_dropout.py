@@ -10,7 +10,7 @@ from libraries import library
 
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda.compile import compile_kernel
-from nbdnn.kernels.cuda.launch import LaunchedCandidate
+from nbdnn.kernels.cuda.launch import LaunchedCandidate, chained
 from nbdnn.problem import FAMILIES, parse
 
 
@@ -25,7 +25,7 @@ def test_kernels_stay_within_their_means(op: str, dtype: str) -> None:
     assert isinstance(candidate, LaunchedCandidate) and candidate.supports(problem, H200).ok
     for arch, capability in (("sm_80", (8, 0)), ("sm_90a", (9, 0)), ("sm_100a", (10, 0)), ("sm_120", (12, 0))):
         device = replace(H200, capability=capability)
-        for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
+        for launch in chained(candidate.launches(problem, candidate.configs(problem, device)[0], device), device):
             kernel = compile_kernel(launch.source, arch)
             assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{arch}: {kernel._replace(cubin=b'')}"
             assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536

@@ -14,7 +14,7 @@ from nbdnn import driver
 from nbdnn.errors import CudaError
 from nbdnn.kernels.cuda import launch as cuda_launch
 from nbdnn.kernels.cuda.compile import Kernel, Source
-from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, Program, in_workspace, launches_early, load
+from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, Program, chained, in_workspace, load
 
 X, W, Y, SCRATCH = 0x7F0000000100, 0x7F0000000200, 0x7F0000000300, 0x7F0000000400
 
@@ -125,7 +125,7 @@ def launch(**different) -> Launch:
 
 
 def test_arguments_are_where_the_driver_looks(stand_in: StandIn) -> None:
-    run = Program([launch()], "sm_90a")
+    run = Program([launch()], H200)
     run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
     run((Y, X, W), (1.0, 0.0), SCRATCH, 0)
     function = "entry of sm_90a in 1"
@@ -136,7 +136,7 @@ def test_arguments_are_where_the_driver_looks(stand_in: StandIn) -> None:
 
 
 def test_a_call_packs_what_differs_from_the_last_one(stand_in: StandIn) -> None:
-    run = Program([launch(), launch(pointers=(0, WORKSPACE, NULL))], "sm_90a")
+    run = Program([launch(), launch(pointers=(0, WORKSPACE, NULL))], H200)
     forward, backward = (X, W, Y), (Y, W, X)
     calls = (
         *((forward, (1.0, 0.0), SCRATCH), (forward, (1.0, 0.0), X)),
@@ -151,7 +151,7 @@ def test_a_call_packs_what_differs_from_the_last_one(stand_in: StandIn) -> None:
 
 
 def test_clusters_are_launched_as_such(stand_in: StandIn) -> None:
-    run = Program([launch(cluster=3, dynamic_shared_bytes=64), launch()], "sm_90a")
+    run = Program([launch(cluster=3, dynamic_shared_bytes=64), launch()], H200)
     run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
     arguments = Y, X, None, 0.5, -2.0, -7, 8, 2**31 - 1
     function = "entry of sm_90a in 1"
@@ -166,23 +166,28 @@ def test_clusters_are_launched_as_such(stand_in: StandIn) -> None:
 
 
 def test_blocks_that_wait_for_each_other_are_launched_as_such(stand_in: StandIn) -> None:
-    run = Program([launch(cooperative=True), launch()], "sm_90a")
+    run = Program([launch(cooperative=True), launch()], H200)
     run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
     assert (len(stand_in.started), stand_in.cooperative, stand_in.clusters) == (2, [1], [])
 
 
-def test_a_launch_may_begin_before_the_one_before_has_ended(stand_in: StandIn) -> None:
-    run = Program([launch(), launch(early=True)], "sm_90a")
+def test_launches_that_follow_another_begin_before_it_has_ended(stand_in: StandIn) -> None:
+    run = Program([launch(), launch(), launch(cooperative=True), launch()], H200)
     run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
-    assert (len(stand_in.started), stand_in.early, stand_in.cooperative) == (2, [1], [])
-    assert launches_early(H200)
-    assert not launches_early(replace(H200, capability=(8, 9)))
-    assert not launches_early(replace(H200, driver="12.2"))
+    assert (len(stand_in.started), stand_in.early, stand_in.cooperative) == (4, [1, 1], [1])
+
+
+def test_only_launches_that_follow_another_are_chained() -> None:
+    assert chained([launch(), launch()._replace(grid=(0, 1, 1))], H200) == [launch()]
+    first, second = chained([launch(), launch()], H200)
+    assert first.source.chained and second.source.chained and (first.early, second.early) == (False, True)
+    for unable in (replace(H200, capability=(8, 9)), replace(H200, driver="12.2")):
+        assert chained([launch(), launch()], unable) == [launch(), launch()]
 
 
 def test_wide_arguments(stand_in: StandIn) -> None:
     stand_in.types = (*[ctypes.c_void_p] * 3, *[ctypes.c_double] * 2, *[ctypes.c_int64] * 2)
-    Program([launch(pointers=(WORKSPACE, 1, 2), scalars="f64", integers=(2**40, -1), integer_bits=64)], "sm_90a")(
+    Program([launch(pointers=(WORKSPACE, 1, 2), scalars="f64", integers=(2**40, -1), integer_bits=64)], H200)(
         (X, W, Y), (0.1, 0.2), SCRATCH, 0
     )
     assert stand_in.started[0].arguments == (SCRATCH, W, Y, 0.1, 0.2, 2**40, -1)
@@ -190,13 +195,13 @@ def test_wide_arguments(stand_in: StandIn) -> None:
 
 def test_a_kernel_of_one_pointer_and_no_scalars(stand_in: StandIn) -> None:
     stand_in.types = (ctypes.c_void_p, ctypes.c_int32)
-    Program([launch(pointers=(1,), scalars="", integers=(5,))], "sm_90a")((X, W, Y), (1.0, 0.0))
+    Program([launch(pointers=(1,), scalars="", integers=(5,))], H200)((X, W, Y), (1.0, 0.0))
     assert stand_in.started[0].arguments == (W, 5)
 
 
 def test_pointers_into_the_workspace(stand_in: StandIn) -> None:
     given = (in_workspace(256), 2, in_workspace(0))
-    Program([launch(pointers=given), launch(pointers=(NULL, WORKSPACE, in_workspace(4)))], "sm_90a")(
+    Program([launch(pointers=given), launch(pointers=(NULL, WORKSPACE, in_workspace(4)))], H200)(
         (X, W, Y), (1.0, 0.0), SCRATCH
     )
     first, second = (started.arguments[:3] for started in stand_in.started)
@@ -207,14 +212,14 @@ def test_pointers_into_the_workspace(stand_in: StandIn) -> None:
 def test_launches_follow_each_other_and_empty_grids_are_left_out(stand_in: StandIn) -> None:
     empty = launch()._replace(grid=(0, 1, 1))
     second = launch(pointers=(0, 1, WORKSPACE))
-    Program([launch(), empty, second], "sm_90a")((X, W, Y), (1.0, 0.0), SCRATCH)
+    Program([launch(), empty, second], H200)((X, W, Y), (1.0, 0.0), SCRATCH)
     assert [started.arguments[:3] for started in stand_in.started] == [(Y, X, None), (X, W, SCRATCH)]
-    Program([empty], "sm_90a")((X, W, Y), (1.0, 0.0))
+    Program([empty], H200)((X, W, Y), (1.0, 0.0))
     assert len(stand_in.started) == 2
 
 
 def test_a_failure_is_an_error(stand_in: StandIn) -> None:
-    run = Program([launch()], "sm_90a")
+    run = Program([launch()], H200)
     stand_in.failure = 701
     with pytest.raises(CudaError, match="cuLaunchKernel: 701"):
         run((X, W, Y), (1.0, 0.0))

@@ -17,6 +17,7 @@ from guarded import values
 from libraries import library
 
 import nbdnn.kernels.cuda
+from nbdnn.kernels.cuda.launch import chained
 from nbdnn.problem import ITEMSIZE, parse
 from nbdnn.problem_rnn import RnnProblem
 
@@ -38,7 +39,7 @@ def kernels(op: str, text: str, arch: str) -> None:
         if not candidate.supports(problem, device).ok:
             continue
         for config in candidate.configs(problem, device):
-            few = {launch.source: launch for launch in candidate.launches(problem, config, device)}
+            few = {each.source: each for each in chained(candidate.launches(problem, config, device), device)}
             for launch in few.values():
                 assert_lean(launch, problem, arch, f"{candidate.id}, {config}")
 

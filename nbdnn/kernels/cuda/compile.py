@@ -45,6 +45,9 @@ _USAGE = {
     "shared_bytes": r"(\d+) bytes smem",
 }
 
+# The next launch of a chain may begin, and this one waits until the one before has ended. Nothing where neither is.
+_CHAINED = "griddepcontrol.launch_dependents; griddepcontrol.wait;"
+
 # What a scope of numba-cuda's intermediate code holds, as far as `_scopes_copied_once` knows them.
 _SCOPE = {"parent", "localvars", "loc", "redefined", "var_redefinitions"}
 
@@ -75,12 +78,14 @@ class Source(NamedTuple):
     """What a kernel is compiled from.
 
     threads: of a block, at most. min_blocks: that shall fit on a multiprocessor at once, which bounds the registers.
+    chained: launched behind another kernel or before one, which may overlap; of compute capability 9.0.
     """
 
     builder: Builder
     specialised_on: tuple[Hashable, ...]
     threads: int
     min_blocks: int = 1
+    chained: bool = False
 
     @property
     def label(self) -> str:
@@ -120,7 +125,8 @@ def _path(source: Source, arch: str) -> Path:
     facts = (
         transitive_hash(sys.modules[builder.__module__]),
         builder.__qualname__,
-        *source[1:],
+        *source[1:-1],
+        _CHAINED if source.chained else "",
         arch,
         _compilers(),
         sys.version_info[:2],
@@ -188,6 +194,8 @@ def _ltoir(source: Source, arch: str) -> bytes:
     major, minor, suffix = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch).groups()  # type: ignore[union-attr]
     capability = (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
     function, types = source.builder(*source.specialised_on)
+    if source.chained:
+        function = _chained(function, len(types))
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ltoir"}
     try:
         with _scopes_copied_once():
@@ -201,6 +209,16 @@ def _ltoir(source: Source, arch: str) -> bytes:
     except Exception as error:  # Numba's and NVVM's errors have no other base
         raise CudaError(f"{source.label} does not compile for {arch}: {error}") from error
     return code
+
+
+def _chained(kernel: Callable[..., None], count: int) -> Callable[..., None]:
+    """The kernel, of so many arguments, with `_CHAINED` before its first statement."""
+    from nbdnn.kernels.cuda import ptx, ptx_tile
+
+    arguments, name = ", ".join(f"argument_{i}" for i in range(count)), kernel.__name__
+    names = {"__name__": kernel.__module__, "begin": ptx_tile.effect(_CHAINED), "inlined": ptx.inline(kernel)}
+    exec(f"def {name}({arguments}):\n    begin()\n    inlined({arguments})\n", names)
+    return names[name]
 
 
 @contextmanager

@@ -9,9 +9,8 @@
 Its quads are neighbours; of float32 the first ones of a warp are side by side, and the second ones: a warp's load is of
 512 bytes in a row. Then two threads have half of two bytes of the mask each.
 
-The state is read by every thread; a second kernel, which begins as they do, advances it when all are done. Traffic: x
-and y once, an eighth of a byte an element of mask. Source: J. Salmon et al., Parallel random numbers: as easy as 1, 2,
-3 (SC11).
+The state is read by every thread; a second kernel advances it when all are done. Traffic: x and y once, an eighth of a
+byte an element of mask. Source: J. Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC11).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import NamedTuple
 from nbdnn.candidate import YES, NoConfig, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, launches_early
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.quads import QUAD
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -39,13 +38,11 @@ _MOST_ELEMENTS = 2**31 - _RUN * _THREADS * 4096  # a run beyond the last is stil
 
 
 class _Variant(NamedTuple):
-    """What a kernel is compiled for. quads: every run but the last is loaded and stored as two quads. early: the launch
-    behind it begins meanwhile."""
+    """What a kernel is compiled for. vectors: every run but the last is loaded and stored as two quads."""
 
     dtype: str
     forward: bool
     vectors: bool
-    early: bool
 
 
 class _Fields(NamedTuple):
@@ -57,10 +54,9 @@ class _Fields(NamedTuple):
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_grid, ptx_philox
+    from nbdnn.kernels.cuda import ptx, ptx_philox
 
     variant = _Variant(*specialised_on)
-    early, let_next_begin = variant.early, ptx_grid.let_next_begin
     integer, word, wide, dtype = ptx.INTEGER[32], ptx.WORD, ptx.WIDE, variant.dtype
     real, widen, narrow = ptx.REAL[DEFAULT_COMPUTE[dtype]], ptx.WIDEN[dtype], ptx.NARROW[dtype]
     by_vectors, drawn, conditions_of = variant.vectors, ptx_philox.drawn, ptx_philox.conditions_of
@@ -104,8 +100,6 @@ def _kernel(*specialised_on):
             place = integer(place + 1)
 
     def forward(x, y, mask, state, threshold, scale, f):
-        if early:
-            let_next_begin()
         run = integer(ptx.block_x() * _THREADS + ptx.thread_x())
         first, keys = wide(state[1]), ptx_philox.keys(wide(state[0]))
         # A threshold has 33 bits: what is not below it is larger than one less.
@@ -182,14 +176,10 @@ class _Advance(NamedTuple):
     blocks: int
 
 
-def _advance_kernel(early):
-    from nbdnn.kernels.cuda import ptx, ptx_grid
-
-    wait_for_launch = ptx_grid.wait_for_launch
+def _advance_kernel():
+    from nbdnn.kernels.cuda import ptx
 
     def advance(state, f):
-        if early:
-            wait_for_launch()
         if ptx.thread_x() == 0:
             state[1] += f.blocks
 
@@ -219,9 +209,8 @@ class Philox(LaunchedCandidate[NoConfig]):
         if forward:
             blocks = min(blocks, _WAVES * _MIN_BLOCKS * device.sms)
         vectors = dtype != "f64" and problem.align % _VECTOR_BYTES == 0
-        early = forward and launches_early(device)
         main = Launch(
-            source=Source(_kernel, _Variant(dtype, forward, vectors, early), _THREADS, _MIN_BLOCKS),
+            source=Source(_kernel, _Variant(dtype, forward, vectors), _THREADS, _MIN_BLOCKS),
             grid=(blocks, 1, 1),
             pointers=(0, 1, 2, 3) if forward else (0, 1, 2),
             scalars="f64",
@@ -229,8 +218,8 @@ class Philox(LaunchedCandidate[NoConfig]):
         )
         if not forward:
             return [main]
-        source, integers = Source(_advance_kernel, (early,), 32), _Advance(problem.blocks)
-        return [main, Launch(source, (1, 1, 1), (3,), "", integers, early=early)]
+        source, integers = Source(_advance_kernel, (), 32), _Advance(problem.blocks)
+        return [main, Launch(source, (1, 1, 1), (3,), "", integers)]
 
 
 assert BLOCK_ELEMS * 2 == _RUN

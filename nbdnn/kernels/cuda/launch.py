@@ -27,7 +27,7 @@ from nbdnn.problem import Problem
 WORKSPACE, NULL = -2, -1
 
 _STATIC_SHARED_BYTES = 48 << 10  # a kernel may have more than this only after it has said so
-_EARLY_IN_GRAPHS = 12.3  # the first release of CUDA whose graphs can hold such launches
+_EARLY_IN_GRAPHS = 12.3  # the first release of CUDA whose graphs can hold early launches
 _SCALAR = {"f32": "f", "f64": "d", "": ""}
 _INTEGER = {32: "i", 64: "q"}
 
@@ -43,7 +43,7 @@ class Launch(NamedTuple):
     scalars: the type of alpha and beta, 'f32' or 'f64'; '' where the kernel does not take them.
     cluster: blocks, neighbours in the grid, that run at once and reach each other's shared memory. maps: of the tensors
     that the kernel copies by TMA. cooperative: all blocks run at once, or the launch fails: they may wait for each
-    other. early: it may begin before the launch before it has ended: its kernel waits by `ptx_grid.wait_for_launch`.
+    other. early: it may begin before the launch before it has ended, for which its chained kernel waits.
     """
 
     source: Source
@@ -59,9 +59,14 @@ class Launch(NamedTuple):
     early: bool = False
 
 
-def launches_early(device: Gpu) -> bool:
-    """Whether launches may be `early`, and their kernels wait for the one before."""
-    return device.capability >= (9, 0) and float(device.driver) >= _EARLY_IN_GRAPHS
+def chained(launches: Sequence[Launch], device: Gpu) -> list[Launch]:
+    """What a program runs of launches that follow each other: those that have blocks. Several of them overlap where the
+    device knows how: the blocks of one are there, waiting, before the last of the one before has ended."""
+    filled = [launch for launch in launches if min(launch.grid) > 0]
+    if len(filled) < 2 or device.capability < (9, 0) or float(device.driver) < _EARLY_IN_GRAPHS:
+        return filled
+    linked = [launch._replace(source=launch.source._replace(chained=True)) for launch in filled]
+    return [linked[0], *(launch._replace(early=not launch.cooperative) for launch in linked[1:])]
 
 
 def in_workspace(offset_bytes: int) -> int:
@@ -85,12 +90,11 @@ def gather_pointers(problem: Problem) -> tuple[int, ...]:
 class Program:
     """A runner of this provider: launches that follow each other on the stream. It belongs to one thread.
 
-    To be made where the device's context is current, in which the kernels are loaded, and run there. A launch whose
-    grid is empty is left out.
+    To be made where the device's context is current, in which the kernels are loaded, and run there.
     """
 
-    def __init__(self, launches: Sequence[Launch], arch: str) -> None:
-        self._prepared = [_prepared(launch, arch) for launch in launches if min(launch.grid) > 0]
+    def __init__(self, launches: Sequence[Launch], device: Gpu) -> None:
+        self._prepared = [_prepared(launch, device.arch) for launch in chained(launches, device)]
         self._stream, self._handle = -1, None
         self._packed: tuple[tuple[int, ...], tuple[float, ...], int] | None = None
 
@@ -118,7 +122,7 @@ class LaunchedCandidate(Candidate[ConfigT, Gpu]):
         """The kernels in the order in which they run."""
 
     def prepare(self, problem: Any, config: ConfigT, device: Gpu) -> Program:
-        return Program(self.launches(problem, config, device), device.arch)
+        return Program(self.launches(problem, config, device), device)
 
 
 class _Prepared(NamedTuple):

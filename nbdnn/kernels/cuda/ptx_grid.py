@@ -1,4 +1,4 @@
-"""What blocks of a grid that is on the GPU all at once tell each other through global memory; and a launch the next."""
+"""What blocks of a grid that is on the GPU all at once tell each other through global memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from numba.cuda.typing import signature
 
 from nbdnn.kernels.cuda import ptx
 from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, asm, packed, unpacked
-from nbdnn.kernels.cuda.ptx_tile import effect
-
-# Of compute capability 9.0. The next launch may begin, if it is `early`; and that one waits until this one has ended.
-let_next_begin = effect("griddepcontrol.launch_dependents;")
-wait_for_launch = effect("griddepcontrol.wait;")
 
 
 @intrinsic

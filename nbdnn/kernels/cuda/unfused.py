@@ -96,7 +96,7 @@ class Unfused(Candidate[Hashable, Gpu]):
         convolve = self.base.prepare(posed, config, device)
         if posed == problem:
             return convolve
-        finish, taken = Program([finish_launch(problem)], device.arch), len(posed.operands)
+        finish, taken = Program([finish_launch(problem)], device), len(posed.operands)
 
         def run(pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int, /) -> None:
             convolve(pointers[:taken], scalars, workspace, stream)
