@@ -30,6 +30,8 @@ IMAGES = (
     "bf16:n64c64h56w56:o56x56:nhwc:pf32",
     "f16:n64c64h56w56:o56x56:nchw",
     "f32:n64c3h224w224:o224x224:nhwc:a4",
+    "f32:n64c3h224w224:o224x224:nhwc",
+    "bf16:n64c3h224w224:o224x224:nhwc:pf32",
     "f64:n8c16h33w31:o31x33:nhwc",
     "f32:n1200c64h200w200:o200x200:nchw",  # 64-bit integers
 )
@@ -127,7 +129,15 @@ def run(problem: SpatialtfProblem, candidate: Any, given: dict[str, np.ndarray],
     emulated.assert_near(candidate, problem, candidate.configs(problem, H200)[0], given, H200, block)
 
 
-SMALL = "f32:n2c3h7w9:o8x11:nchw", "f32:n2c8h7w6:o5x7:nhwc", "bf16:n1c8h6w1:o1x5:nhwc:pf32", "f32:n1c2h1w5:o20x19:nchw"
+SMALL = (
+    "f32:n2c3h7w9:o8x11:nchw",
+    "f32:n2c8h7w6:o5x7:nhwc",
+    "bf16:n1c8h6w1:o1x5:nhwc:pf32",
+    "f32:n1c2h1w5:o20x19:nchw",
+    "f32:n2c3h6w7:o9x8:nhwc",  # two pixels at once
+    "bf16:n4c3h2w9:o5x6:nhwc:pf32",
+    "f32:n1c3h5w7:o9x8:nhwc",  # one by one: the last vector would end behind the image
+)
 
 
 @pytest.mark.parametrize("op", OPS)

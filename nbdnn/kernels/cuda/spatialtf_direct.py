@@ -4,8 +4,9 @@
 
 A thread works out one position and takes its channels one after the other, neighbours in memory to neighbouring
 threads: where channels lie apart, neighbours are outputs; channels-last, some threads share a position, and move
-vectors of up to 16 bytes of channels. No grid is made. Traffic: y once; each pixel of x once, and from cache for every
-output that is near it. Positions and sums in float32 (float64). Supports everything, and ends every list. Source: own.
+vectors of up to 16 bytes of channels, or of two pixels of three channels (spatialtf_pairs). No grid is made. Traffic: y
+once; each pixel of x once, and from cache for every output that is near it. Positions and sums in float32 (float64).
+Supports everything, and ends every list. Source: own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.kernels.cuda.spatialtf_pairs import PAIR, in_pairs, load_pair, window_elems
 from nbdnn.kernels.cuda.spatialtf_position import (
     TILE,
     Kind,
@@ -83,7 +85,7 @@ def launched(
     return kind, integers, (blocks * problem.n, ceil(integers.vectors / max(config.group, 1)), 1)
 
 
-def _forward_kernel(*specialised_on):
+def _forward_kernel(specialised_on, paired):
     from nbdnn.kernels.cuda import ptx, ptx_local, ptx_spatialtf
 
     kind = Kind(*specialised_on)
@@ -92,7 +94,13 @@ def _forward_kernel(*specialised_on):
     place, locate, find = output_place(kind, THREADS), position(kind), nearest(kind.compute, kind.bits)
     hat, used = ptx_spatialtf.hat, ptx_spatialtf.used
     held, at_once = 4 * lanes, max(1, _HELD_ELEMS // lanes)
-    all_held = held * at_once
+    load_two, window = load_pair(kind.dtype, kind.bits), window_elems(kind.dtype)
+    all_held, per_pixel = 2 * window if paired else held * at_once, PAIR // 2
+
+    @ptx.inline
+    def weighted(w, pixels, first, right, down):
+        above = used(w[0], pixels[first]) + used(w[1], pixels[first + right])
+        return above + used(w[2], pixels[first + down]) + used(w[3], pixels[first + down + right])
 
     @ptx.inline
     def sample(x, y, at, to, w, pixels, results, f, count):
@@ -104,10 +112,16 @@ def _forward_kernel(*specialised_on):
             load(pixels, integer(k * held + 3 * lanes), x, integer(vector + f.down + f.right))
         for k in range(count):
             for i in range(lanes):
-                first = k * held + i
-                above = used(w[0], pixels[first]) + used(w[1], pixels[first + lanes])
-                results[i] = above + used(w[2], pixels[first + 2 * lanes]) + used(w[3], pixels[first + 3 * lanes])
+                results[i] = weighted(w, pixels, k * held + i, lanes, 2 * lanes)
             store(y, integer(to + k * threads * f.y_v), results, integer(0))
+
+    @ptx.inline
+    def sample_pairs(x, y, at, to, w, pixels, results, f):
+        load_two(pixels, 0, x, at)
+        load_two(pixels, window, x, integer(at + f.down))
+        for channel in range(per_pixel):
+            results[0] = weighted(w, pixels, channel, per_pixel, window)
+            store(y, integer(to + channel), results, integer(0))
 
     def sample_outputs(x, places, y, f):
         image, i, j, vector, end = place(f)
@@ -120,6 +134,9 @@ def _forward_kernel(*specialised_on):
         at = integer(image * f.x_n + row * f.x_h + column * f.x_w)
         to = integer(image * f.y_n + i * f.y_h + j * f.y_w)
         pixels, results = ptx.cuda.local.array(all_held, real), ptx.cuda.local.array(lanes, real)
+        if paired:
+            sample_pairs(x, y, at, to, w, pixels, results, f)
+            return
         if at_once > 1:
             while vector + (at_once - 1) * threads < end:
                 sample(x, y, integer(at + vector * f.x_v), integer(to + vector * f.y_v), w, pixels, results, f, at_once)
@@ -151,7 +168,7 @@ class Direct(LaunchedCandidate[Config]):
 
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
         kind, integers, grid = launched(problem, config)
-        source = Source(_forward_kernel, kind, THREADS)
+        source = Source(_forward_kernel, (kind, in_pairs(problem, config.threads)), THREADS)
         return [Launch(source, grid, (0, 1, 2), "", integers, kind.bits)]
 
 
