@@ -56,6 +56,12 @@ def _divided(dividend: int, divisor: int) -> tuple[int, int]:
     return divmod(dividend, divisor)
 
 
+def _split(dividend: int, divisor: int, multiplier: int, shift: int) -> tuple[int, int]:
+    assert 0 <= dividend < 2**31 and 0 < divisor < 2**31, f"{dividend} / {divisor}"
+    quotient = (2 * dividend * (multiplier & 0xFFFFFFFF) >> 32) >> shift
+    return quotient, dividend - quotient * divisor
+
+
 def _shift_left(value: int, count: int) -> int:
     assert 0 <= count < 32, count
     return _int32(value << count & 0xFFFFFFFF)
@@ -126,7 +132,8 @@ class Words:
 
     WORD = staticmethod(lambda value: int(value) & 0xFFFFFFFF)
     inline = pointer = words_of = word_of = to_tf32 = computed_here = staticmethod(_same)
-    divided, shift_left, float_of, sandwich = map(staticmethod, (_divided, _shift_left, float_of, _sandwich))
+    divided, split, shift_left = map(staticmethod, (_divided, _split, _shift_left))
+    float_of, sandwich = map(staticmethod, (float_of, _sandwich))
     record = staticmethod(lambda fields, bits: fields)
     fma = staticmethod(lambda a, b, c: a * b + c)
     inside = staticmethod(lambda position, extent: int(0 <= position < extent))

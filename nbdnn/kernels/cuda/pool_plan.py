@@ -63,11 +63,3 @@ def index_bits(problem: PoolProblem, integers: tuple[int, ...]) -> int:
     padded = [extent + 2 * pad for extent, pad in zip(problem.spatial, problem.pad, strict=True)]
     largest = max(*(operand.size_elems for operand in problem.operands), *integers, *padded)
     return 32 if largest < _INT32_END else 64
-
-
-def reciprocal(divisor: int) -> tuple[int, int]:
-    """(multiplier, shift), both as int32: n // divisor is the high word of 2n * multiplier, shifted right, for every n
-    below 2^31. Of divisor 1 to 2^31 (Granlund, Montgomery 1994)."""
-    shift = (divisor - 1).bit_length()
-    multiplier = -(-(1 << 31 + shift) // divisor)
-    return multiplier - (1 << 32), shift

@@ -24,10 +24,11 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pool_axes import Axis, Tile, Variant, covers, reaches, taps_met
-from nbdnn.kernels.cuda.pool_plan import Pool, index_bits, pool, reciprocal
+from nbdnn.kernels.cuda.pool_plan import Pool, index_bits, pool
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 

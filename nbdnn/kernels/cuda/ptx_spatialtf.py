@@ -12,7 +12,7 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
-from nbdnn.kernels.cuda.ptx import EFFECT, I64, asm
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I64, asm
 
 _LETTER = {"f32": "f", "f64": "d"}
 
@@ -35,7 +35,8 @@ def _of(formula, operands: int):
 
 
 def _size(builder, a):
-    return builder.select(builder.fcmp_ordered(">", a, a.type(0.0)), a, builder.fsub(a.type(0.0), a))
+    dtype, letter = ("f32", "f") if a.type == F32 else ("f64", "d")
+    return asm(builder, a.type, f"abs.{dtype} $0, $1;", f"={letter},{letter}", [a])
 
 
 def _larger(builder, a, b):

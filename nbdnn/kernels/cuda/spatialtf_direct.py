@@ -37,7 +37,7 @@ from nbdnn.problem import DEFAULT_COMPUTE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 THREADS = 256
-_HELD_ELEMS = 4  # channels whose pixels a thread asks for before it uses the first
+_HELD_ELEMS = 4  # channels whose pixels a thread asks for at most before it uses the first
 _MOST_SHARING = 8  # threads of one position, channels-last
 _WAVES, _RESIDENT = 4, 4  # blocks that a multiprocessor shall have, in turn and at once
 _MOST_GRID = 65535  # of the grid's second axis
@@ -85,7 +85,8 @@ def launched(
     return kind, integers, (blocks * problem.n, ceil(integers.vectors / max(config.group, 1)), 1)
 
 
-def _forward_kernel(specialised_on, paired):
+def _forward_kernel(specialised_on, paired, at_once):
+    """paired: pixels are loaded by `load_pair`. at_once: vectors whose pixels a thread asks for before it uses them."""
     from nbdnn.kernels.cuda import ptx, ptx_local, ptx_spatialtf
 
     kind = Kind(*specialised_on)
@@ -93,9 +94,9 @@ def _forward_kernel(specialised_on, paired):
     load, store, threads = ptx_local.load(kind.dtype, lanes), ptx_local.store(kind.dtype, lanes), kind.threads
     place, locate, find = output_place(kind, THREADS), position(kind), nearest(kind.compute, kind.bits)
     hat, used = ptx_spatialtf.hat, ptx_spatialtf.used
-    held, at_once = 4 * lanes, max(1, _HELD_ELEMS // lanes)
+    held, per_pixel = 4 * lanes, PAIR // 2
     load_two, window = load_pair(kind.dtype, kind.bits), window_elems(kind.dtype)
-    all_held, per_pixel = 2 * window if paired else held * at_once, PAIR // 2
+    all_held = 2 * window if paired else held * at_once
 
     @ptx.inline
     def weighted(w, pixels, first, right, down):
@@ -168,7 +169,9 @@ class Direct(LaunchedCandidate[Config]):
 
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
         kind, integers, grid = launched(problem, config)
-        source = Source(_forward_kernel, (kind, in_pairs(problem, config.threads)), THREADS)
+        of_a_thread = ceil(min(integers.group, integers.vectors) / config.threads)
+        at_once = max(1, min(_HELD_ELEMS // kind.lanes, of_a_thread))
+        source = Source(_forward_kernel, (tuple(kind), in_pairs(problem, config.threads), at_once), THREADS)
         return [Launch(source, grid, (0, 1, 2), "", integers, kind.bits)]
 
 

@@ -42,10 +42,10 @@ def load_pair(dtype: str, bits: int):
 
     @ptx.inline
     def load_two(window, place, x, at):
-        offset = integer(at & (lanes - 1))
+        offset, begin = integer(at & (lanes - 1)), integer(at & -lanes)
         for first in range(0, elems, lanes):
             if offset + PAIR > first:
-                load(window, integer(place + first), x, integer(at - offset + first))
+                load(window, integer(place + first), x, begin + first)
         for step in steps:
             moves = offset & step
             for i in range(PAIR + step - 1):

@@ -12,6 +12,9 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+
+from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.spatial import tensor_strides
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
@@ -19,6 +22,7 @@ from nbdnn.problem_spatialtf import SpatialtfProblem
 # What int32 may hold here: the last block of a grid counts on beyond the last element.
 _INT32_END = 2**31 - 2**16
 _VECTOR_BYTES, _ROW_BYTES = 16, 32
+_RECIPROCALS = "by_blocks", "shift_blocks", "by_tiles_w", "shift_tiles_w", "by_out_w", "shift_out_w"
 TILE = 32  # outputs
 _FEW_CHANNELS = 4
 
@@ -28,7 +32,8 @@ class Fields(NamedTuple):
 
     blocks: of an image. tiles_w: those side by side in a row of outputs. vectors: of a position, of which a block of
     the grid's second axis takes `group`. x_v, y_v: from a vector to the next. right, down: from a pixel to the next, 0
-    where there is one only.
+    where there is one only. by_, shift_: a divisor's `reciprocal`. s_column ... t_row: pixels from one output to the
+    next where the map is the identity, as the bits of a float32.
     """
 
     blocks: int
@@ -52,6 +57,16 @@ class Fields(NamedTuple):
     y_w: int
     right: int
     down: int
+    by_blocks: int
+    shift_blocks: int
+    by_tiles_w: int
+    shift_tiles_w: int
+    by_out_w: int
+    shift_out_w: int
+    s_column: int
+    s_row: int
+    t_column: int
+    t_row: int
 
 
 class Kind(NamedTuple):
@@ -87,6 +102,7 @@ def fields(problem: SpatialtfProblem, lanes: int, blocks: int, tiles_w: int, gro
         tensor_strides(shape, problem.channels_last) for shape in (problem.x_shape, problem.y_shape)
     )
     (in_h, in_w), (out_h, out_w) = problem.spatial, problem.out_spatial
+    reciprocals = [number for divisor in (blocks, tiles_w, out_w) for number in reciprocal(divisor)]
     return Fields(
         blocks=blocks,
         tiles_w=tiles_w,
@@ -109,12 +125,34 @@ def fields(problem: SpatialtfProblem, lanes: int, blocks: int, tiles_w: int, gro
         y_w=y_w,
         right=x_w * (in_w > 1),
         down=x_h * (in_h > 1),
+        **dict(zip(_RECIPROCALS, reciprocals, strict=True)),
+        s_column=_share(in_w, out_w),
+        s_row=_share(in_w, out_h),
+        t_column=_share(in_h, out_w),
+        t_row=_share(in_h, out_h),
     )
+
+
+def _share(extent: int, outputs: int) -> int:
+    """The bits of (extent - 1) / (outputs - 1), rounded as a GPU would."""
+    return int((np.float32(extent - 1) / np.float32(max(outputs - 1, 1))).view(np.int32))
 
 
 def index_bits(problem: SpatialtfProblem) -> int:
     """32 where int32 holds every offset, position and parameter of a kernel, else 64."""
     return 32 if max(operand.size_elems for operand in problem.operands) < _INT32_END else 64
+
+
+@cache
+def quotient(bits: int):
+    """Device function (dividend, divisor, multiplier, shift) -> (quotient, remainder)."""
+    from nbdnn.kernels.cuda import ptx
+
+    @ptx.inline
+    def wide(dividend, divisor, multiplier, shift):
+        return ptx.divided(dividend, divisor)
+
+    return ptx.split if bits == 32 else wide
 
 
 @cache
@@ -124,19 +162,26 @@ def affine(param_dtype: str, compute: str, bits: int):
     Where the image's first output lies, and how much further the next column's and the next row's do. Of the identity
     every position is a whole number.
     """
-    from nbdnn.kernels.cuda import ptx
+    from nbdnn.kernels.cuda import ptx, ptx_tile
 
     real, integer, widen = ptx.REAL[compute], ptx.INTEGER[bits], ptx.WIDEN[param_dtype]
+    float_of, word = ptx_tile.float_of, ptx.WORD
 
     @ptx.inline
-    def steps(extent):
-        return real(integer(extent - 1)) if extent > 1 else real(1.0)
+    def known(share, whole, outputs):
+        return float_of(word(share))
 
     @ptx.inline
-    def axis(along, across, shift, extent, out_h, out_w):
+    def worked_out(share, whole, outputs):
+        return whole / (real(integer(outputs - 1)) if outputs > 1 else real(1.0))
+
+    step = known if compute == "f32" else worked_out
+
+    @ptx.inline
+    def axis(along, across, shift, extent, column_share, row_share, out_h, out_w):
         whole = real(integer(extent - 1))
-        column = along * (whole / steps(out_w)) if out_w > 1 else real(0.0)
-        row = across * (whole / steps(out_h)) if out_h > 1 else real(0.0)
+        column = along * step(column_share, whole, out_w) if out_w > 1 else real(0.0)
+        row = across * step(row_share, whole, out_h) if out_h > 1 else real(0.0)
         first = shift + real(1.0) - (along if out_w > 1 else real(0.0)) - (across if out_h > 1 else real(0.0))
         return first * (real(0.5) * whole), column, row
 
@@ -145,11 +190,11 @@ def affine(param_dtype: str, compute: str, bits: int):
         at = integer(image * 6)
         s, s_column, s_row = axis(
             widen(ptx.load_constant(theta, at)), widen(ptx.load_constant(theta, integer(at + 1))),
-            widen(ptx.load_constant(theta, integer(at + 2))), f.in_w, f.out_h, f.out_w,
+            widen(ptx.load_constant(theta, integer(at + 2))), f.in_w, f.s_column, f.s_row, f.out_h, f.out_w,
         )  # fmt: skip
         t, t_column, t_row = axis(
             widen(ptx.load_constant(theta, integer(at + 3))), widen(ptx.load_constant(theta, integer(at + 4))),
-            widen(ptx.load_constant(theta, integer(at + 5))), f.in_h, f.out_h, f.out_w,
+            widen(ptx.load_constant(theta, integer(at + 5))), f.in_h, f.t_column, f.t_row, f.out_h, f.out_w,
         )  # fmt: skip
         return s, s_column, s_row, t, t_column, t_row
 
@@ -215,10 +260,11 @@ def thread_place(kind: Kind, block_threads: int):
     from nbdnn.kernels.cuda import ptx
 
     integer, threads, at_once = ptx.INTEGER[kind.bits], kind.threads, block_threads // kind.threads
+    split = quotient(kind.bits)
 
     @ptx.inline
     def place(f):
-        image, block = ptx.divided(integer(ptx.block_x()), f.blocks)
+        image, block = split(integer(ptx.block_x()), f.blocks, f.by_blocks, f.shift_blocks)
         local, lane = ptx.divided(integer(ptx.thread_x()), integer(threads))
         first = integer(ptx.block_y() * f.group)
         end = integer(first + f.group)
@@ -243,21 +289,21 @@ def output_place(kind: Kind, block_threads: int):
     from nbdnn.kernels.cuda import ptx
 
     integer, threads, at_once = ptx.INTEGER[kind.bits], kind.threads, block_threads // kind.threads
-    columns = kind.tile_columns
+    columns, split = kind.tile_columns, quotient(kind.bits)
     rows = TILE // max(columns, 1)
 
     @ptx.inline
     def place(f):
-        image, block = ptx.divided(integer(ptx.block_x()), f.blocks)
+        image, block = split(integer(ptx.block_x()), f.blocks, f.by_blocks, f.shift_blocks)
         local, lane = ptx.divided(integer(ptx.thread_x()), integer(threads))
         index = integer(block * at_once + local)
         if columns:
             tile, index = ptx.divided(index, integer(TILE))
-            tile_row, tile_column = ptx.divided(tile, f.tiles_w)
+            tile_row, tile_column = split(tile, f.tiles_w, f.by_tiles_w, f.shift_tiles_w)
             row, column = ptx.divided(index, integer(columns))
             row, column = integer(tile_row * rows + row), integer(tile_column * columns + column)
         else:
-            row, column = ptx.divided(index, f.out_w)
+            row, column = split(index, f.out_w, f.by_out_w, f.shift_out_w)
         first = integer(ptx.block_y() * f.group)
         end = integer(first + f.group)
         end = end if end < f.vectors else f.vectors
