@@ -185,6 +185,8 @@ def _variants(problem: PoolProblem) -> list[tuple[Cost, Variant]]:
     widest = min(_VECTOR_BYTES, problem.align) // ITEMSIZE[problem.dtype]
     finds, overlap = problem.is_max and not forward, any(axis.taps > axis.stride for axis in axes)
     mode, found = problem.mode.removesuffix("_deterministic"), []
+    if not any(problem.pad):
+        mode = mode.replace("exc", "inc")  # every window is whole
     for tile in _tiles(axes, forward, last, _VECTOR_BYTES // ITEMSIZE[problem.dtype], finds and overlap):
         step = axes[2].stride
         x_apart, y_apart = (tile.columns * step, tile.columns) if forward else (tile.columns, tile.columns // step)
