@@ -13,8 +13,9 @@ from libraries import library
 
 from nbdnn.candidate import Candidate
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import pool_plan, pool_plane, pool_window
+from nbdnn.kernels.cuda import pool_plane, pool_window
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
+from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.kernels.cuda.pool_axes import Axis, covers, reaches, taps_met
 from nbdnn.problem import FAMILIES, parse
@@ -98,7 +99,7 @@ def test_tables_are_the_definition() -> None:
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 56, 255, 256, 65537, 2**30, 2**30 + 1, 2**31 - 1])
 def test_what_is_multiplied_by_a_reciprocal_is_divided(divisor: int) -> None:
-    multiplier, shift = pool_plan.reciprocal(divisor)
+    multiplier, shift = reciprocal(divisor)
     most = 2**31 - 1
     ends = (k * divisor for k in (1, 2, most // divisor // 2, most // divisor))
     for n in {0, most, *(n for end in ends for n in (end - 1, end, end + 1) if 0 <= n <= most)}:
