@@ -113,7 +113,7 @@ def test_tiles_cover_every_output_once() -> None:
         height, width = problem.out_spatial if op == "pool_fwd" else problem.spatial
         for config in candidate.configs(problem, H200):
             (launch,) = candidate.launches(problem, config, H200)
-            first = len(pool_plan.Pool._fields)
+            first = len(pool_window.Pool._fields)
             blocks = pool_window.Blocks._make(launch.integers[first : first + len(pool_window.Blocks._fields)])
             assert (blocks.tiles_h - 1) * config.rows < height <= blocks.tiles_h * config.rows
             assert (blocks.tiles_w - 1) * config.columns < width <= blocks.tiles_w * config.columns
