@@ -82,8 +82,8 @@ def peer(problem: BnProblem, device: str) -> Callable[..., object]:
     def bwd(x: torch.Tensor, dy: torch.Tensor, gamma: torch.Tensor, *statistics: torch.Tensor) -> object:
         trained = problem.op == "bn_bwd"
         given = [flat(each) for each in statistics]
-        # Channels-last, PyTorch wants statistics that were saved also where it reads those that are running.
-        running, saved = ([None, None], given) if trained else (given, given if problem.layout.endswith("c") else [None, None])
+        # PyTorch wants statistics that were saved also where it reads those that are running.
+        running, saved = ([None, None] if trained else given), given
         return torch.ops.aten.native_batch_norm_backward(
             flat(dy), flat(x), flat(gamma), *running, *saved, trained, epsilon, [True, True, True]
         )
