@@ -9,7 +9,8 @@ The input of a layer is the output of the one below, both directions side by sid
 what x, hx, cx, w and the tape say: y is not read, nor a tape that only its writer understands.
 
 Of 16-bit data there are two bounds of the error: where everything between the operands and the results is of the
-compute type, and where what one step or product leaves to another lies in memory in 16 bits.
+compute type, and where what one step or product leaves to another lies in memory in 16 bits, or is rounded as if
+it did.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "cudnnCreateRNNDescriptor": (_OUT,),
     "cudnnDestroyRNNDescriptor": (_D,),
     "cudnnSetRNNDescriptor_v8": (_D, *(c_int,) * 12, _D, c_int),
+    "cudnnBuildRNNDynamic": (_D, _D, c_int),
     "cudnnCreateRNNDataDescriptor": (_OUT,),
     "cudnnDestroyRNNDataDescriptor": (_D,),
     "cudnnSetRNNDataDescriptor": (_D, *(c_int,) * 5, _INTS, c_void_p),

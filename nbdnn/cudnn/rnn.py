@@ -2,6 +2,8 @@
 
 Its algorithms are the configs of one candidate: ``standard`` multiplies matrices step by step, the persistent ones keep
 R on the chip for all steps, where it fits. Which of them runs what is cuDNN's to say: it is asked for the workspace.
+The dynamic one is compiled at run time for one batch, by NVRTC, each time that a run of it is prepared: where that is
+not there, or the network has no such kernel, the preparation fails and says so.
 
 What cuDNN keeps for a gradient is a secret of each algorithm: in training it serves problems with a tape of its own.
 Its gradient writes into what was kept, and gets a copy, so that a tape can be read again.
@@ -43,6 +45,7 @@ _MOST_ELEMS = 2**31 - 1
 _ALIGN_BYTES = 16
 _KNOWN = 4096  # answers kept: a program with more shapes than that asks again
 _LAUNCH_US, _BACKWARD = 10.0, 1.4  # a gradient, of its forward: 1.2 to 1.9 on an H200
+_DYNAMIC = 1.2  # of the slower of two others: the last rank, so that no guess has it compiled; not a measurement
 # Hidden units that the gradient of persist_static_small_h takes; its forward takes more.
 _MOST_SMALL = {"rnn_relu": 256, "rnn_tanh": 256, "lstm": 128, "gru": 128}
 # Parts of the workspace begin at multiples of this. What cuDNN keeps begins at the first multiple in the memory for it.
@@ -58,9 +61,9 @@ class Algorithm(NamedTuple):
         return self.value.name.lower()
 
 
-# The dynamic one compiles itself at run time, for each batch, and was never the fastest.
 STANDARD = Algorithm(RnnAlgo.STANDARD)
-ALGORITHMS = (Algorithm(RnnAlgo.PERSIST_STATIC_SMALL_H), Algorithm(RnnAlgo.PERSIST_STATIC), STANDARD)
+_PERSISTENT = (RnnAlgo.PERSIST_STATIC_SMALL_H, RnnAlgo.PERSIST_STATIC, RnnAlgo.PERSIST_DYNAMIC)
+ALGORITHMS = (*map(Algorithm, _PERSISTENT), STANDARD)
 
 
 class _Described(NamedTuple):
@@ -180,6 +183,8 @@ class _Run:
         self._kept_bytes, self._parts = spaces.kept_bytes, _workspace(problem, spaces)
         self._handle, self._keep = handle(device), _described(problem, algorithm, math)
         self._network, self._x, self._y, self._state = (each.address for each in self._keep)
+        if algorithm == RnnAlgo.PERSIST_DYNAMIC:
+            call("cudnnBuildRNNDynamic", self._handle.address, self._network, problem.batch)
         self._weight_bytes = problem.parameters.size_elems * ITEMSIZE[problem.dtype]
         self._staged = [(operand, self._parts.copies.get(operand.name)) for operand in problem.operands]
         self._optional = [operand.name for operand in problem.operands if operand.optional]
@@ -240,6 +245,9 @@ def _step_us(problem: RnnProblem, algorithm: RnnAlgo, device: Gpu) -> float:
         return 0.45 + flops / 1.5e6
     if algorithm == RnnAlgo.PERSIST_STATIC:
         return 0.9 + 0.06 * problem.batch if narrow else 0.7 * problem.batch
+    if algorithm == RnnAlgo.PERSIST_DYNAMIC:  # was never the fastest, and is compiled first
+        others = RnnAlgo.PERSIST_STATIC, RnnAlgo.STANDARD
+        return _DYNAMIC * max(_step_us(problem, each, device) for each in others)
     return 4.2 + 2 * flops / (0.4 * tensor_flops_per_s(device, problem.dtype)) * 1e6
 
 

@@ -14,9 +14,9 @@ from gpus import DEVICE, H200
 
 from nbdnn import driver
 from nbdnn.cudnn import rnn
-from nbdnn.cudnn.api import call, function
+from nbdnn.cudnn.api import StatusError, call, function
 from nbdnn.cudnn.descriptors import MATH, Legacy
-from nbdnn.cudnn.enums import RnnAlgo
+from nbdnn.cudnn.enums import RnnAlgo, Status
 from nbdnn.cudnn.handle import handle
 from nbdnn.problem import ITEMSIZE, parse
 from nbdnn.problem_rnn import OwnTape, RnnProblem
@@ -24,6 +24,7 @@ from nbdnn.rnn_parameters import GATES
 
 LSTM = "f32:t3b2i4h5l2:lstm:uni:linear"
 TAPE = OwnTape(100, "cudnn/rnn/standard")
+DYNAMIC = rnn.Algorithm(RnnAlgo.PERSIST_DYNAMIC)
 SPACES = rnn._Spaces(inference_bytes=1000, training_bytes=2000, kept_bytes=400)
 
 
@@ -103,9 +104,9 @@ def test_refusals_say_the_number(text: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("text", "plain", "tf32"),
     [
-        ("f32:t3b2i4h5l2:lstm:uni:linear", 1, 3),
-        ("f32:t3b2i4h5l2:rnn_relu:uni:linear", 3, 0),
-        ("f16:t3b2i4h5l2:gru:uni:linear", 3, 0),
+        ("f32:t3b2i4h5l2:lstm:uni:linear", 1, 4),
+        ("f32:t3b2i4h5l2:rnn_relu:uni:linear", 4, 0),
+        ("f16:t3b2i4h5l2:gru:uni:linear", 4, 0),
         ("bf16:t3b2i4h5l2:gru:uni:linear", 1, 0),
         ("f64:t3b2i4h5l2:rnn_tanh:uni:linear", 1, 0),
     ],
@@ -126,16 +127,26 @@ def test_algorithms_that_approximate_need_permission(
 def test_the_gradient_of_small_networks_takes_fewer_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rnn, "_spaces", lambda *_: SPACES)
     for mode, most in (("lstm", 128), ("rnn_tanh", 256)):
-        for hidden, count in ((most, 3), (most + 1, 2)):
+        for hidden, count in ((most, 4), (most + 1, 3)):
             given = parse(f"rnn_fwd:f16:t3b2i4h{hidden}l1:{mode}:uni:linear")
             assert isinstance(given, RnnProblem)
-            assert len(rnn.FWD.configs(given, H200)) == 3
+            assert len(rnn.FWD.configs(given, H200)) == 4
             assert len(rnn.FWD.tapes(replace(given, training=True), H200)) == count
 
 
 def test_a_refusal_of_every_algorithm_is_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rnn, "_spaces", lambda *_: "no such kernel")
     assert rnn.FWD.supports(problem("rnn_fwd"), H200) == (False, "no such kernel")
+
+
+@pytest.mark.parametrize("hidden", [32, 128, 1024])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_no_guess_has_a_network_compiled(hidden: int, batch: int) -> None:
+    for dtype, candidate in (("f16", rnn.FWD), ("f32", rnn.FWD_TF32)):
+        given = parse(f"rnn_fwd:{dtype}:t50b{batch}i64h{hidden}l1:lstm:uni:linear")
+        assert isinstance(given, RnnProblem)
+        slowest = max(rnn.ALGORITHMS[1:], key=lambda each: candidate.estimate(given, each, H200))
+        assert slowest == DYNAMIC
 
 
 # 64 bytes behind a multiple of 256: what is kept begins at the next one.
@@ -229,3 +240,47 @@ def test_the_calls_take_what_the_header_says(kind: str, align: int, monkeypatch:
         assert ("cuMemcpyDtoDAsync", at["kept"], at["tape"], 400, 0) in copied
         assert ("cuMemsetD8Async", at["dw"], 0, given.parameters.size_elems * 4, 0) in copied
     assert candidate.workspace_bytes(given, config, H200) == parts.end >= (2000 if kind else 1000)
+
+
+@pytest.mark.parametrize("config", rnn.ALGORITHMS, ids=str)
+@pytest.mark.parametrize("op", ["rnn_fwd", "rnn_bwd"])
+def test_the_dynamic_algorithm_is_compiled_once_it_is_described(
+    op: str, config: rnn.Algorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rnn, "_spaces", lambda *_: SPACES)
+    monkeypatch.setattr(rnn, "handle", lambda device: _Handle())
+    called = []
+
+    def noted(name: str, *arguments: Any) -> None:
+        called.append((name, arguments))
+        if name == "cudnnBuildRNNDynamic":
+            assert len(arguments) == len(function(name).argtypes)  # type: ignore[attr-defined]
+        else:
+            call(name, *arguments)
+
+    monkeypatch.setattr(rnn, "call", noted)
+    given = parse(f"{op}:f16:t3b2i4h5l2:lstm:bi:linear" + (f":tape100/cudnn/rnn/{config}" if op == "rnn_bwd" else ""))
+    rnn.FWD.prepare(given, config, H200)  # type: ignore[arg-type]
+    (described,) = (arguments[0] for name, arguments in called if name == "cudnnSetRNNDescriptor_v8")
+    built = [("cudnnBuildRNNDynamic", (_Handle.address, described, 2))]
+    assert called[0][0] == "cudnnSetRNNDescriptor_v8"
+    assert [each for each in called if each[0] == built[0][0]] == (built if config == DYNAMIC else [])
+
+
+def test_what_cannot_be_compiled_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without NVRTC, or of a network that has no such kernel."""
+    monkeypatch.setattr(rnn, "_spaces", lambda *_: SPACES)
+    monkeypatch.setattr(rnn, "handle", lambda device: _Handle())
+    real = rnn.call
+
+    def refused(name: str, *arguments: Any) -> None:
+        if name == "cudnnBuildRNNDynamic":
+            raise StatusError(f"{name} -> CUDNN_STATUS_NOT_SUPPORTED (3000)", Status.NOT_SUPPORTED)
+        real(name, *arguments)
+
+    monkeypatch.setattr(rnn, "call", refused)
+    given = parse("rnn_fwd:f16:t3b2i4h5l2:lstm:bi:linear")
+    with pytest.raises(StatusError, match=r"cudnnBuildRNNDynamic.*NOT_SUPPORTED.*; rnn_fwd:f16:t3b2i4h5l2") as caught:
+        rnn.FWD.prepare(given, DYNAMIC, H200)  # type: ignore[arg-type]
+    assert caught.value.kind == Status.NOT_SUPPORTED
+    assert rnn.FWD.prepare(given, rnn.STANDARD, H200)  # type: ignore[arg-type]

@@ -290,5 +290,6 @@ def assert_near(
         elements = used.values()
         strides = tuple(elements.itemsize * stride for stride in operand.strides)
         found = np.lib.stride_tricks.as_strided(elements, operand.shape, strides)
-        fault = tolerance.fault(problem, candidate, found, expected[operand.name])
+        roundings = candidate.roundings(problem, device)
+        fault = tolerance.fault(problem, candidate, found, expected[operand.name], roundings=roundings)
         assert not fault, f"{candidate.id}, {config}, {operand.name}: {fault}"

@@ -79,6 +79,12 @@ def _narrow_bf16(value: float) -> int:
 _NARROW = {"f16": _narrow_f16, "bf16": _narrow_bf16}
 
 
+def _to_tf32(values: np.ndarray | float) -> np.ndarray:
+    """Rounded to the nearest with ten bits of fraction, away from zero where two are as near."""
+    bits = np.atleast_1d(np.asarray(values, np.float32)).view(np.uint32)
+    return (bits + np.uint32(0x1000) & np.uint32(0xFFFFE000)).view(np.float32).astype(float)
+
+
 def _unpack(dtype: str) -> Callable:
     of = _VALUES[dtype]
     return lambda word: (of[word & 0xFFFF], of[word >> 16])
@@ -131,7 +137,8 @@ class Words:
     """Stands in for `ptx`, `ptx_tile` and `ptx_matrix` at once; what it does is done by the threads of a block."""
 
     WORD = staticmethod(lambda value: int(value) & 0xFFFFFFFF)
-    inline = pointer = words_of = word_of = to_tf32 = computed_here = staticmethod(_same)
+    inline = pointer = words_of = word_of = computed_here = staticmethod(_same)
+    to_tf32 = staticmethod(lambda value: _to_tf32(value).item())
     divided, split, shift_left = map(staticmethod, (_divided, _split, _shift_left))
     float_of, sandwich = map(staticmethod, (float_of, _sandwich))
     record = staticmethod(lambda fields, bits: fields)
@@ -141,6 +148,7 @@ class Words:
     address = staticmethod(lambda base, index: (base, index))
     zeros = staticmethod(lambda count: lambda: (0.0,) * count)
     part = staticmethod(lambda count, first, size: lambda values: values[first : first + size])
+    to_array = staticmethod(lambda count: lambda array, values: array.__setitem__(slice(count), values))
 
     def __init__(self, block: Block) -> None:
         self._block = block
@@ -305,12 +313,12 @@ class Words:
         store = self._collective(f"floats {places} {count}", compute)
         return lambda address, sums: store((address, sums))
 
-    def multiply_tile(self, dtype: str, tiles_m: int, tiles_n: int) -> Callable:
+    def multiply_tile(self, dtype: str, tiles_m: int, tiles_n: int, rounded_before: bool = False) -> Callable:
         """By the tables of PTX: lane 4g + t has of a rows g and g + 8, of b column g, of k what t says."""
 
         def compute(brought: list[tuple]) -> list[tuple]:
             c, a, b = zip(*brought, strict=True)
-            a, b = _factors(a, dtype), _factors(b, dtype)
+            a, b = _factors(a, dtype, rounded_before), _factors(b, dtype, rounded_before)
             width = a.shape[1] // (4 * tiles_m)  # of k in a word
             a = a.reshape(8, 4, tiles_m, 2, 2, width).transpose(2, 4, 0, 3, 1, 5).reshape(tiles_m, 16, 8 * width)
             b = b.reshape(8, 4, tiles_n, 2, width).transpose(2, 3, 1, 4, 0).reshape(tiles_n, 8 * width, 8)
@@ -323,14 +331,17 @@ class Words:
         return lambda sums, words_a, words_b: multiply((sums, words_a, words_b))
 
     def _multiply(self, dtype: str) -> Callable:
-        multiply = self.multiply_tile(dtype, 1, 1)
+        multiply = self.multiply_tile(dtype, 1, 1, True)
         return lambda a, b, c: multiply(c, a, b)
 
 
-def _factors(words: Sequence[Sequence[Word]], dtype: str) -> np.ndarray:
+def _factors(words: Sequence[Sequence[Word]], dtype: str, rounded_before: bool) -> np.ndarray:
     """The elements that words hold, a row a lane."""
     if dtype == "tf32":
-        return np.array(words, float)
+        given = np.array(words, float)
+        rounded = _to_tf32(given)
+        assert not rounded_before or np.array_equal(given, rounded, equal_nan=True), "multiplies what is no TF32"
+        return rounded
     return np.array(words, np.uint32).view(NUMPY_DTYPE[dtype]).astype(float)
 
 

@@ -17,7 +17,9 @@ from guarded import values
 from libraries import library
 
 import nbdnn.kernels.cuda
+from nbdnn.candidate import NoConfig
 from nbdnn.kernels.cuda.launch import chained
+from nbdnn.kernels.cuda.rnn_product import Kind, product_kernel
 from nbdnn.problem import ITEMSIZE, parse
 from nbdnn.problem_rnn import RnnProblem
 
@@ -30,6 +32,7 @@ NETWORKS = (
     "bf16:t9b3i96h96l1:rnn_tanh:uni:skip",
     "f64:t9b3i7h9l2:gru:bi:linear:a8",
     "f32:t20000b200i32h600l1:rnn_relu:uni:linear",  # 64-bit integers
+    "f16:t9b7i33h35l2:gru:bi:linear",
 )
 
 
@@ -72,6 +75,36 @@ def _load_shared(words: Any):
     return of
 
 
+def _load(words: Any):
+    def of(dtype: str, lanes: int):
+        def load(array: list, place: int, base: Memory, index: int) -> None:
+            if lanes == 1:
+                array[place] = words.WIDEN[dtype](base[index])
+            elif dtype == "f32":
+                array[place : place + lanes] = words.LOAD[lanes](base, index)
+            else:
+                found = words.LOAD[lanes // 2](base, index)
+                array[place : place + lanes] = [value for word in found for value in words.UNPACK[dtype](word)]
+
+        return load
+
+    return of
+
+
+def _store(words: Any):
+    def of(dtype: str, lanes: int):
+        def store(base: Memory, index: int, array: list, place: int) -> None:
+            values = array[place : place + lanes]
+            if dtype == "f32":
+                words.STORE[lanes](base, index, values)
+            else:
+                words.STORE[lanes // 2](base, index, words.PACK[dtype](*values))
+
+        return store
+
+    return of
+
+
 def _exp2(x: float) -> float:
     return 2.0**x if x < 128 else math.inf
 
@@ -102,7 +135,9 @@ def run(problem: RnnProblem, candidate: Any, config: Any, monkeypatch: pytest.Mo
     """All launches in plain Python, thread by thread; the outputs are the reference's."""
     block = emulated_ptx.install(monkeypatch)
     package = nbdnn.kernels.cuda.__dict__
-    monkeypatch.setitem(package, "ptx_local", SimpleNamespace(load_shared=_load_shared(package["ptx"])))
+    words = package["ptx"]
+    local = SimpleNamespace(load_shared=_load_shared(words), load=_load(words), store=_store(words))
+    monkeypatch.setitem(package, "ptx_local", local)
     monkeypatch.setitem(package, "ptx_rnn", WORDS)
     monkeypatch.setitem(package, "ptx_cluster", SimpleNamespace())  # one block at a time has none
     emulated.assert_near(candidate, problem, config, values(problem, "normal"), H200, block)
@@ -129,3 +164,42 @@ def test_kernels_compute_what_the_reference_does(op: str, text: str, monkeypatch
             run(problem, candidate, config, monkeypatch)
             if op == "rnn_fwd":
                 run(replace(problem, training=True), candidate, config, monkeypatch)
+
+
+# Several tiles and stages of products; loaded four elements at once, one by one, and as the operand allows.
+MATRICES = (
+    "f16:t3b7i20h24l2:gru:bi:linear",
+    "bf16:t3b6i19h23l2:gru:bi:linear",
+    "f16:t3b6i8h68l1:rnn_tanh:uni:linear:a4",
+)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("text", MATRICES)
+def test_matrix_units_multiply_what_is_16_bits(op: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse(f"{op}:{text}")
+    assert isinstance(problem, RnnProblem)
+    run(replace(problem, training=op == "rnn_fwd"), CANDIDATES[op][-1], NoConfig(), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("text", "roundings", "matrix"),
+    [
+        ("rnn_fwd:f16:t3b2i4h8l1:lstm:uni:linear", 1, True),
+        ("rnn_fwd:bf16:t3b2i4h8l2:lstm:uni:linear", 2, True),
+        ("rnn_bwd:f16:t3b2i4h8l1:lstm:uni:linear", 2, True),
+        ("rnn_bwd:f32:t3b2i4h8l2:lstm:uni:linear", 1, False),
+        ("rnn_bwd:f64:t3b2i4h8l2:lstm:uni:linear", 1, False),
+    ],
+)
+def test_nothing_but_16_bits_is_rounded_to_tf32(text: str, roundings: int, matrix: bool) -> None:
+    problem = parse(text)
+    for device in (H200, replace(H200, capability=(7, 5))):
+        new_enough = device == H200
+        for candidate in CANDIDATES[problem.op]:
+            if not candidate.supports(problem, device).ok:
+                continue
+            assert candidate.roundings(problem, device) == (roundings if new_enough else 1)
+            launches = candidate.launches(problem, candidate.configs(problem, device)[0], device)
+            kinds = [each.source.specialised_on for each in launches if each.source.builder is product_kernel]
+            assert kinds and {Kind(*kind).matrix for kind in kinds} == {matrix and new_enough}

@@ -201,12 +201,15 @@ def _word_places(side: Side) -> tuple[tuple[int, int], ...]:
 
 
 @cache
-def stage_products(a: Side, b: Side):
-    """Device function (sums, lane's address of a, of b) -> the sums with the products of a stage added."""
+def stage_products(a: Side, b: Side, rounded_before: bool = False):
+    """Device function (sums, lane's address of a, of b) -> the sums with the products of a stage added.
+
+    rounded_before: what lies in shared memory as TF32 is TF32 already.
+    """
     from nbdnn.kernels.cuda import ptx, ptx_matrix
 
     load_a, load_b, steps = fragments(a), fragments(b), a.k_bytes // _STEP_BYTES
-    multiply = ptx_matrix.multiply_tile(a.dtype, a.warp_extent // 16, b.warp_extent // 8)
+    multiply = ptx_matrix.multiply_tile(a.dtype, a.warp_extent // 16, b.warp_extent // 8, rounded_before)
 
     @ptx.inline
     def products(sums, a_at, b_at):

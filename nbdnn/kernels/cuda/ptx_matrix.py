@@ -90,17 +90,17 @@ def store_floats_at(places: Places, count: int):
 
 
 @cache
-def multiply_tile(dtype: str, tiles_m: int, tiles_n: int):
+def multiply_tile(dtype: str, tiles_m: int, tiles_n: int, rounded_before: bool = False):
     """Intrinsic (sums, a, b): each of tiles_m a (16 rows) with each of tiles_n b (8 columns), added to the sums.
 
-    A tuple of each: 4 words an a, 2 words a b, 4 sums a pair, those of the first a first. Values of TF32 are rounded
-    to nearest here: the instruction would cut them off.
+    A tuple of each: 4 words an a, 2 words a b, 4 sums a pair, those of the first a first. Values of TF32 that were not
+    rounded before are rounded to nearest here: the instruction would cut them off.
     """
     sums = types.UniTuple(types.float32, 4 * tiles_m * tiles_n)
     words_a, words_b = types.UniTuple(types.uint32, 4 * tiles_m), types.UniTuple(types.uint32, 2 * tiles_n)
 
     def rounded(builder, words):
-        if dtype != "tf32":
+        if dtype != "tf32" or rounded_before:
             return words
         return [asm(builder, I32, "cvt.rna.tf32.f32 $0, $1;", "=r,f", [builder.bitcast(word, F32)]) for word in words]
 
@@ -134,6 +134,23 @@ def zeros(count: int):
         return signature(types.UniTuple(types.float32, count)), codegen
 
     return zero
+
+
+@cache
+def to_array(count: int):
+    """Intrinsic (array, values): a tuple of float32 to a local array."""
+
+    @intrinsic
+    def spread(typingctx, array, values):
+        def codegen(context, builder, sig, args):
+            data = context.make_array(sig.args[0])(context, builder, args[0]).data
+            for i, value in enumerate(unpacked(builder, args[1], count)):
+                builder.store(value, builder.gep(data, [I32(i)]))
+            return context.get_dummy_value()
+
+        return signature(types.none, array, types.UniTuple(types.float32, count)), codegen
+
+    return spread
 
 
 @cache

@@ -5,7 +5,8 @@
 
 Products over all steps: `rnn_product.py`; steps: `rnn_steps.py`. Every mode, direction, depth and dtype; R comes from
 cache once a step for every four images, and a launch takes 2 to 3 us: what is kept on the chip over all steps is
-`rnn_persistent.py`. Sums in float32 (float64), in one order. Supports everything, and ends the lists. Source: own.
+`rnn_persistent.py`. Sums in float32 (float64), in one order; products over all steps of 16-bit networks round what is
+float32 between layers to TF32. Supports everything, and ends the lists. Source: own.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class Direct(LaunchedCandidate[NoConfig]):
     def supports(self, problem: RnnProblem, device: Gpu) -> Support:
         return YES
 
+    def roundings(self, problem: RnnProblem, device: Gpu) -> int:
+        return rnn_layers.roundings(problem, device)
+
     def workspace_bytes(self, problem: RnnProblem, config: NoConfig, device: Gpu) -> int:
         memory = ForwardMemory(problem, True) if self.op == "rnn_fwd" else rnn_layers.gradient_memory(problem, device)
         return memory.workspace.size_bytes
@@ -50,7 +54,7 @@ class Direct(LaunchedCandidate[NoConfig]):
         if self.op == "rnn_fwd":
             memory = ForwardMemory(problem, True)
             for layer in range(problem.layers):
-                found += [rnn_layers.sums(problem, memory, layer), *_steps(problem, memory, layer)]
+                found += [rnn_layers.sums(problem, memory, layer, device), *_steps(problem, memory, layer)]
             return found
         gradient = rnn_layers.gradient_memory(problem, device)
         for layer in reversed(range(problem.layers)):

@@ -14,7 +14,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import rnn_parts, rnn_product, rnn_records
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import NULL, Launch
-from nbdnn.kernels.cuda.peaks import fma_flops_per_s
+from nbdnn.kernels.cuda.peaks import fma_flops_per_s, tensor_flops_per_s
 from nbdnn.kernels.cuda.rnn_plan import (
     RECORD,
     ForwardMemory,
@@ -23,17 +23,34 @@ from nbdnn.kernels.cuda.rnn_plan import (
     index_bits,
     weights,
 )
-from nbdnn.kernels.cuda.rnn_product import STAGE_K, TILE, Fields, Kind
+from nbdnn.kernels.cuda.rnn_product import Fields, Kind
+from nbdnn.kernels.cuda.rnn_product_tile import RUN, STAGE_K, THREADS, TILE
+from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_rnn import RnnProblem
 
 LAUNCH_US = 3.0
 _BLOCKS_OF_SM = 3  # of a product, that shall be there at least where its sums can be split
 _LEAST_STAGES = 8  # of a part
 _SHARE_OF_FMA = 0.4  # of the FMA units' rate, that products reach
+_SHARE_OF_MATRIX = 0.11  # of the matrix units' rate in TF32: a guess, 60 TFLOP/s on an H200
+_FIRST_CAPABILITY = (8, 0)  # whose matrix units know TF32
+_QUAD = 4  # elements that are loaded at once
 _NO_FIELDS = Fields(*[0] * len(Fields._fields))
 
 
-def sums(problem: RnnProblem, memory: ForwardMemory, layer: int) -> Launch:
+def on_matrix_units(problem: RnnProblem, device: Gpu) -> bool:
+    """Whether products are of TF32: their 16-bit factors are exact in it, and nobody else may have it."""
+    return ITEMSIZE[problem.dtype] == 2 and device.capability >= _FIRST_CAPABILITY
+
+
+def roundings(problem: RnnProblem, device: Gpu) -> int:
+    """Factors that are neither operands nor what they were multiplied to are rounded on their way: to 10 bits, which
+    is what float16 has, and 3 more than bfloat16."""
+    between = problem.op == "rnn_bwd" or problem.layers > 1
+    return 2 if between and on_matrix_units(problem, device) else 1
+
+
+def sums(problem: RnnProblem, memory: ForwardMemory, layer: int, device: Gpu) -> Launch:
     """W x of every step and gate, with the biases."""
     w, x, gates = weights(problem, layer), memory.inputs(layer), problem.parameters.gates
     width, n, skip = problem.parameters.inputs_of(layer), gates * problem.hidden, w.input < 0
@@ -57,7 +74,7 @@ def sums(problem: RnnProblem, memory: ForwardMemory, layer: int) -> Launch:
         both=2 * problem.hidden if problem.mode == "gru" else n,
         hidden=problem.hidden,
     )
-    kind = _kind(problem, "sums", x.dtype, problem.dtype, problem.compute, skip=skip)
+    kind = _kind(problem, device, "sums", (x.dtype, problem.dtype, problem.compute))._replace(skip=skip)
     pointers = (x.pointer, memory.operand("w").pointer, NULL, memory.sums.pointer)
     return _product(problem, kind, fields, pointers, problem.directions)
 
@@ -68,10 +85,10 @@ def gradient_memory(problem: RnnProblem, device: Gpu) -> GradientMemory:
 
 def after_steps_back(problem: RnnProblem, memory: GradientMemory, layer: int, device: Gpu) -> list[Launch]:
     """What follows from the gradients of a layer's gates: those of its inputs and its parameters."""
-    return [_inputs(problem, memory, layer), *_parameters(problem, memory, layer, _parts_of(problem, device))]
+    return [_inputs(problem, memory, layer, device), *_parameters(problem, memory, layer, device)]
 
 
-def _inputs(problem: RnnProblem, memory: GradientMemory, layer: int) -> Launch:
+def _inputs(problem: RnnProblem, memory: GradientMemory, layer: int, device: Gpu) -> Launch:
     """The gradient of a layer's inputs, of both directions."""
     w, dx, gates = weights(problem, layer), memory.of_inputs(layer), problem.parameters.gates
     width, record = problem.parameters.inputs_of(layer), RECORD[problem.mode] * problem.hidden
@@ -97,13 +114,14 @@ def _inputs(problem: RnnProblem, memory: GradientMemory, layer: int) -> Launch:
         out_first=dx.first,
         out_m=width,
     )
-    kind = _kind(problem, "inputs", problem.compute, problem.dtype, dx.dtype)
+    kind = _kind(problem, device, "inputs", (problem.compute, problem.dtype, dx.dtype))
     pointers = (memory.records.pointer, memory.operand("w").pointer, NULL, dx.pointer)
     return _product(problem, kind, fields, pointers, 1)
 
 
-def _parameters(problem: RnnProblem, memory: GradientMemory, layer: int, parts: int) -> list[Launch]:
+def _parameters(problem: RnnProblem, memory: GradientMemory, layer: int, device: Gpu) -> list[Launch]:
     """The gradients of W, R and their biases."""
+    parts = _parts_of(problem, device)
     w, x, hidden = weights(problem, layer), memory.inputs(layer), problem.hidden
     width, directions = problem.parameters.inputs_of(layer), problem.directions
     inputs_columns = 0 if w.input < 0 else width
@@ -111,28 +129,30 @@ def _parameters(problem: RnnProblem, memory: GradientMemory, layer: int, parts: 
     out = memory.outputs_on_tape(layer)
     state = memory.state("hx", layer)
     of_h = {"b_first": out.first, "b_direction": hidden, "b_k": directions * hidden}
-    found = []
+    kind, found = _kind(problem, device, "parameters", (problem.compute, "", problem.compute)), []
     for columns, b, where, states in ((inputs_columns, x, of_x, False), (hidden, out, of_h, True)):
         matrix, bias = (w.recurrent, w.recurrent_bias) if states else (max(w.input, 0), w.input_bias)
-        found.append(_parts(problem, memory, b, columns, where, state if states else None, parts))
+        of_b = kind._replace(b_dtype=b.dtype, states=states)
+        pointers = (memory.records.pointer, b.pointer, state.pointer if states else NULL, memory.parts.pointer)
+        fields = _part_fields(problem, memory, columns, where, state if states else None, parts)
+        found.append(_product(problem, of_b, fields, pointers, problem.directions, parts))
         found.append(_added(problem, memory, columns, parts, (matrix, w.next_matrices, bias, w.next_biases)))
     return found
 
 
-def _parts(
+def _part_fields(
     problem: RnnProblem,
     memory: GradientMemory,
-    b: Place,
     columns: int,
     where: dict[str, int],
     state: Place | None,
     parts: int,
-) -> Launch:
-    """Parts of the sums over rows of a gate's gradient times b, or times the states that steps began with."""
+) -> Fields:
+    """Of parts of the sums over rows of a gate's gradient times b, or times the states that steps began with."""
     hidden, gates = problem.hidden, problem.parameters.gates
     m, record = gates * hidden, RECORD[problem.mode] * hidden
     part = m * (columns + 1)
-    fields = _NO_FIELDS._replace(
+    return _NO_FIELDS._replace(
         m=m,
         n=columns,
         k=memory.rows,
@@ -154,9 +174,6 @@ def _parts(
         state_direction=problem.batch * hidden,
         **where,
     )
-    kind = _kind(problem, "parameters", problem.compute, b.dtype, problem.compute, states=state is not None)
-    pointers = (memory.records.pointer, b.pointer, state.pointer if state else NULL, memory.parts.pointer)
-    return _product(problem, kind, fields, pointers, problem.directions, parts)
 
 
 def _added(
@@ -214,25 +231,51 @@ def products_us(problem: RnnProblem, device: Gpu) -> float:
     columns = widths if forward else 2 * widths + problem.layers * problem.hidden
     flops = 2 * problem.steps * problem.batch * problem.directions * parameters.gates * problem.hidden * columns
     launches = problem.layers * (1 if forward else 6)
-    return launches * LAUNCH_US + flops / (_SHARE_OF_FMA * fma_flops_per_s(device, problem.compute)) * 1e6
+    if on_matrix_units(problem, device):
+        flops_per_s = _SHARE_OF_MATRIX * tensor_flops_per_s(device, "f32", tf32=True)
+    else:
+        flops_per_s = _SHARE_OF_FMA * fma_flops_per_s(device, problem.compute)
+    return launches * LAUNCH_US + flops / flops_per_s * 1e6
 
 
-def _kind(
-    problem: RnnProblem, form: str, a: str, b: str, out: str, *, skip: bool = False, states: bool = False
-) -> Kind:  # fmt: skip
-    return Kind(form, a, b, out, problem.dtype, skip, states, 1, index_bits(problem))
+def _kind(problem: RnnProblem, device: Gpu, form: str, dtypes: tuple[str, str, str]) -> Kind:
+    """dtypes: of A, B and C. Elements are loaded and stored one by one."""
+    bits, matrix = index_bits(problem), on_matrix_units(problem, device)
+    return Kind(form, *dtypes, problem.dtype, False, False, matrix, 1, 1, 1, bits)
 
 
 def _product(
     problem: RnnProblem, kind: Kind, fields: Fields, pointers: tuple[int, ...], directions: int, parts: int = 1
 ) -> Launch:
-    """Four elements are stored at once where everything in C is a multiple of that."""
-    tiles_n = max(1, ceil(fields.n / TILE))
-    multiples = (fields.n, fields.out_first, fields.out_direction, fields.out_part, fields.out_m)
-    aligned = problem.align % 16 == 0 or pointers[3] < NULL
-    if kind.out_dtype == "f32" and aligned and fields.n and not any(each % 4 for each in multiples):
-        kind = kind._replace(words=4)
-    fields = fields._replace(tiles_n=tiles_n)
-    source = Source(rnn_product.product_kernel, kind, rnn_product.THREADS)
-    grid = (ceil(fields.m / TILE) * tiles_n, directions, parts)
+    kind = _at_once(problem, kind, fields, pointers)
+    fields = fields._replace(tiles_n=max(1, ceil(fields.n / TILE)))
+    source = Source(rnn_product.product_kernel, kind, THREADS)
+    grid = (ceil(fields.m / TILE) * fields.tiles_n, directions, parts)
     return Launch(source, grid, pointers, "", fields, kind.bits)
+
+
+def _at_once(problem: RnnProblem, kind: Kind, f: Fields, pointers: tuple[int, ...]) -> Kind:
+    """With neighbours stored at once, and loaded at once for matrix units, where all begin at multiples of that."""
+
+    def fits(count: int, extent: int, dtypes: dict[int, str], *places: int) -> bool:
+        """dtypes: of the memory behind each pointer. The workspace is aligned to more than anybody asks for."""
+        of_operands = [ITEMSIZE[dtype] for pointer, dtype in dtypes.items() if pointer >= 0]
+        aligned = all(problem.align % (count * size_bytes) == 0 for size_bytes in of_operands)
+        return aligned and extent > 0 and not any(each % count for each in (extent, *places))
+
+    a, b, state, out = pointers
+    run, of_c = RUN[kind.matrix], (f.out_first, f.out_direction, f.out_part, f.out_m)
+    if (kind.matrix or kind.out_dtype == "f32") and fits(run, f.n, {out: kind.out_dtype}, *of_c):
+        kind = kind._replace(words=run)
+    if not kind.matrix:
+        return kind
+    extent, step = (f.k, f.a_m) if kind.a.along_k else (f.m, f.a_k)
+    of_a = (f.a_first, f.a_direction, f.a_segment, step, f.jump_at, f.a_jump)
+    if fits(_QUAD, extent, {a: kind.a_dtype}, *of_a):
+        kind = kind._replace(a_lanes=_QUAD)
+    extent, step = (f.k, f.b_n) if kind.b.along_k else (f.n, f.b_k)
+    of_b = (f.b_first, f.b_direction, f.b_segment, step)
+    of_state = (f.hidden, f.state_first, f.state_direction) if kind.states else ()
+    if fits(_QUAD, extent, {b: kind.b_dtype, state: kind.state_dtype}, *of_b, *of_state):
+        kind = kind._replace(b_lanes=_QUAD)
+    return kind

@@ -12,8 +12,8 @@ steps ahead, each thread its own. Images are independent: blocks take one each w
 What bounds it is the chain of a step. On an H200 it took 280 cycles, and for each warp of a scheduler 96 more beside
 its multiply-adds, of which a multiprocessor has G H^2 / 128 cycles (G gates; a cluster shares them): 0.21 us with 32
 units, 0.31 with 64, 0.46 with 96 (LSTM). The barrier of a cluster adds 0.3 us: 0.61 us with 128.
-Sums in float32, in one order: a thread's, then by exchanges. Source: own; weights that stay: Diamos et al., Persistent
-RNNs (ICML 2016).
+Sums in float32, in one order: a thread's, then by exchanges; those of inputs as `rnn_product.py` says. Source: own;
+weights that stay: Diamos et al., Persistent RNNs (ICML 2016).
 """
 
 from __future__ import annotations
@@ -266,6 +266,9 @@ class Persistent(LaunchedCandidate[Config]):
     def configs(self, problem: RnnProblem, device: Gpu) -> tuple[Config, ...]:
         return plan.configs(problem, device, _LANES, _layout)
 
+    def roundings(self, problem: RnnProblem, device: Gpu) -> int:
+        return rnn_layers.roundings(problem, device)
+
     def workspace_bytes(self, problem: RnnProblem, config: Config, device: Gpu) -> int:
         return ForwardMemory(problem, False).workspace.size_bytes
 
@@ -277,7 +280,7 @@ class Persistent(LaunchedCandidate[Config]):
     def launches(self, problem: RnnProblem, config: Config, device: Gpu) -> list[Launch]:
         memory, found = ForwardMemory(problem, False), list[Launch]()
         for layer in range(problem.layers):
-            found += [rnn_layers.sums(problem, memory, layer), _steps(problem, memory, layer, config)]
+            found += [rnn_layers.sums(problem, memory, layer, device), _steps(problem, memory, layer, config)]
         return found
 
 

@@ -7,7 +7,8 @@
 A step: what a gate's gradient is a multiple of is there (`rnn_records.py`), so thread (unit, gate) multiplies and
 stores its gradient, in place and to the other buffer of every block of the cluster; one barrier; R^T db, 4 sums a
 thread, and exchanges that leave unit j's in the threads s % 4 = j: thread s goes on as gate s / 4 % 4. The records are
-copied to shared memory some steps ahead, each thread its own. dx, dW and dR are products over all steps afterwards.
+copied to shared memory some steps ahead, each thread its own. dx, dW and dR are products over all steps afterwards
+(`rnn_product.py`: of 16-bit networks on matrix units, where records are rounded to TF32).
 
 What bounds it is the chain of a step, as in `rnn_persistent.py`: on an H200 0.21 us with 32 units, 0.33 with 64, 0.51
 with 96, and 0.71 in clusters of four with 128 (LSTM). Sums in float32, in one order. Source: own.
@@ -267,6 +268,9 @@ class PersistentGradient(LaunchedCandidate[Config]):
 
     def configs(self, problem: RnnProblem, device: Gpu) -> tuple[Config, ...]:
         return plan.configs(problem, device, _LANES, _layout)
+
+    def roundings(self, problem: RnnProblem, device: Gpu) -> int:
+        return rnn_layers.roundings(problem, device)
 
     def workspace_bytes(self, problem: RnnProblem, config: Config, device: Gpu) -> int:
         return rnn_layers.gradient_memory(problem, device).workspace.size_bytes
