@@ -27,7 +27,7 @@ from nbdnn.kernels.cuda.quads import QUAD
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_dropout import BLOCK_ELEMS, DropoutProblem
 
-_THREADS, _MIN_BLOCKS = 256, 4
+_THREADS, _FEW_THREADS, _MIN_BLOCKS = 256, 64, 4  # of a block; where there are fewer blocks than multiprocessors
 _RUN = 8  # elements of a byte of the mask
 # Of blocks that a multiprocessor holds: beyond these a thread that draws takes several runs, whose rounds have the same
 # keys; one that only reads a mask takes one run, in the order of memory (float32, 2^25 elements, H200: 68 us, not 70).
@@ -38,11 +38,13 @@ _MOST_ELEMENTS = 2**31 - _RUN * _THREADS * 4096  # a run beyond the last is stil
 
 
 class _Variant(NamedTuple):
-    """What a kernel is compiled for. vectors: every run but the last is loaded and stored as two quads."""
+    """What a kernel is compiled for. vectors: every run but the last is loaded and stored as two quads. threads: of a
+    block."""
 
     dtype: str
     forward: bool
     vectors: bool
+    threads: int
 
 
 class _Fields(NamedTuple):
@@ -57,7 +59,8 @@ def _kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_philox
 
     variant = _Variant(*specialised_on)
-    integer, word, wide, dtype = ptx.INTEGER[32], ptx.WORD, ptx.WIDE, variant.dtype
+    integer, word, wide = ptx.INTEGER[32], ptx.WORD, ptx.WIDE
+    dtype, threads = variant.dtype, variant.threads
     real, widen, narrow = ptx.REAL[DEFAULT_COMPUTE[dtype]], ptx.WIDEN[dtype], ptx.NARROW[dtype]
     by_vectors, drawn, conditions_of = variant.vectors, ptx_philox.drawn, ptx_philox.conditions_of
     load, store = _run(dtype) if by_vectors else (None, None)
@@ -100,7 +103,7 @@ def _kernel(*specialised_on):
             place = integer(place + 1)
 
     def forward(x, y, mask, state, threshold, scale, f):
-        run = integer(ptx.block_x() * _THREADS + ptx.thread_x())
+        run = integer(ptx.block_x() * threads + ptx.thread_x())
         first, keys = wide(state[1]), ptx_philox.keys(wide(state[0]))
         # A threshold has 33 bits: what is not below it is larger than one less.
         keeps_all, limit, factor = threshold == 0, word(wide(threshold) - wide(1)), real(scale)
@@ -125,7 +128,7 @@ def _kernel(*specialised_on):
             run = integer(run + f.step)
 
     def backward(dy, mask, dx, threshold, scale, f):
-        run = integer(ptx.block_x() * _THREADS + ptx.thread_x())
+        run = integer(ptx.block_x() * threads + ptx.thread_x())
         factor = real(scale)
         while run < f.runs:
             at, after, left = placed(run, f)
@@ -205,16 +208,17 @@ class Philox(LaunchedCandidate[NoConfig]):
     def launches(self, problem: DropoutProblem, config: NoConfig, device: Gpu) -> list[Launch]:
         forward, dtype = self.op == "dropout_fwd", problem.dtype
         runs = ceil(problem.elements / _RUN)
-        blocks = ceil(runs / _THREADS)
+        threads = _THREADS if runs >= _THREADS * device.sms else _FEW_THREADS
+        blocks = ceil(runs / threads)
         if forward:
             blocks = min(blocks, _WAVES * _MIN_BLOCKS * device.sms)
         vectors = dtype != "f64" and problem.align % _VECTOR_BYTES == 0
         main = Launch(
-            source=Source(_kernel, _Variant(dtype, forward, vectors), _THREADS, _MIN_BLOCKS),
+            source=Source(_kernel, _Variant(dtype, forward, vectors, threads), threads, _MIN_BLOCKS),
             grid=(blocks, 1, 1),
             pointers=(0, 1, 2, 3) if forward else (0, 1, 2),
             scalars="f64",
-            integers=_Fields(problem.elements, runs, blocks * _THREADS),
+            integers=_Fields(problem.elements, runs, blocks * threads),
         )
         if not forward:
             return [main]
