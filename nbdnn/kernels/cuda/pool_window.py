@@ -39,6 +39,7 @@ _MOST_LOADS = 160  # vectors that one tile loads
 _CROWDED = 80  # of them: 128 registers hold more on compute capability 9.0 alone
 _MOST_KEPT = 100  # values that a tile keeps by name: 104 were spilled
 _FEW_OUTPUTS, _FEW_LOADS = 24, 24  # of a tile: 80 registers hold them, else it gets 128
+_SMALL_OUTPUTS, _SMALL_LOADS = 4, 8  # of a tile that 32 registers hold: all blocks of a small image are there at once
 _MOST_VECTORS = 16  # of channels in a block: 256 bytes of a pixel
 _MOST_TILES_H = 4  # in a block, channels-last
 _CONFIGS = 6
@@ -329,7 +330,8 @@ class Window(LaunchedCandidate[Tile]):
         forward = self.op == "pool_fwd"
         finds = not forward and v.is_max
         many = finds or cost.outputs > _FEW_OUTPUTS or cost.loads > _FEW_LOADS
-        min_blocks = 1 if cost.loads > _CROWDED and device.capability[0] != 9 else 2 if many else 3
+        small = cost.outputs <= _SMALL_OUTPUTS and cost.loads <= _SMALL_LOADS
+        min_blocks = 1 if cost.loads > _CROWDED and device.capability[0] != 9 else 2 if many else 8 if small else 3
         return [
             Launch(
                 source=Source(_kernel, v, _THREADS, min_blocks),
