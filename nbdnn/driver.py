@@ -6,6 +6,7 @@ Array libraries use the primary context of a device as well, so their memory and
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -177,11 +178,14 @@ class Graph:
         driver = bindings()
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         call("cuStreamBeginCapture", stream, mode)
-        graph = None
+        graph, collects = None, gc.isenabled()
+        gc.disable()  # what garbage frees on the GPU would be part of what is captured, and end that
         try:
             record(int(stream))
         finally:
             status, graph = driver.cuStreamEndCapture(stream)
+            if collects:
+                gc.enable()
         if status:
             raise CudaError(f"cuStreamEndCapture: {_described(driver, status)}")
         self._stream = stream

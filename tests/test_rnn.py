@@ -365,13 +365,13 @@ def test_what_is_wrong_is_said(call: Any, error: type, says: str) -> None:
 def test_a_lstm_learns_to_copy() -> None:
     """One of 4 symbols is shown, then blanks; after the last of them the network has to say which it was. Plain
     gradient descent, on a linear read-out of the last output. A guess costs log(4) = 1.39."""
-    symbols, steps, batch = 4, 6, 16
+    symbols, steps, batch, rate = 4, 6, 64, np.float32(0.3)
     block = RNNBlock("float32", 16, 1, "lstm")
     rng = np.random.default_rng(0)
     w = rng.uniform(-0.25, 0.25, block.get_param_size([batch, symbols + 1])).astype(np.float32)
     readout = rng.uniform(-0.25, 0.25, (16, symbols)).astype(np.float32)
     losses = []
-    for _ in range(400):
+    for _ in range(1000):
         shown = rng.integers(symbols, size=batch)
         x = np.zeros((steps, batch, symbols + 1), np.float32)
         x[0, np.arange(batch), shown] = 1
@@ -385,8 +385,8 @@ def test_a_lstm_learns_to_copy() -> None:
         of_scores = shares / batch
         dy = np.zeros_like(y)
         dy[-1] = of_scores @ readout.T
-        readout -= 1.0 * y[-1].T @ of_scores
-        w -= 1.0 * block.grad(tape, dy)[0]
+        readout -= rate * (y[-1].T @ of_scores)
+        w -= rate * block.grad(tape, dy)[0]
     assert 1.2 < np.mean(losses[:5]) < 1.6
     assert np.mean(losses[-20:]) < 0.05
 

@@ -326,8 +326,12 @@ class Rnn(Candidate[Algorithm, Gpu]):
         approximates = problem.dtype == "f32" and problem.mode != "rnn_relu" and self.math != "tf32"
         if approximates or problem.dtype in ("bf16", "f64"):
             return (STANDARD,)
-        trains = problem.training or problem.op == "rnn_bwd"
-        return ALGORITHMS[1:] if trains and problem.hidden > _MOST_SMALL[problem.mode] else ALGORITHMS
+        refused = set()
+        if (problem.training or problem.op == "rnn_bwd") and problem.hidden > _MOST_SMALL[problem.mode]:
+            refused.add(RnnAlgo.PERSIST_STATIC_SMALL_H)
+        if problem.dtype == "f16" and problem.mode == "rnn_relu":
+            refused.add(RnnAlgo.PERSIST_DYNAMIC)  # its sums near 0 were of another sign (an H200)
+        return tuple(each for each in ALGORITHMS if each.value not in refused)
 
     def _spaces(self, problem: RnnProblem, config: Algorithm, device: Gpu) -> _Spaces | str:
         return _spaces(problem, device, config.value, self._math(problem))

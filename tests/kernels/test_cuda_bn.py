@@ -12,7 +12,6 @@ from libraries import library
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda import bn_held, bn_plan, bn_teams
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
-from nbdnn.kernels.cuda.launch import chained
 from nbdnn.kernels.cuda.peaks import shared_bytes
 from nbdnn.problem import parse
 
@@ -42,7 +41,7 @@ def test_kernels_stay_within_their_means(text: str, algorithm: str, arch: str) -
     if not candidate.supports(problem, device).ok:
         assert arch in ("sm_80", "sm_120") and algorithm in ("held", "teams")
         return
-    for launch in chained(candidate.launches(problem, candidate.configs(problem, device)[0], device), device):
+    for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
         kernel, source = compile_kernel(launch.source, arch), launch.source
         assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), source
         assert kernel.registers * source.threads * source.min_blocks <= 65536, source

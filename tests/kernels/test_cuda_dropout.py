@@ -9,7 +9,7 @@ from gpus import H200
 from libraries import library
 
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda.compile import compile_kernel
+from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import LaunchedCandidate, chained
 from nbdnn.problem import FAMILIES, parse
 
@@ -29,6 +29,19 @@ def test_kernels_stay_within_their_means(op: str, dtype: str) -> None:
             kernel = compile_kernel(launch.source, arch)
             assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{arch}: {kernel._replace(cubin=b'')}"
             assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536
+
+
+def test_the_state_advances_when_all_have_read_it() -> None:
+    """The second kernel is there early, and waits before it reads anything."""
+    library("numba_cuda")
+    problem = parse("dropout_fwd:f32:m65536")
+    (candidate,) = registry.candidates(problem.op, kind="cuda")
+    assert isinstance(candidate, LaunchedCandidate)
+    main, advance = chained(candidate.launches(problem, candidate.configs(problem, H200)[0], H200), H200)
+    assert (main.early, advance.early) == (False, True)
+    first, second = (ptx_text(launch.source, "sm_90a") for launch in (main, advance))
+    assert 0 < first.index("griddepcontrol.launch_dependents") < first.index("ld.global")
+    assert 0 < second.index("griddepcontrol.wait") < second.index("ld.global")
 
 
 def test_more_elements_than_an_int32_counts_are_refused() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from budget import device_of
 from emulated import result
 from emulated_ptx import Words, install
 from gpus import H200
@@ -19,7 +18,6 @@ from nbdnn.kernels.cuda import conv_fma_gemm, conv_fma_gemm_filter
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.fma_plan import Config
 from nbdnn.kernels.cuda.fma_tile import Tile
-from nbdnn.kernels.cuda.launch import chained
 from nbdnn.problem import parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
@@ -140,7 +138,7 @@ def test_a_multiprocessor_holds_its_threads(text: str, arch: str) -> None:
     problem = parse(text)
     candidate = CANDIDATES[problem.op]
     for config in candidate.configs(problem, H200):
-        for launch in chained(candidate.launches(problem, config, H200), device_of(arch)):
+        for launch in candidate.launches(problem, config, H200):
             kernel = compile_kernel(launch.source, arch)
             assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
             if launch.source.min_blocks > 1:

@@ -18,7 +18,7 @@ from libraries import library
 from nbdnn.device import Gpu
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda.compile import Source, compile_kernel, ptx_text
-from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, chained
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import shared_bytes
 from nbdnn.problem import parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem
@@ -60,7 +60,7 @@ def _launches(candidate: LaunchedCandidate) -> dict[Source, tuple[ConvProblem, L
 
 def _launches_of(candidate: LaunchedCandidate, problem: ConvProblem, device: Gpu) -> list[Launch]:
     configs = candidate.configs(problem, device) if candidate.supports(problem, device).ok else ()
-    return [launch for config in configs for launch in chained(candidate.launches(problem, config, device), device)]
+    return [launch for config in configs for launch in candidate.launches(problem, config, device)]
 
 
 def _device(arch: str) -> Gpu:

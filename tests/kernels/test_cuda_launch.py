@@ -171,18 +171,19 @@ def test_blocks_that_wait_for_each_other_are_launched_as_such(stand_in: StandIn)
     assert (len(stand_in.started), stand_in.cooperative, stand_in.clusters) == (2, [1], [])
 
 
-def test_launches_that_follow_another_begin_before_it_has_ended(stand_in: StandIn) -> None:
-    run = Program([launch(), launch(), launch(cooperative=True), launch()], H200)
+def test_a_launch_may_begin_before_the_one_before_has_ended(stand_in: StandIn) -> None:
+    run = Program([launch(), launch(early=True), launch()], H200)
     run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
-    assert (len(stand_in.started), stand_in.early, stand_in.cooperative) == (4, [1, 1], [1])
+    assert (len(stand_in.started), stand_in.early, stand_in.cooperative) == (3, [1], [])
 
 
-def test_only_launches_that_follow_another_are_chained() -> None:
-    assert chained([launch(), launch()._replace(grid=(0, 1, 1))], H200) == [launch()]
-    first, second = chained([launch(), launch()], H200)
-    assert first.source.chained and second.source.chained and (first.early, second.early) == (False, True)
+def test_an_early_launch_and_the_one_before_are_compiled_to_overlap() -> None:
+    empty = launch()._replace(grid=(0, 1, 1))
+    every = chained([launch(), empty, launch(early=True), launch()], H200)
+    assert [each.source.chained for each in every] == [True, True, False]
+    assert [each.early for each in every] == [False, True, False]
     for unable in (replace(H200, capability=(8, 9)), replace(H200, driver="12.2")):
-        assert chained([launch(), launch()], unable) == [launch(), launch()]
+        assert chained([launch(), launch(early=True)], unable) == [launch(), launch()]
 
 
 def test_wide_arguments(stand_in: StandIn) -> None:

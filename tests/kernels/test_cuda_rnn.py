@@ -18,7 +18,6 @@ from libraries import library
 
 import nbdnn.kernels.cuda
 from nbdnn.candidate import NoConfig
-from nbdnn.kernels.cuda.launch import chained
 from nbdnn.kernels.cuda.rnn_product import Kind, product_kernel
 from nbdnn.problem import ITEMSIZE, parse
 from nbdnn.problem_rnn import RnnProblem
@@ -42,7 +41,7 @@ def kernels(op: str, text: str, arch: str) -> None:
         if not candidate.supports(problem, device).ok:
             continue
         for config in candidate.configs(problem, device):
-            few = {each.source: each for each in chained(candidate.launches(problem, config, device), device)}
+            few = {launch.source: launch for launch in candidate.launches(problem, config, device)}
             for launch in few.values():
                 assert_lean(launch, problem, arch, f"{candidate.id}, {config}")
 

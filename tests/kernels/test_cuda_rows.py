@@ -6,13 +6,11 @@ import re
 from math import prod
 
 import pytest
-from budget import device_of
 from gpus import H200
 from libraries import library
 
 from nbdnn.kernels.cuda import conv_rows
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
-from nbdnn.kernels.cuda.launch import chained
 from nbdnn.kernels.cuda.peaks import blocks_at_once
 from nbdnn.kernels.cuda.rows_plan import FRACTION_BITS, Rows, lines, tile
 from nbdnn.kernels.cuda.window_plan import image
@@ -40,7 +38,7 @@ _EVERY = [
 def assert_within_budget(candidate: conv_rows.ByRows, problem: ConvProblem, arch: str) -> None:
     """No spills, no stack, no division of 64 bits, and registers for as many blocks as a config counts on."""
     for config in candidate.configs(problem, H200):
-        for launch in chained(candidate.launches(problem, config, H200), device_of(arch)):
+        for launch in candidate.launches(problem, config, H200):
             kernel, source = compile_kernel(launch.source, arch), launch.source
             assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{source}"
             assert kernel.registers * source.threads * source.min_blocks <= 65536

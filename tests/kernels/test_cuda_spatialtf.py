@@ -18,7 +18,6 @@ from libraries import library
 import nbdnn.kernels.cuda
 from nbdnn.kernels.cuda import spatialtf_gradient
 from nbdnn.kernels.cuda.compile import ptx_text
-from nbdnn.kernels.cuda.launch import chained
 from nbdnn.problem import FAMILIES, parse
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
@@ -41,7 +40,7 @@ GRIDS = "f32:n64:o224x224", "bf16:n3:o7x9"
 def kernels(op: str, text: str, arch: str) -> None:
     device, problem = device_of(arch), parse(f"{op}:{text}")
     for candidate in CANDIDATES[op]:
-        for launch in chained(candidate.launches(problem, candidate.configs(problem, device)[0], device), device):
+        for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
             kernel = assert_lean(launch, problem, arch, candidate.id)
             assert kernel.registers is None or kernel.registers <= 128, f"{arch}, {problem}, {kernel.registers}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from budget import device_of
 from emulated import result
 from emulated_ptx import install
 from gpus import H200
@@ -11,7 +10,6 @@ from libraries import library
 
 from nbdnn.kernels.cuda import conv_winograd, winograd_transforms
 from nbdnn.kernels.cuda.compile import compile_kernel
-from nbdnn.kernels.cuda.launch import chained
 from nbdnn.problem import parse
 
 CANDIDATES = (
@@ -69,7 +67,7 @@ library("numba_cuda")
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=lambda candidate: candidate.id)
 def test_a_tile_stays_in_registers(candidate, layout: str, arch: str) -> None:
     problem = parse(f"{candidate.op}:f32:n32c128h28w28:k128r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}")
-    for launch in chained(candidate.launches(problem, candidate.configs(problem, H200)[0], H200), device_of(arch)):
+    for launch in candidate.launches(problem, candidate.configs(problem, H200)[0], H200):
         if launch.source.threads == winograd_transforms.THREADS and launch.source.min_blocks == 1:
             kernel = compile_kernel(launch.source, arch)
             assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from budget import device_of
 from emulated import result
 from emulated_ptx import Words, install
 from gpus import H200
@@ -14,7 +13,6 @@ from libraries import library
 from nbdnn.kernels.cuda.compile import compile_kernel
 from nbdnn.kernels.cuda.conv_winograd_filter import BWD_FILTER, Config
 from nbdnn.kernels.cuda.fma_tile import Tile
-from nbdnn.kernels.cuda.launch import chained
 from nbdnn.problem import parse
 
 SHAPES = (
@@ -90,7 +88,7 @@ library("numba_cuda")
 @pytest.mark.parametrize("layout", ["nhwc", "nchw", "nhwc:a4"])
 def test_a_tile_stays_in_registers(layout: str, arch: str) -> None:
     problem = parse(f"conv_bwd_filter:f32:n32c128h28w28:k128r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}")
-    for launch in chained(BWD_FILTER.launches(problem, BWD_FILTER.configs(problem, H200)[0], H200), device_of(arch)):
+    for launch in BWD_FILTER.launches(problem, BWD_FILTER.configs(problem, H200)[0], H200):
         kernel = compile_kernel(launch.source, arch)
         assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
         assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536

@@ -78,7 +78,7 @@ class Source(NamedTuple):
     """What a kernel is compiled from.
 
     threads: of a block, at most. min_blocks: that shall fit on a multiprocessor at once, which bounds the registers.
-    chained: launched behind another kernel or before one, which may overlap; of compute capability 9.0.
+    chained: launched early, or before a launch that is, with which it may overlap; of compute capability 9.0.
     """
 
     builder: Builder

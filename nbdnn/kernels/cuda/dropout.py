@@ -9,8 +9,9 @@
 Its quads are neighbours; of float32 the first ones of a warp are side by side, and the second ones: a warp's load is of
 512 bytes in a row. Then two threads have half of two bytes of the mask each.
 
-The state is read by every thread; a second kernel advances it when all are done. Traffic: x and y once, an eighth of a
-byte an element of mask. Source: J. Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC11).
+The state is read by every thread; a second kernel, whose block is there by then, advances it when all are done.
+Traffic: x and y once, an eighth of a byte an element of mask. Source: J. Salmon et al., Parallel random numbers: as
+easy as 1, 2, 3 (SC11).
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ class Philox(LaunchedCandidate[NoConfig]):
         if not forward:
             return [main]
         source, integers = Source(_advance_kernel, (), 32), _Advance(problem.blocks)
-        return [main, Launch(source, (1, 1, 1), (3,), "", integers)]
+        return [main, Launch(source, (1, 1, 1), (3,), "", integers, early=True)]
 
 
 assert BLOCK_ELEMS * 2 == _RUN

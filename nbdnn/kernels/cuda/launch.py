@@ -43,7 +43,9 @@ class Launch(NamedTuple):
     scalars: the type of alpha and beta, 'f32' or 'f64'; '' where the kernel does not take them.
     cluster: blocks, neighbours in the grid, that run at once and reach each other's shared memory. maps: of the tensors
     that the kernel copies by TMA. cooperative: all blocks run at once, or the launch fails: they may wait for each
-    other. early: it may begin before the launch before it has ended, for which its chained kernel waits.
+    other. early: it may begin before the launch before it has ended, for which its kernel waits: a microsecond less
+    between them. Its blocks are then put where there is room at that time, which is no way to spread a few long ones
+    over all multiprocessors.
     """
 
     source: Source
@@ -60,13 +62,15 @@ class Launch(NamedTuple):
 
 
 def chained(launches: Sequence[Launch], device: Gpu) -> list[Launch]:
-    """What a program runs of launches that follow each other: those that have blocks. Several of them overlap where the
-    device knows how: the blocks of one are there, waiting, before the last of the one before has ended."""
+    """What a program runs of launches that follow each other: those that have blocks, those that are early as such
+    where the device knows how, and their kernels and the ones before them compiled to overlap."""
     filled = [launch for launch in launches if min(launch.grid) > 0]
-    if len(filled) < 2 or device.capability < (9, 0) or float(device.driver) < _EARLY_IN_GRAPHS:
-        return filled
-    linked = [launch._replace(source=launch.source._replace(chained=True)) for launch in filled]
-    return [linked[0], *(launch._replace(early=not launch.cooperative) for launch in linked[1:])]
+    if device.capability < (9, 0) or float(device.driver) < _EARLY_IN_GRAPHS:
+        return [launch._replace(early=False) for launch in filled]
+    return [
+        launch._replace(source=launch.source._replace(chained=any(each.early for each in filled[i : i + 2])))
+        for i, launch in enumerate(filled)
+    ]
 
 
 def in_workspace(offset_bytes: int) -> int:
