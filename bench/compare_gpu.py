@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import cycle, islice
@@ -105,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """Times in microseconds of device time; spreads relative."""
+    """Times in microseconds of device time; spreads relative. eager_us: of PyTorch without torch.compile."""
 
     group: str
     name: str
@@ -119,6 +119,7 @@ class Result:
     peer_spread: float
     peer: str
     versions: str
+    eager_us: float
 
     @property
     def ratio(self) -> float:
@@ -261,6 +262,7 @@ def measure(row: Row, device: Gpu, budget_s: float, compiled: bool, versions: st
         watches[theirs].spread or 0.0,
         theirs,
         versions,
+        eager_us(watches),
     )
 
 
@@ -287,7 +289,16 @@ def cells(results: Sequence[Result]) -> list[tuple[str, ...]]:
         for r in results
     ]
     mean = exp(fsum(log(r.ratio) for r in results) / len(results))
-    return [*lines, (f"geometric mean of {len(results)}", "", "", "", f"{mean:.2f}", "", "", "", "", "")]
+    eager = exp(fsum(log(r.eager_us / r.nbdnn_us) for r in results) / len(results))
+    of_eager = f" (of eager PyTorch {eager:.2f})" if any(r.eager_us > r.peer_us for r in results) else ""
+    name = f"geometric mean of {len(results)}{of_eager}"
+    return [*lines, (name, "", "", "", f"{mean:.2f}", "", "", "", "", "")]
+
+
+def eager_us(watches: Mapping[str, Samples]) -> float:
+    """The fastest of PyTorch's without torch.compile."""
+    eager = (name for name in watches if name.startswith("torch") and not name.startswith("torch.compile"))
+    return min(watches[name].median_us for name in eager)
 
 
 def markdown(by_group: dict[str, list[Result]], environment: dict[str, str]) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from compare_gpu import COLUMNS, Peer, Result, cells, markdown
+from compare_gpu import COLUMNS, Peer, Result, cells, eager_us, markdown
 
 import nbdnn
 from nbdnn import driver, reference
@@ -148,6 +148,7 @@ def measure(
         others[theirs].spread or 0.0,
         theirs,
         how.versions,
+        eager_us(others),
     )
 
 

@@ -1,7 +1,7 @@
 """Batch normalisation of any size: sums of parts of channels, what becomes of them, and everything scaled.
 
     sums     a block a part of a column: its sums to the workspace       (the gradient of inference scales dy meanwhile)
-    finish   a warp a channel: adds the parts, writes statistics and four coefficients
+    finish   a warp a channel, there before the sums are: adds the parts, writes statistics and four coefficients
     scale    a block a part, the last ones first: what was read last is still in the second-level cache
 
 Inference is the last of these alone, with coefficients from its parameters. Traffic: x (and dy) twice, less what the
@@ -330,6 +330,7 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
             v.compute,
             parts,
             v.bits,
+            early=True,
         )
         if self.op == "bn_infer":
             return [over_rows(True)]
