@@ -67,8 +67,8 @@ class Variant(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """With a word for what nobody reads."""
-        return self.ring_at + RING * self.images * (1 + len(self.slots)) * self.threads * 4 + 4
+        """With a word of each thread for what nobody reads."""
+        return self.ring_at + (RING * self.images * (1 + len(self.slots)) + 1) * self.threads * 4
 
 
 class Fields(NamedTuple):
@@ -126,7 +126,7 @@ def back_kernel(*specialised_on):
     state_of = given_or_zero(v.dtype)
     count, first_slot, words = len(slots), slots[0], 1 + len(slots)
     long, moved, store_at, select = ptx.INTEGER[64], ptx_rnn.moved, ptx_rnn.store_at, ptx_rnn.select
-    all_weights, spare_at = _COLUMNS * 4 * quads, v.shared_bytes - 4
+    all_weights, spare_at = _COLUMNS * 4 * quads, v.shared_bytes - threads * 4
     image_bytes, buffer_bytes = v.padded * 4, images * v.padded * 4
     record_bytes, slot_bytes = words * threads * 4, images * words * threads * 4
 
@@ -197,7 +197,7 @@ def back_kernel(*specialised_on):
         shared = ptx_tile.dynamic_shared()
         clear(shared, thread)
         # What is for no row is put where nobody reads it. Of a cluster's blocks addresses are distances from here.
-        to = u32(shared + u32(row * 4 if has_row else spare_at))
+        to = u32(shared + u32(row * 4 if has_row else spare_at + thread * 4))
         apart, image_step = u32(buffer_bytes if has_row else 0), u32(image_bytes if has_row else 0)
         for block in range(cluster):
             blocks[block] = u32(0)
