@@ -30,7 +30,9 @@ from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem
 
 _LEAST_WIDTH, _BLOCK = 256, 2048  # columns of a line, and of a task
-_MOST_LINES = 512  # of a part: sums in float32 lose no more digits than that
+_LINES_AT_ONCE = 4
+_LONG_LINE_BYTES = 4096
+_MOST_ADDITIONS = 512  # to a part's sums, one after the other: in float32 they lose no more digits than that
 _FINISHED_CHANNELS = 256  # of a task
 _TASKS_PER_THREAD = 4
 _NS_PER_ELEM = {"bn_train": 0.3, "bn_infer": 0.15, "bn_bwd": 0.4, "bn_infer_bwd": 0.35}
@@ -44,7 +46,7 @@ _FIELDS = record(
 
 @cache
 def _line_loops(v: Variant):
-    """Compiled-in functions over n columns of a line: (sums, scaled).
+    """Compiled-in functions over n columns: (sums of one line, of four lines `step` bytes apart, scaled).
 
     sums: of pivots, totals and second sums, a row of _BLOCK each. Pivots are what is subtracted from x.
     """
@@ -63,6 +65,20 @@ def _line_loops(v: Variant):
             second[j] += factor * d
 
     @njit(**DEVICE, fastmath=FASTMATH)
+    def add_lines(sums, x_at, dy_at, step, n):
+        pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
+        x0, x1, x2, x3 = data(x_at), data(x_at + step), data(x_at + 2 * step), data(x_at + 3 * step)
+        y0, y1, y2, y3 = data(dy_at), data(dy_at + step), data(dy_at + 2 * step), data(dy_at + 3 * step)
+        for j in range(n):
+            d0, d1, d2, d3 = x0[j] - pivot[j], x1[j] - pivot[j], x2[j] - pivot[j], x3[j] - pivot[j]
+            if is_train:
+                total[j] += (d0 + d1) + (d2 + d3)
+                second[j] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)
+            else:
+                total[j] += (y0[j] + y1[j]) + (y2[j] + y3[j])
+                second[j] += (y0[j] * d0 + y1[j] * d1) + (y2[j] * d2 + y3[j] * d3)
+
+    @njit(**DEVICE, fastmath=FASTMATH)
     def scale_line(to, x_at, dy_at, n, coefficients, pitch):
         center, second = data(coefficients), data(coefficients + pitch)
         scale, offset = data(coefficients + 2 * pitch), data(coefficients + 3 * pitch)
@@ -77,7 +93,7 @@ def _line_loops(v: Variant):
             else:
                 out[j] = dy[j] * scale[j]
 
-    return add_line, scale_line
+    return add_line, add_lines, scale_line
 
 
 @cache
@@ -97,11 +113,11 @@ def _part(parameters: np.dtype):
 
 
 @cache
-def _sums_task(v: Variant):
-    """Line after line: several side by side leave the processor's prefetcher behind."""
+def _sums_task(v: Variant, together: int):
+    """together: lines whose elements are added up before they go to the sums."""
     i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
     data, real, size = pointer(v.compute), REAL[v.compute], ITEMSIZE[v.compute]
-    add_line, _ = _line_loops(v)
+    add_line, add_lines, _ = _line_loops(v)
     finished, part_of, widen_row = finish(v), _part(_FIELDS), convert_row(v.dtype, v.compute, v.vl)
     itemsize, is_wide, is_train = ITEMSIZE[v.dtype], v.dtype == v.compute, v.op == "bn_train"
     row_bytes, dy_place = _BLOCK * size, 0 if is_train else 1
@@ -123,15 +139,17 @@ def _sums_task(v: Variant):
             total[j], second[j] = real(0.0), real(0.0)
 
     @njit(**DEVICE)
-    def opened(pointers, start, n, scratch):
-        """Where a line of x and of dy is in the compute type."""
+    def opened(pointers, start, step, lines, n, scratch):
+        """Where some lines of x and of dy are in the compute type, and how many bytes apart."""
         x, dy = pointers[0] + start, pointers[dy_place] + start
         if is_wide:
-            return x, dy
-        widen_row(scratch, x, n)
-        if not is_train:
-            widen_row(scratch + row_bytes, dy, n)
-        return scratch, scratch + row_bytes
+            return x, dy, step
+        wide_dy = scratch if is_train else scratch + _LINES_AT_ONCE * row_bytes
+        for k in range(lines):
+            widen_row(scratch + k * row_bytes, x + k * step, n)
+            if not is_train:
+                widen_row(wide_dy + k * row_bytes, dy + k * step, n)
+        return scratch, wide_dy, row_bytes
 
     def sums_of_part(args, ctx, index, worker):
         pointers, given, f = i64(args), args_at(args), at(ctx)
@@ -139,11 +157,19 @@ def _sums_task(v: Variant):
         sums = f.scratch + worker * f.scratch_bytes
         scratch = sums + 3 * row_bytes
         start_sums(sums, pointers, given, f, first, column, n)
-        for line in range(first, last):
+        step, line = f.width * itemsize, first
+        full = min(last, f.lines - 1)
+        while together > 1 and line + together <= full:
+            start = (line * f.width + column) * itemsize
+            x, dy, apart = opened(pointers, start, step, together, n, scratch)
+            add_lines(sums, x, dy, apart, n)
+            line += together
+        while line < last:
             there = n if line < f.lines - 1 else min(n, f.tail - column)
             if there > 0:
-                x, dy = opened(pointers, (line * f.width + column) * itemsize, there, scratch)
+                x, dy, _ = opened(pointers, (line * f.width + column) * itemsize, step, 1, there, scratch)
                 add_line(sums, x, dy, there)
+            line += 1
         pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
         a, b = f64(f.sums + 16 * part * f.width), f64(f.sums + 16 * part * f.width + 8 * f.width)
         for j in range(n):
@@ -155,7 +181,7 @@ def _sums_task(v: Variant):
             else:
                 a[column + j], b[column + j] = float64(total[j]), float64(second[j])
 
-    return compile_task(sums_of_part, v)
+    return compile_task(sums_of_part, (v, together))
 
 
 @cache
@@ -194,7 +220,7 @@ def _finish_task(v: Variant):
 def _scale_task(v: Variant, streams: bool):
     """streams: what is written goes past the caches, which would read each of its lines in vain first."""
     i64, at, size = pointer("i64"), struct(_FIELDS), ITEMSIZE[v.compute]
-    _, scale_line = _line_loops(v)
+    _, _, scale_line = _line_loops(v)
     widen_row, narrow_row = convert_row(v.dtype, v.compute, v.vl), convert_row(v.compute, v.dtype, v.vl)
     stream_row = convert_row(v.compute, v.dtype, v.vl, past_caches=True)
     part_of, itemsize, is_wide = _part(_FIELDS), ITEMSIZE[v.dtype], v.dtype == v.compute
@@ -258,10 +284,13 @@ class Rows(Candidate[NoConfig, Cpu]):
         size = ITEMSIZE[problem.compute]
         width = channels * ceil(_LEAST_WIDTH / channels)
         lines, blocks = ceil(rows * channels / width), ceil(width / _BLOCK)
-        wanted = max(ceil(device.threads * _TASKS_PER_THREAD / blocks), ceil(lines / _MOST_LINES))
+        # Four lines of which each is read from memory in short pieces leave the processor's prefetcher behind. 16-bit
+        # ones are read whole as they are widened.
+        together = 1 if problem.dtype == problem.compute and width * size < _LONG_LINE_BYTES else _LINES_AT_ONCE
+        wanted = max(ceil(device.threads * _TASKS_PER_THREAD / blocks), ceil(lines / (_MOST_ADDITIONS * together)))
         parts = min(lines, wanted)
         sums, coefficients = np.empty((parts, 2, width)), np.empty(4 * width * size + 64, np.uint8)
-        scratch_bytes = 5 * _BLOCK * size
+        scratch_bytes = (3 + 2 * _LINES_AT_ONCE) * _BLOCK * size
         scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
         ctx = filled(
             _FIELDS,
@@ -281,7 +310,7 @@ class Rows(Candidate[NoConfig, Cpu]):
         finishing = Phase(_finish_task(v), ceil(channels / _FINISHED_CHANNELS), ctx)
         phases = [finishing, Phase(_scale_task(v, streams), parts * blocks, ctx)]
         if problem.op != "bn_infer":
-            phases = [Phase(_sums_task(v), parts * blocks, ctx), *phases]
+            phases = [Phase(_sums_task(v, together), parts * blocks, ctx), *phases]
         return Program(phases, [sums, coefficients, scratch])
 
 
