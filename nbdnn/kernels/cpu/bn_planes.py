@@ -88,13 +88,15 @@ def _chunk_loops(v: Variant):
 
 
 @cache
-def _channel_loops(v: Variant):
+def _channel_loops(v: Variant, streams: bool):
     """Compiled-in functions: (sums of the chunks [first, last) of a channel; a channel scaled; planes [first, last)
-    scaled, each with the coefficients of its channel)."""
+    scaled, each with the coefficients of its channel). streams: what is written goes past the caches, which would read
+    each of its lines in vain first."""
     at, data, coefficients_bytes = struct(_FIELDS), pointer(v.compute), 4 * ITEMSIZE[v.compute]
     sums_of_chunk, scale_chunk = _chunk_loops(v)
     merged = merge(v.op)
     widen_row, narrow_row = convert_row(v.dtype, v.compute, v.vl), convert_row(v.compute, v.dtype, v.vl)
+    stream_row, vector_bytes = convert_row(v.compute, v.dtype, v.vl, past_caches=True), v.vl * ITEMSIZE[v.dtype]
     itemsize, is_wide, is_forward = ITEMSIZE[v.dtype], v.dtype == v.compute, v.is_forward
     wide_bytes = _CHUNK_ELEMS * ITEMSIZE[v.compute]
     x_place, out_place = 0, dict(v.places)["y" if is_forward else "dx"]
@@ -136,10 +138,13 @@ def _channel_loops(v: Variant):
         center, second, factor, offset = coefficients
         x, dy = opened(pointers, start, n, scratch)
         target = pointers[out_place] + start
+        streamed = streams and target % vector_bytes == 0
         # Not in place: loops become vectors only where what is written is not what is read.
-        to = target if is_wide else scratch + 2 * wide_bytes
+        to = target if is_wide and not streamed else scratch + 2 * wide_bytes
         scale_chunk(to, x, dy, n, center, second, factor, offset)
-        if not is_wide:
+        if streamed:
+            stream_row(target, to, n)
+        elif not is_wide:
             narrow_row(target, to, n)
 
     @njit(**DEVICE)
@@ -164,11 +169,11 @@ def _channel_loops(v: Variant):
 
 
 @cache
-def _tasks(v: Variant):
+def _tasks(v: Variant, streams: bool):
     """(a whole channel; a part's sums; some channels finished; some planes scaled). A gradient's sums are of
     differences from the mean, which is there beforehand: what `finish` gives for sums of nothing."""
     i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
-    sums, scale_channel, scale_planes = _channel_loops(v)
+    sums, scale_channel, scale_planes = _channel_loops(v, streams)
     finished, merged = finish(v), merge(v.op)
     is_train, has_sums, scratch_bytes = v.op == "bn_train", v.op != "bn_infer", _scratch_bytes(v)
     real, data, coefficients_bytes = REAL[v.compute], pointer(v.compute), 4 * ITEMSIZE[v.compute]
@@ -221,12 +226,13 @@ def _tasks(v: Variant):
         first, last = index * f.planes // f.runs, (index + 1) * f.planes // f.runs
         scale_planes(i64(args), ctx, first, last, f.scratch + worker * scratch_bytes)
 
-    return tuple(compile_task(task, v) for task in (whole_channel, sums_of_part, finish_channels, scale_some))
+    tasks = whole_channel, sums_of_part, finish_channels, scale_some
+    return tuple(compile_task(task, (v, streams)) for task in tasks)
 
 
 def _scratch_bytes(v: Variant) -> int:
     """Of a worker: a chunk of x, of dy and of what is written, in the compute type."""
-    return 0 if v.dtype == v.compute else 3 * _CHUNK_ELEMS * ITEMSIZE[v.compute]
+    return 3 * _CHUNK_ELEMS * ITEMSIZE[v.compute]
 
 
 class Planes(Candidate[NoConfig, Cpu]):
@@ -274,7 +280,8 @@ class Planes(Candidate[NoConfig, Cpu]):
             coefficients=coefficients.ctypes.data,
             scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
         )
-        whole_channel, sums_of_part, finish_channels, scale_some = _tasks(v)
+        streams = problem.min_bytes > device.llc_bytes
+        whole_channel, sums_of_part, finish_channels, scale_some = _tasks(v, streams)
         if parts == 1 and problem.op != "bn_infer":
             phases = [Phase(whole_channel, channels, ctx)]
         else:
