@@ -81,7 +81,7 @@ def _gates(mode: str, compute: str):
 
 def forward_kernel(*specialised_on):
     """Pointers: sums, w, hx, cx, cells, outputs, y, what is saved, hy, cy."""
-    from nbdnn.kernels.cuda import ptx
+    from nbdnn.kernels.cuda import ptx, ptx_rnn
     from nbdnn.kernels.cuda.rnn_gates import given_or_zero
 
     kind = ForwardKind(*specialised_on)
@@ -89,7 +89,7 @@ def forward_kernel(*specialised_on):
     integer, real, small = ptx.INTEGER[kind.bits], ptx.REAL[compute], ptx.INTEGER[32]
     widen, narrow, do_gates = ptx.WIDEN[kind.dtype], ptx.NARROW[kind.dtype], _gates(kind.mode, compute)
     is_lstm, is_gru, training, has_y = kind.mode == "lstm", kind.mode == "gru", kind.training, kind.y
-    count, zero, first_of = gates * IMAGES, real(0.0), given_or_zero(kind.dtype)
+    count, zero, first_of, select = gates * IMAGES, real(0.0), given_or_zero(kind.dtype), ptx_rnn.select
 
     @ptx.inline
     def state_of(hx, out, at_hx, at_out, step):
@@ -141,8 +141,7 @@ def forward_kernel(*specialised_on):
             for gate in range(gates):
                 b[gate] = found[gate * IMAGES]
                 for i in range(1, IMAGES):
-                    if lane == i:
-                        b[gate] = found[gate * IMAGES + i]
+                    b[gate] = select(lane == i, found[gate * IMAGES + i], b[gate])
                 a[gate] = ptx.load_constant(sums, integer((place * gates + gate) * f.hidden + unit))
             cell = integer((direction * f.batch + image) * f.hidden + unit)
             at_state, state, bias = integer(f.state + cell), zero, zero
