@@ -117,6 +117,8 @@ def main() -> None:
     parser.add_argument("--rows", action="append", default=[], metavar="TEXT", help="only rows with this in their name")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("PyTorch sees no GPU")
     rows = []
     with torch.inference_mode():
         for name, ours, theirs in (*convolutions("cuda"), *others("cuda")):

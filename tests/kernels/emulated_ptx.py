@@ -148,7 +148,6 @@ class Words:
     address = staticmethod(lambda base, index: (base, index))
     zeros = staticmethod(lambda count: lambda: (0.0,) * count)
     part = staticmethod(lambda count, first, size: lambda values: values[first : first + size])
-    to_array = staticmethod(lambda count: lambda array, values: array.__setitem__(slice(count), values))
 
     def __init__(self, block: Block) -> None:
         self._block = block

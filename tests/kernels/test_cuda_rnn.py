@@ -135,7 +135,12 @@ def run(problem: RnnProblem, candidate: Any, config: Any, monkeypatch: pytest.Mo
     block = emulated_ptx.install(monkeypatch)
     package = nbdnn.kernels.cuda.__dict__
     words = package["ptx"]
-    local = SimpleNamespace(load_shared=_load_shared(words), load=_load(words), store=_store(words))
+    local = SimpleNamespace(
+        load_shared=_load_shared(words),
+        load=_load(words),
+        store=_store(words),
+        spread=lambda count: lambda array, values: array.__setitem__(slice(count), values),
+    )
     monkeypatch.setitem(package, "ptx_local", local)
     monkeypatch.setitem(package, "ptx_rnn", WORDS)
     monkeypatch.setitem(package, "ptx_cluster", SimpleNamespace())  # one block at a time has none

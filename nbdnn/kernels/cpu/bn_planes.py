@@ -22,7 +22,7 @@ from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.bn_channel import REAL, REASSOCIATED, Variant, finish, merge, variant
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
@@ -280,8 +280,7 @@ class Planes(Candidate[NoConfig, Cpu]):
             coefficients=coefficients.ctypes.data,
             scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
         )
-        streams = problem.min_bytes > device.llc_bytes
-        whole_channel, sums_of_part, finish_channels, scale_some = _tasks(v, streams)
+        whole_channel, sums_of_part, finish_channels, scale_some = _tasks(v, streams(problem, device))
         if parts == 1 and problem.op != "bn_infer":
             phases = [Phase(whole_channel, channels, ctx)]
         else:

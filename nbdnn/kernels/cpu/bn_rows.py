@@ -22,7 +22,7 @@ from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.bn_channel import REAL, Variant, finish, merge, variant
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
@@ -307,9 +307,8 @@ class Rows(Candidate[NoConfig, Cpu]):
             scratch=_on_line(scratch),
             scratch_bytes=scratch_bytes,
         )
-        streams = problem.min_bytes > device.llc_bytes
         finishing = Phase(_finish_task(v), ceil(channels / _FINISHED_CHANNELS), ctx)
-        phases = [finishing, Phase(_scale_task(v, streams), parts * blocks, ctx)]
+        phases = [finishing, Phase(_scale_task(v, streams(problem, device)), parts * blocks, ctx)]
         if problem.op != "bn_infer":
             phases = [Phase(_sums_task(v, together), parts * blocks, ctx), *phases]
         return Program(phases, [sums, coefficients, scratch])

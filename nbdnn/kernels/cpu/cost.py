@@ -11,6 +11,7 @@ from __future__ import annotations
 from math import ceil
 
 from nbdnn.device import Cpu
+from nbdnn.problem import Problem
 
 _VECTOR_FMAS_PER_NS = 8.0  # the micro-kernel reaches 262 GFLOP/s a thread
 _CALL_US = 4.0  # a parallel region and its barrier
@@ -30,3 +31,9 @@ def kernel_us(
     rounds = ceil(tasks / device.threads) * device.threads / max(1, tasks)
     work_ns = (vector_fmas / (_VECTOR_FMAS_PER_NS * efficiency) + side_ns) / device.threads
     return work_ns * min(rounds, device.threads) / 1e3 + phases * _CALL_US
+
+
+def streams(problem: Problem, device: Cpu) -> bool:
+    """Whether results go past the caches: whether the operands are so large that these would be written out of them
+    before anybody reads them, and each of their lines was read in vain."""
+    return problem.min_bytes > device.llc_bytes

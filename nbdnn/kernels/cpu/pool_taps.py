@@ -21,19 +21,11 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.pool_phases import by_vectors, element, load, store
 from nbdnn.kernels.cpu.vector import I32, I64, convert, prefetch, row_types, splat, store_past_caches, vector_at
-from nbdnn.problem_pool import PoolProblem
 
 AHEAD_BYTES = 4096  # so far behind what is read or written the next lines are asked for
-
-
-def streams(problem: PoolProblem, device: Cpu) -> bool:
-    """Whether dx goes past the caches: whether the operands are so large that it would be written out of them before
-    anybody reads it, and each of its lines was read in vain."""
-    return problem.min_bytes > device.llc_bytes
 
 
 def _numbers(compute: str, vl: int) -> ir.VectorType:

@@ -13,7 +13,7 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
-from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, asm
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, asm, unpacked
 from nbdnn.kernels.cuda.ptx_vector import narrowed, parts_of, widened
 from nbdnn.problem import ITEMSIZE
 
@@ -43,6 +43,23 @@ def _load(context, builder, dtype, lanes, where, targets, constant):
 def _parts(dtype, lanes):
     """(type of a part, number of parts) of a vector as it is moved: pairs of 16-bit elements are words."""
     return (_F64, lanes) if dtype == "f64" else parts_of(dtype, lanes)
+
+
+@cache
+def spread(count: int):
+    """Intrinsic (local array, tuple of float32): the elements to the array."""
+
+    @intrinsic
+    def put(typingctx, array, values):
+        def codegen(context, builder, sig, args):
+            data = context.make_array(sig.args[0])(context, builder, args[0]).data
+            for i, value in enumerate(unpacked(builder, args[1], count)):
+                builder.store(value, builder.gep(data, [I32(i)]))
+            return context.get_dummy_value()
+
+        return signature(types.none, array, types.UniTuple(types.float32, count)), codegen
+
+    return put
 
 
 @cache

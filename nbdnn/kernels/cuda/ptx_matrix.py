@@ -137,23 +137,6 @@ def zeros(count: int):
 
 
 @cache
-def to_array(count: int):
-    """Intrinsic (array, values): a tuple of float32 to a local array."""
-
-    @intrinsic
-    def spread(typingctx, array, values):
-        def codegen(context, builder, sig, args):
-            data = context.make_array(sig.args[0])(context, builder, args[0]).data
-            for i, value in enumerate(unpacked(builder, args[1], count)):
-                builder.store(value, builder.gep(data, [I32(i)]))
-            return context.get_dummy_value()
-
-        return signature(types.none, array, types.UniTuple(types.float32, count)), codegen
-
-    return spread
-
-
-@cache
 def part(count: int, first: int, size: int):
     """Intrinsic: of a tuple of so many float32 the `size` from `first` on."""
 

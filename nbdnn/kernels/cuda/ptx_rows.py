@@ -105,23 +105,6 @@ def moved(count: int):
     return move
 
 
-@cache
-def spread(count: int):
-    """Intrinsic (local array, tuple): the elements to the array."""
-
-    @intrinsic
-    def put(typingctx, array, values):
-        def codegen(context, builder, sig, args):
-            data = context.make_array(sig.args[0])(context, builder, args[0]).data
-            for i, value in enumerate(unpacked(builder, args[1], count)):
-                builder.store(value, builder.gep(data, [I32(i)]))
-            return context.get_dummy_value()
-
-        return signature(types.none, array, _floats(count)), codegen
-
-    return put
-
-
 # ---- outputs ---------------------------------------------------------------------------------------------------------
 
 

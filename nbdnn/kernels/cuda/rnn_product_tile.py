@@ -141,7 +141,7 @@ def fma_unit(compute: str, store_run) -> Unit:
 
 def matrix_unit(a: Operand, b: Operand, store_run) -> Unit:
     """Lane 4g + t has of 16 x 8 elements of C those of rows g and g + 8, columns 2t and 2t + 1."""
-    from nbdnn.kernels.cuda import gemm_tile, ptx, ptx_matrix, ptx_tile
+    from nbdnn.kernels.cuda import gemm_tile, ptx, ptx_local, ptx_matrix, ptx_tile
 
     small, word, real = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"]
     side_a = gemm_tile.Side("tf32", TILE, _WARP, 4 * STAGE_K, True, not a.along_k)
@@ -149,7 +149,7 @@ def matrix_unit(a: Operand, b: Operand, store_run) -> Unit:
     lane_a, lane_b = gemm_tile.lane_place(side_a), gemm_tile.lane_place(side_b)
     products = gemm_tile.stage_products(side_a, side_b, True)
     count, buffer_bytes = _WARP * _WARP // 32, 2 * _OPERAND_BYTES
-    no_sums, to_array = ptx_matrix.zeros(count), ptx_matrix.to_array(count)
+    no_sums, spread = ptx_matrix.zeros(count), ptx_local.spread(count)
     tiles_m, tiles_n, run = _WARP // 16, _WARP // 8, RUN[True]
 
     def put(operand, side, offset):
@@ -184,7 +184,7 @@ def matrix_unit(a: Operand, b: Operand, store_run) -> Unit:
     def store(sums, thread, first_row, first_column, given):
         row, column = first_row + ((thread & 31) >> 2), first_column + ((thread & 3) << 1)
         every, values = ptx.cuda.local.array(count, real), ptx.cuda.local.array(run, real)
-        to_array(every, sums)
+        spread(every, sums)
         for i in range(tiles_m):
             for half in range(2):
                 for j in range(tiles_n):

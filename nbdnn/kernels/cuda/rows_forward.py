@@ -236,13 +236,13 @@ def _kernel(variant: Forward, of_pixel: int, place_of, filter_of, summed, fill_t
 
 def _make_outputs(variant: Forward, of_pixel: int, place_of, filter_of, summed):
     """Device function (y, tile, slab, first filter, (bias, residual, alpha, beta), f, thread): a tile's outputs."""
-    from nbdnn.kernels.cuda import ptx, ptx_rows, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_local, ptx_rows, ptx_tile
 
     lines, units, filters, groups, run = variant.lines, variant.units, variant.filters, variant.groups, variant.run
     integer, word, real, step_bytes = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"], lines.step_bytes
     placed, row_and_column = tile_place(lines), group_place()
     finish, load = store_run(lines.dtype, variant.epilogue, run), ptx_tile.LOAD_SHARED[1]
-    addresses, spread = ptx_rows.addresses(groups, ENTRY_BYTES), ptx_rows.spread(groups * of_pixel)
+    addresses, spread = ptx_rows.addresses(groups, ENTRY_BYTES), ptx_local.spread(groups * of_pixel)
     count, selector = groups * of_pixel, ptx_rows.halves_selector
 
     @ptx.inline
