@@ -21,6 +21,7 @@ from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.spatialtf_pairs import PAIR, in_pairs, load_pair, window_elems
 from nbdnn.kernels.cuda.spatialtf_position import (
+    FEW_CHANNELS,
     TILE,
     Kind,
     fields,
@@ -40,22 +41,31 @@ THREADS = 256
 _HELD_ELEMS = 4  # channels whose pixels a thread asks for at most before it uses the first
 _MOST_SHARING = 8  # threads of one position, channels-last
 _WAVES, _RESIDENT = 4, 4  # blocks that a multiprocessor shall have, in turn and at once
+_ALL_RESIDENT = 8  # of 256 threads with 32 registers, which one channel needs no more than
 _MOST_GRID = 65535  # of the grid's second axis
 _LAUNCH_US, _OVER_COPY = 3.0, 1.3
 
 
 class Config(NamedTuple):
-    """threads of one position, side by side (channels-last), and vectors that a block takes of each."""
+    """threads of one position, side by side (channels-last), and vectors that a block takes of each. rows: outputs in
+    the order of memory, where they would lie in tiles."""
 
     threads: int
     group: int
+    rows: bool = False
 
     def __str__(self) -> str:
-        return f"t{self.threads}g{self.group}"
+        return f"t{self.threads}g{self.group}{'r' * self.rows}"
 
 
-def configs(problem: SpatialtfProblem, device: Gpu, work: int) -> tuple[Config, ...]:
-    """Every one worth measuring. work: positions of an image. The default has blocks for every multiprocessor."""
+def configs(problem: SpatialtfProblem, device: Gpu, work: int | None = None) -> tuple[Config, ...]:
+    """Every one worth measuring. work: as `launched` takes it. The default has blocks for every multiprocessor."""
+    found = _shares(problem, device, work or problem.positions)
+    in_rows = tile_columns(problem) and work is None and problem.c <= FEW_CHANNELS
+    return (*found, found[0]._replace(rows=True)) if in_rows else found
+
+
+def _shares(problem: SpatialtfProblem, device: Gpu, work: int) -> tuple[Config, ...]:
     vectors = max(problem.c // vector_lanes(problem), 1)
     if problem.channels_last:
         most = min(1 << (vectors - 1).bit_length(), 32)
@@ -75,7 +85,7 @@ def launched(
     """(what a kernel is compiled for, its integers, its grid). work: positions of an image that want a thread, one
     after the other; without it the outputs do, tile by tile."""
     lanes, bits = vector_lanes(problem), index_bits(problem)
-    columns, (out_h, out_w) = tile_columns(problem), problem.out_spatial
+    columns, (out_h, out_w) = 0 if config.rows else tile_columns(problem), problem.out_spatial
     kind = Kind(problem.is_affine, problem.dtype, problem.param_dtype, lanes, config.threads, columns, bits)
     tiles_w = ceil(out_w / max(columns, 1))
     if work is None:
@@ -162,7 +172,7 @@ class Direct(LaunchedCandidate[Config]):
         return YES
 
     def configs(self, problem: SpatialtfProblem, device: Gpu) -> tuple[Config, ...]:
-        return configs(problem, device, problem.positions)
+        return configs(problem, device)
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         return _LAUNCH_US + _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6
@@ -171,7 +181,11 @@ class Direct(LaunchedCandidate[Config]):
         kind, integers, grid = launched(problem, config)
         of_a_thread = ceil(min(integers.group, integers.vectors) / config.threads)
         at_once = max(1, min(_HELD_ELEMS // kind.lanes, of_a_thread))
-        source = Source(_forward_kernel, (tuple(kind), in_pairs(problem, config.threads), at_once), THREADS)
+        small = problem.c == 1 and kind.compute == "f32" and grid[0] <= _ALL_RESIDENT * device.sms
+        source = Source(
+            _forward_kernel, (tuple(kind), in_pairs(problem, config.threads), at_once), THREADS,
+            _ALL_RESIDENT if small else 1,
+        )  # fmt: skip
         return [Launch(source, grid, (0, 1, 2), "", integers, kind.bits)]
 
 

@@ -46,6 +46,7 @@ from nbdnn.problem_spatialtf import SpatialtfProblem
 
 _ALIGN_BYTES = 256
 _VECTOR_ADDS = 9, 0  # from this compute capability on, four neighbours are added by one instruction
+_LANES = 4  # of a dx in memory, of one thread
 _LAUNCH_US = 6.0
 _OVER_COPY = {"gather": 1.6, "atomic": 2.5, "ordered": 2.5}
 _ORDERED_NS = 800.0  # an output, one after the other
@@ -239,15 +240,22 @@ class _Elements(NamedTuple):
     elements: int
 
 
-def _round_kernel(dtype: str, bits: int):
-    from nbdnn.kernels.cuda import ptx
+def _round_kernel(dtype: str, bits: int, lanes: int):
+    from nbdnn.kernels.cuda import ptx, ptx_local
 
-    integer, narrow = ptx.INTEGER[bits], ptx.NARROW[dtype]
+    integer, real, narrow = ptx.INTEGER[bits], ptx.REAL["f32"], ptx.NARROW[dtype]
+    load, store = ptx_local.load("f32", lanes), ptx_local.store(dtype, lanes)
 
     def round_(total, dx, f):
-        element = integer(integer(ptx.block_x()) * THREADS + ptx.thread_x())
-        if element < f.elements:
-            dx[element] = narrow(total[element])
+        at = integer(integer(integer(ptx.block_x()) * THREADS + ptx.thread_x()) * lanes)
+        if at + lanes <= f.elements:
+            sums = ptx.cuda.local.array(lanes, real)
+            load(sums, integer(0), total, at)
+            store(dx, at, sums, integer(0))
+        else:
+            while at < f.elements:
+                dx[at] = narrow(total[at])
+                at = integer(at + 1)
 
     return round_, (ptx.pointer("f32"), ptx.pointer(dtype), ptx.record(_Elements, bits))
 
@@ -262,11 +270,13 @@ class Gradient(LaunchedCandidate[Config]):
         return YES
 
     def configs(self, problem: SpatialtfProblem, device: Gpu) -> tuple[Config, ...]:
-        found = configs(problem, device, self._work(problem) or problem.positions)
+        found = configs(problem, device, self._work(problem))
         if problem.is_affine:
             return found
-        # Of a grid, the threads of one position have all of its channels.
-        return tuple(dict.fromkeys(config._replace(group=max(problem.c, 1)) for config in found))
+        # Of a grid, the threads of one position have all of its channels; one output after the other has one order.
+        either = self.algorithm != "ordered"
+        every = (config._replace(group=max(problem.c, 1), rows=config.rows and either) for config in found)
+        return tuple(dict.fromkeys(every))
 
     def _work(self, problem: SpatialtfProblem) -> int | None:
         """Positions of an image that want a thread one after the other; None where outputs do, tile by tile."""
@@ -310,14 +320,20 @@ class Gradient(LaunchedCandidate[Config]):
         return [main, *after]
 
     def _cleared(self, problem: SpatialtfProblem, total: int) -> Launch:
-        return zeros(total, problem.operands[0].size_elems, problem.compute, index_bits(problem), THREADS)
+        elements, lanes = problem.operands[0].size_elems, _lanes(problem, problem.compute)
+        return zeros(total, elements, problem.compute, index_bits(problem), THREADS, lanes)
 
     def _rounded(self, problem: SpatialtfProblem, total_bytes: int) -> list[Launch]:
         if not total_bytes:
             return []
-        elements, bits = problem.operands[0].size_elems, index_bits(problem)
-        source = Source(_round_kernel, (problem.dtype, bits), THREADS)
-        return [Launch(source, (ceil(elements / THREADS), 1, 1), (in_workspace(0), 3), "", _Elements(elements), bits)]
+        elements, lanes, bits = problem.operands[0].size_elems, _lanes(problem, problem.dtype), index_bits(problem)
+        source, grid = Source(_round_kernel, (problem.dtype, bits, lanes), THREADS), ceil(elements / THREADS / lanes)
+        return [Launch(source, (grid, 1, 1), (in_workspace(0), 3), "", _Elements(elements), bits)]
+
+
+def _lanes(problem: SpatialtfProblem, dtype: str) -> int:
+    """Neighbours that one thread clears or rounds: of dx, or in the workspace."""
+    return max(1, min(_LANES, problem.align // ITEMSIZE[dtype]))
 
 
 GATHER, ATOMIC = Gradient("spatialtf_bwd", "gather"), Gradient("spatialtf_bwd", "atomic")

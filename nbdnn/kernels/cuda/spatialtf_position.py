@@ -24,7 +24,7 @@ _INT32_END = 2**31 - 2**16
 _VECTOR_BYTES, _ROW_BYTES = 16, 32
 _RECIPROCALS = "by_blocks", "shift_blocks", "by_tiles_w", "shift_tiles_w", "by_out_w", "shift_out_w"
 TILE = 32  # outputs
-_FEW_CHANNELS = 4
+FEW_CHANNELS = 4
 
 
 class Fields(NamedTuple):
@@ -279,7 +279,7 @@ def tile_columns(problem: SpatialtfProblem) -> int:
     however the image is turned; many channels that lie apart are rather stored in long rows."""
     if problem.channels_last:
         return 8
-    return max(8, _ROW_BYTES // ITEMSIZE[problem.dtype]) if problem.c <= _FEW_CHANNELS else 0
+    return max(8, _ROW_BYTES // ITEMSIZE[problem.dtype]) if problem.c <= FEW_CHANNELS else 0
 
 
 @cache
