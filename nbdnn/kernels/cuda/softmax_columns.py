@@ -102,13 +102,13 @@ def _merged(v: Variant, finish: Callable):
         sums[at] = finished((total,))[0]
 
     @ptx.inline
-    def merged(column, split, shift, totals):
+    def merged(column, split, most, totals):
         maxima, sums = ptx.cuda.shared.array(room, real), ptx.cuda.shared.array(room, real)
         thread = integer(ptx.thread_x())
         part = integer(thread >> 5) if columns < _WARP else split
         if columns >= _WARP or thread & (_WARP - 1) < columns:
             offset = u32(4 * (part * each_part + column))
-            store(u32(ptx_tile.shared_address(maxima) + offset), u32(step_bytes), shift)
+            store(u32(ptx_tile.shared_address(maxima) + offset), u32(step_bytes), most)
             store(u32(ptx_tile.shared_address(sums) + offset), u32(step_bytes), totals)
         ptx.cuda.syncthreads()
         for round_ in range(rounds):
@@ -117,8 +117,8 @@ def _merged(v: Variant, finish: Callable):
                 whole(maxima, sums, at)
         ptx.cuda.syncthreads()
         offset = u32(4 * column)
-        shift = load(u32(ptx_tile.shared_address(maxima) + offset), u32(step_bytes))
-        return shift, load(u32(ptx_tile.shared_address(sums) + offset), u32(step_bytes))
+        most = load(u32(ptx_tile.shared_address(maxima) + offset), u32(step_bytes))
+        return most, load(u32(ptx_tile.shared_address(sums) + offset), u32(step_bytes))
 
     return merged
 
@@ -181,11 +181,10 @@ def _forward_kernel(*specialised_on):
         loaded = load(placed(x, at, f))
 
         # 1. Powers and their sums, of a warp's part of each column.
-        shift = zeros()
+        most = zeros()
         if shifts:
-            shift = largest(maximum(loaded, shift))
-            if spread:
-                shift = finite(shift)
+            most = largest(maximum(loaded, most))
+        shift = finite(most) if spread else most
         if keeps:
             powers = power(widen(loaded), shift)
             sums = summed(total(powers))
@@ -195,14 +194,14 @@ def _forward_kernel(*specialised_on):
         # 2. Of whole columns.
         column_shift = shift
         if spread:
-            column_shift, scale = merged(at.column, at.split, shift, sums)
+            column_shift, scale = merged(at.column, at.split, most, sums)
         else:
             scale = finished(sums)
 
         # 3. What is stored.
         if keeps:
             if spread:
-                scale = product(scale, power(shift, column_shift))
+                scale = product(scale, power(most, column_shift))
             store(placed(y, at, f), product(powers, scale))
         else:
             store_afresh(placed(y, at, f), loaded, column_shift, scale)

@@ -8,7 +8,7 @@
 
 A thread loads all its vectors of 16 bytes before it uses one. Warps sum by exchanges; each passes its maximum and the
 sum of its powers, shifted by that maximum, to all others of its row through shared memory, behind one barrier: the
-powers are then scaled by exp(own maximum - m) / sum.
+powers are then scaled by exp(own maximum - m) / sum. A maximum of nothing is -inf, which nothing is shifted by.
 
 Traffic: every array once. Sums in float32 in a fixed order; exp is the hardware's, off by 2^-22 and by what a
 difference of float32 is. Source: own; the merged sums are those of the online normaliser, arXiv:1805.02867.
@@ -66,7 +66,7 @@ def block_threads(config: Config) -> int:
 
 
 @cache
-def _joined(threads: int, blocks: int):
+def joined(threads: int, blocks: int):
     """Device function (maximum, total of exp(x - maximum)) of each warp -> the same of the row, for all of them."""
     from nbdnn.kernels.cuda import ptx, ptx_cluster, ptx_tile, ptx_tuples
 
@@ -156,7 +156,7 @@ def _forward_kernel(*specialised_on):
     threads, blocks = v.config
     is_log, shifts, spread = v.algorithm == "log", v.algorithm != "fast", threads * blocks > _WARP
     grid, placed = _placed(v)
-    joined = _joined(threads, blocks) if spread else None
+    join = joined(threads, blocks) if spread else None
     held, warp = ptx_tuples.Held(v.dtype, v.lanes, v.vectors), min(threads, _WARP)
     load, widen, store = ptx_tuples.load(held, "-inf"), ptx_tuples.widen(held), ptx_tuples.store(held)
     maximum = ptx_tuples.gather(held, ptx_tuples.itself, ptx_tuples.larger, 1)
@@ -175,11 +175,10 @@ def _forward_kernel(*specialised_on):
         parts = load(placed(x, g, f))
 
         # 1. Powers and their sum, of a warp or less.
-        shift = zeros()
+        most = zeros()
         if shifts:
-            shift = largest(maximum(parts, shift))
-            if spread:
-                shift = finite(shift)
+            most = largest(maximum(parts, most))
+        shift = finite(most) if spread else most
         if is_log:
             sums = summed(total_power(parts, shift))
         else:
@@ -189,8 +188,8 @@ def _forward_kernel(*specialised_on):
         # 2. Of the whole row.
         row_shift = shift
         if spread:
-            most, whole = joined(g.rank, shift[0], sums[0])
-            row_shift, sums = (most,), (whole,)
+            every, whole = join(g.rank, most[0], sums[0])
+            row_shift, sums = (every,), (whole,)
 
         # 3. What is stored.
         if is_log:
@@ -198,7 +197,7 @@ def _forward_kernel(*specialised_on):
         else:
             scale = reciprocal(sums)
             if spread:
-                scale = product(scale, power(shift, row_shift))
+                scale = product(scale, power(most, row_shift))
             store(placed(y, g, f), product(powers, scale))
 
     data = ptx.pointer(v.dtype)
@@ -212,7 +211,7 @@ def _backward_kernel(*specialised_on):
     threads, blocks = v.config
     is_log, spread = v.algorithm == "log", threads * blocks > _WARP
     grid, placed = _placed(v)
-    joined = _joined(threads, blocks) if spread else None
+    join = joined(threads, blocks) if spread else None
     held, warp = ptx_tuples.Held(v.dtype, v.lanes, v.vectors), min(threads, _WARP)
     load, summed = ptx_tuples.load(held, "zero"), ptx_tuples.across(ptx_tuples.total, 1, warp)
     dot = ptx_tuples.gather(held, ptx_tuples.itself if is_log else ptx_tuples.product, ptx_tuples.total, 2)
@@ -227,7 +226,7 @@ def _backward_kernel(*specialised_on):
         gradients, outputs = load(placed(dy, g, f)), load(placed(y, g, f))
         sums = summed(dot(gradients, outputs, zeros()))
         if spread:
-            _, whole = joined(g.rank, zero, sums[0])
+            _, whole = join(g.rank, zero, sums[0])
             sums = (whole,)
         finish(placed(dx, g, f), gradients, outputs, sums)
 

@@ -1,0 +1,38 @@
+"""Softmax of rows far below zero and of rows most of which is -inf: parts of them have no maximum, or a smaller one."""
+
+from __future__ import annotations
+
+import pytest
+from gpus import DEVICE
+from libraries import library
+
+from nbdnn import driver
+from nbdnn.dispatch import registry
+from nbdnn.problem import parse
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("algorithm", ["accurate", "log"])
+@pytest.mark.parametrize(
+    "shape", [(4, 1100, 1, 1), (4, 3000, 1, 1), (2, 33000, 1, 1), (3, 500, 5, 7), (2, 1000, 28, 8), (70, 5, 1, 1)]
+)
+def test_rows_far_below_zero(shape: tuple[int, ...], algorithm: str) -> None:
+    """By every config of every candidate: warps that have nothing of a row, or nothing but -inf, shift nothing."""
+    torch = library("torch")
+    n, c, h, w = shape
+    problem = parse(f"softmax_fwd:f32:n{n}c{c}h{h}w{w}:{algorithm}:channel:nchw")
+    x = torch.randn(shape, device="cuda") - 1e4
+    x[-1, : 3 * c // 4] = -torch.inf
+    expected = (torch.log_softmax if algorithm == "log" else torch.softmax)(x.double(), 1)
+    seen = set()
+    with driver.Current(DEVICE.index):
+        for candidate in registry.candidates("softmax_fwd", kind="cuda"):
+            for config in candidate.configs(problem, DEVICE) if candidate.supports(problem, DEVICE).ok else ():
+                y = torch.full_like(x, torch.nan)
+                torch.cuda.synchronize()
+                assert not candidate.workspace_bytes(problem, config, DEVICE)
+                candidate.prepare(problem, config, DEVICE)((x.data_ptr(), y.data_ptr()), problem.scalars)
+                torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6, msg=f"{candidate.id} {config}")
+                seen.add(candidate.id)
+    assert len(seen) >= 3
