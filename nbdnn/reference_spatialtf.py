@@ -27,7 +27,8 @@ from nbdnn.tolerance import EPS
 Arrays = Mapping[str, np.ndarray]
 _POSITION_EPS = 4.0  # of the terms of a position's terms: two products and sums, a sum, a product
 _WEIGHTS_EPS = 8.0  # of a product of two weights with a pixel
-_FEW_IMAGES, _FEW_PLANES = 4, 16
+# Of a gradient's sample: images and planes, and of large ones fewer, for at most so many positions.
+_FEW_IMAGES, _FEW_PLANES, _MOST_POSITIONS = 4, 16, 2**22
 
 
 class _At(NamedTuple):
@@ -169,7 +170,7 @@ def _forward(problem: SpatialtfProblem, x: np.ndarray, at: _At, count: int | Non
 
 def _backward(problem: SpatialtfProblem, x: np.ndarray, dy: np.ndarray, at: _At, count: int | None) -> dict:
     found = {"dx": _image_gradient(problem, dy, at, count)}
-    few = problem.n if count is None else min(problem.n, _FEW_IMAGES)
+    few = problem.n if count is None else _few(_FEW_IMAGES, problem.c * problem.positions)
     images = ends_and_some(problem.n, few, np.random.default_rng(0))
     value, magnitude, jump = (
         np.array(parts).reshape(len(images), *problem.grid_shape[1:])
@@ -184,11 +185,16 @@ def _backward(problem: SpatialtfProblem, x: np.ndarray, dy: np.ndarray, at: _At,
     return found
 
 
+def _few(most: int, positions: int) -> int:
+    """The first and the last, and as many others up to `most` as their positions allow."""
+    return max(2, min(most, _MOST_POSITIONS // max(positions, 1)))
+
+
 def _image_gradient(problem: SpatialtfProblem, dy: np.ndarray, at: _At, count: int | None) -> tuple:
     """Whole planes of dx: what each position adds to the pixels round it."""
     extents, eps = problem.spatial, EPS[problem.compute]
     planes, pixels = problem.n * problem.c, extents[0] * extents[1]
-    few = planes if count is None else max(_FEW_PLANES, -(-count // pixels))
+    few = planes if count is None else max(_few(_FEW_PLANES, problem.positions), -(-count // pixels))
     chosen = ends_and_some(planes, few, np.random.default_rng(0))
     value, slack = np.empty((2, len(chosen), pixels))
     of_image: dict[int, tuple[np.ndarray, ...]] = {}
