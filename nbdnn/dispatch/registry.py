@@ -139,7 +139,6 @@ def _cuda_lists() -> _Lists:
         softmax_direct,
         softmax_rows,
         softmax_staged,
-        softmax_streamed,
         spatialtf_direct,
         spatialtf_gradient,
         spatialtf_theta,
@@ -203,7 +202,6 @@ def _cuda_lists() -> _Lists:
         ),
         "softmax_fwd": (
             softmax_rows.FWD,
-            softmax_streamed.FWD,
             softmax_staged.FWD,
             softmax_columns.FWD,
             cudnn_softmax.FWD,
@@ -211,7 +209,6 @@ def _cuda_lists() -> _Lists:
         ),
         "softmax_bwd": (
             softmax_rows.BWD,
-            softmax_streamed.BWD,
             softmax_staged.BWD,
             softmax_columns.BWD,
             cudnn_softmax.BWD,

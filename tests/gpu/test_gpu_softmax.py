@@ -32,7 +32,7 @@ def test_rows_far_below_zero(shape: tuple[int, ...], algorithm: str) -> None:
                 y = torch.full_like(x, torch.nan)
                 torch.cuda.synchronize()
                 assert not candidate.workspace_bytes(problem, config, DEVICE)
-                candidate.prepare(problem, config, DEVICE)((x.data_ptr(), y.data_ptr()), problem.scalars)
+                candidate.prepare(problem, config, DEVICE)((x.data_ptr(), y.data_ptr()), problem.scalars, 0, 0)
                 torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6, msg=f"{candidate.id} {config}")
                 seen.add(candidate.id)
     assert len(seen) >= 3

@@ -13,14 +13,7 @@ from libraries import library
 
 from nbdnn.candidate import Candidate
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import (
-    softmax_columns,
-    softmax_direct,
-    softmax_plan,
-    softmax_rows,
-    softmax_staged,
-    softmax_streamed,
-)
+from nbdnn.kernels.cuda import softmax_columns, softmax_direct, softmax_plan, softmax_rows, softmax_staged
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.problem import FAMILIES, parse
@@ -56,7 +49,7 @@ def test_kernels_stay_within_their_means(text: str, arch: str) -> None:
     for op in FAMILIES["softmax"]:
         problem = parse(f"{op}:{text}")
         supporting: list[Candidate] = [each for each in CANDIDATES[op] if each.supports(problem, device).ok]
-        for candidate, place in product(supporting[:3], range(2)):
+        for candidate, place in product(supporting[:2], range(2)):
             for config in candidate.configs(problem, device)[place : place + 1]:
                 (launch,) = candidate.launches(problem, config, device)
                 kernel, ptx = compile_kernel(launch.source, arch), ptx_text(launch.source, arch)
@@ -108,8 +101,6 @@ def test_clusters_are_for_gpus_that_have_them() -> None:
         (softmax_rows.FWD, "f32:n0c3h4w5:accurate:channel:nhwc", "0 rows of 3 elements"),
         (softmax_rows.FWD, "f32:n3000000000c3h1w1:accurate:channel:nchw", "3000000000 rows"),
         (softmax_rows.BWD, "f32:n2c300000h1w1:accurate:channel:nchw", "300000 elements a row"),
-        (softmax_streamed.FWD, "f32:n2c3h4w5:accurate:channel:nchw", "lie 20 apart"),
-        (softmax_streamed.BWD, "f32:n1c3000000000h1w1:accurate:channel:nchw", "3000000000 elements a row"),
         (softmax_staged.FWD, "f32:n2c3h4w5:accurate:channel:nchw", "lie 20 apart"),
         (softmax_staged.FWD, "bf16:n2c3h4w5:accurate:channel:nhwc:a2", "multiples of 2 bytes"),
         (softmax_staged.FWD, "bf16:n2c24h4w5:accurate:channel:nhwc", "24 elements a row: whole vectors"),

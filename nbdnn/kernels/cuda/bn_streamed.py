@@ -1,6 +1,7 @@
 """Batch normalisation of any size: sums of parts of channels, what becomes of them, and everything scaled.
 
-    sums     a block a part of a column: its sums to the workspace       (the gradient of inference scales dy meanwhile)
+    sums     a block a part of a column: its sums to the workspace       (the gradient of inference scales dy meanwhile,
+             and where a block has all of a column, that is all)
     finish   a warp a channel, there before the sums are: adds the parts, writes statistics and four coefficients
     scale    a block a part, the last ones first: what was read last is still in the second-level cache
 
@@ -54,10 +55,11 @@ class _Parts(NamedTuple):
 
 
 def _block_kernel(*specialised_on):
-    """Sums or, where is_last, scaling: what a block does with its rows, four of a thread at a time."""
+    """Sums or, where is_last, scaling: what a block does with its rows, four of a thread at a time. is_alone: it has
+    all rows of its columns, and finishes their channels."""
     from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_local
 
-    *of_variant, is_last = specialised_on
+    *of_variant, is_last, is_alone = specialised_on
     v = Variant(*of_variant)
     integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
     lanes, sums, columns, op = v.lanes, v.sums, v.columns, v.op
@@ -100,6 +102,19 @@ def _block_kernel(*specialised_on):
         load_one(values, gradients, 3 * lanes, x, dy, fourth)
         end, place = moved(fourth, place, f)
         return second, third, fourth, end, place
+
+    @ptx.inline
+    def load_rest(values, gradients, x, dy, at, place, left, f):
+        """Those that exist of less than four: where the second and third are. left: rows to the end."""
+        second, place = moved(at, place, f)
+        third, place = moved(second, place, f)
+        if left > 0:
+            load_one(values, gradients, 0, x, dy, at)
+        if left > rows_at_once:
+            load_one(values, gradients, lanes, x, dy, second)
+        if left > 2 * rows_at_once:
+            load_one(values, gradients, 2 * lanes, x, dy, third)
+        return second, third
 
     @ptx.inline
     def scale_one(coefficients, values, gradients, where, out, at):
@@ -186,20 +201,33 @@ def _block_kernel(*specialised_on):
                 scale_four(coefficients, values, gradients, out, at, two, three, four)
             at = end
             row, count = integer(row + at_once * rows_at_once), count + real(at_once)
-        while row < last:
-            load_one(values, gradients, 0, x, dy, at)
+        left = integer(last - row)
+        two, three = load_rest(values, gradients, x, dy, at, place, left, f)
+        if left > 0:
             add(a, b, origin, values, gradients, 0)
             if op == "bn_infer_bwd":
                 scale_one(coefficients, values, gradients, 0, out, at)
-            at, place = moved(at, place, f)
-            row, count = integer(row + rows_at_once), count + real(1.0)
+            count = count + real(1.0)
+        if left > rows_at_once:
+            add(a, b, origin, values, gradients, lanes)
+            if op == "bn_infer_bwd":
+                scale_one(coefficients, values, gradients, lanes, out, two)
+            count = count + real(1.0)
+        if left > 2 * rows_at_once:
+            add(a, b, origin, values, gradients, 2 * lanes)
+            if op == "bn_infer_bwd":
+                scale_one(coefficients, values, gradients, 2 * lanes, out, three)
+            count = count + real(1.0)
         as_pairs(count, a, b, origin, pivot)
         count = joined(count, a, b)
         _, of_first, of_second = of_block(thread, count, a, b)
         channel = integer(slab * channels + thread)
         if thread < channels and channel < f.channels:
-            pair = integer(2 * (part * f.channels + channel))
-            workspace[pair], workspace[integer(pair + 1)] = of_first, of_second
+            if is_alone:
+                finish(params, channel, real(0.0), real(f.m), of_first, of_second, epsilon, factor, True)
+            else:
+                pair = integer(2 * (part * f.channels + channel))
+                workspace[pair], workspace[integer(pair + 1)] = of_first, of_second
 
     def scale_parts(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, workspace,
@@ -219,11 +247,21 @@ def _block_kernel(*specialised_on):
             scale_four(coefficients, values, gradients, out, at, two, three, four)
             at = end
             row = integer(row + at_once * rows_at_once)
-        while row < last:
-            load_one(values, gradients, 0, x, dy, at)
-            scale_one(coefficients, values, gradients, 0, out, at)
-            at, place = moved(at, place, f)
-            row = integer(row + rows_at_once)
+        if lanes < 8:
+            left = integer(last - row)
+            two, three = load_rest(values, gradients, x, dy, at, place, left, f)
+            if left > 0:
+                scale_one(coefficients, values, gradients, 0, out, at)
+            if left > rows_at_once:
+                scale_one(coefficients, values, gradients, lanes, out, two)
+            if left > 2 * rows_at_once:
+                scale_one(coefficients, values, gradients, 2 * lanes, out, three)
+        else:  # for whose three there are no registers beside the coefficients
+            while row < last:
+                load_one(values, gradients, 0, x, dy, at)
+                scale_one(coefficients, values, gradients, 0, out, at)
+                at, place = moved(at, place, f)
+                row = integer(row + rows_at_once)
 
     data, param, reals = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype), ptx.pointer(v.compute)
     types = (data, data, data, *[param] * 10, reals, real, real, ptx.record(Walk, v.bits))
@@ -289,15 +327,16 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         return tuple(sorted(every, key=lambda config: self.estimate(problem, config, device)))
 
     def workspace_bytes(self, problem: BnProblem, config: Streamed, device: Gpu) -> int:
-        if self.op == "bn_infer":
-            return 0
         integers = _walk(problem, config)
+        if self.op == "bn_infer" or _is_alone(problem, integers):
+            return 0
         return (2 * integers.parts + 4) * integers.channels * ITEMSIZE[problem.compute]
 
     def estimate(self, problem: BnProblem, config: Streamed, device: Gpu) -> float:
         integers, inputs = _walk(problem, config), sum(o.size_bytes for o in problem.operands if o.role == "in")
         again = max(0, inputs - device.l2_bytes // 2) if self.op in ("bn_train", "bn_bwd") else 0
         others, busy_blocks = {"bn_infer": (0, 2), "bn_infer_bwd": (2, 4)}.get(self.op, (3, 4))
+        others = 0 if _is_alone(problem, integers) else others
         few = max(1.0, busy_blocks * device.sms / (integers.parts * integers.slabs))
         rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
         return _LAUNCH_US + others * _NEXT_US + (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
@@ -305,11 +344,11 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
     def launches(self, problem: BnProblem, config: Streamed, device: Gpu) -> list[Launch]:
         v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)
         blocks, arguments = integers.parts * integers.slabs, (*plan.pointers(problem), WORKSPACE)
-
+        is_alone = _is_alone(problem, integers)
         min_blocks = _MIN_BLOCKS_WIDE if v.lanes == 8 and not v.is_forward else _MIN_BLOCKS
 
         def over_rows(is_last: bool) -> Launch:
-            source = Source(_block_kernel, (*v, is_last), _THREADS, min_blocks)
+            source = Source(_block_kernel, (*v, is_last, is_alone), _THREADS, min_blocks)
             return Launch(source, (blocks, 1, 1), arguments, v.compute, integers, v.bits)
 
         of_vector = v.lanes if v.planar else 1
@@ -334,7 +373,14 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         )
         if self.op == "bn_infer":
             return [over_rows(True)]
+        if is_alone:
+            return [over_rows(False)]
         return [over_rows(False), finish] if self.op == "bn_infer_bwd" else [over_rows(False), finish, over_rows(True)]
+
+
+def _is_alone(problem: BnProblem, integers: Walk) -> bool:
+    """Whether every block has all of its channels, whose elements wait for no sum."""
+    return problem.op == "bn_infer_bwd" and integers.parts == 1
 
 
 def _walk(problem: BnProblem, config: Streamed) -> Walk:

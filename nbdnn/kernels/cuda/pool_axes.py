@@ -38,7 +38,8 @@ class Tile(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for. lanes_x, lanes_y: elements of a vector of x or dx, and of y or dy."""
+    """What a kernel is compiled for. lanes_x, lanes_y: elements of a vector of x or dx, and of y or dy. once: what is
+    loaded need not stay in the second-level cache."""
 
     op: str
     mode: str
@@ -49,6 +50,7 @@ class Variant(NamedTuple):
     axes: tuple[Axis, Axis, Axis]
     tile: Tile
     bits: int
+    once: bool = False
 
     @property
     def is_max(self) -> bool:

@@ -292,6 +292,13 @@ def _blocks(problem: PoolProblem, v: Variant) -> Blocks:
     return Blocks(tiles_d, tiles_h, tiles_w, slabs, vectors, block_w, block_h, blocks_w, blocks_h)
 
 
+def _reads_once(problem: PoolProblem, v: Variant, device: Gpu) -> bool:
+    """Whether windows share nothing, and x is about what the second-level cache holds: on an H200 loads that leave it
+    first are then 3 to 8 % faster, of 200 MB 6 % slower."""
+    apart = all(axis.taps <= axis.stride for axis in v.axes)
+    return v.op == "pool_fwd" and apart and problem.operands[0].size_bytes <= 2 * device.l2_bytes
+
+
 class Window(LaunchedCandidate[Tile]):
     """Small windows, unrolled."""
 
@@ -324,7 +331,7 @@ class Window(LaunchedCandidate[Tile]):
         tiles = problem.n * b.tiles_d * b.tiles_h * b.tiles_w
         threads = tiles if v.channels_last else tiles * problem.c
         integers = pool(problem, threads)
-        v = v._replace(bits=index_bits(problem, integers))
+        v = v._replace(bits=index_bits(problem, integers), once=_reads_once(problem, v, device))
         boxes = problem.n * b.tiles_d * b.blocks_h * b.blocks_w * b.slabs
         last = len(problem.operands) - 1
         forward = self.op == "pool_fwd"

@@ -13,10 +13,10 @@ from nbdnn.kernels.cuda.ptx import F32, asm, packed, unpacked
 from nbdnn.kernels.cuda.ptx_vector import floats, load_parts, parts_of, widened
 
 
-def loaded(builder, where, wanted, dtype: str, lanes: int, otherwise: int = 0) -> list:
-    """The elements of a vector where it is wanted, else those of the word `otherwise`."""
+def loaded(builder, where, wanted, dtype: str, lanes: int, otherwise: int = 0, once: bool = False) -> list:
+    """The elements of a vector where it is wanted, else those of the word `otherwise`. once: as `load_parts` has it."""
     part, _ = parts_of(dtype, lanes)
-    parts = load_parts(builder, where, wanted, dtype, lanes, fill=otherwise & 2**part.width - 1)
+    parts = load_parts(builder, where, wanted, dtype, lanes, fill=otherwise & 2**part.width - 1, once=once)
     return widened(builder, dtype, parts)
 
 

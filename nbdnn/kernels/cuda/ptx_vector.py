@@ -102,18 +102,24 @@ def load_vector(builder, where, wanted, dtype, lanes, *, constant=True):
     return widened(builder, dtype, load_parts(builder, where, wanted, dtype, lanes, constant=constant))
 
 
-def load_parts(builder, where, wanted, dtype, lanes, *, constant=True, fill=0, shared=False):
+def load_parts(builder, where, wanted, dtype, lanes, *, constant=True, fill=0, shared=False, once=False):
     """The parts of a vector, each the bits of `fill` unless it is wanted.
 
-    Without a branch, and where constant free to be moved. shared: it may lie in shared memory.
+    Without a branch, and where constant free to be moved. shared: it may lie in shared memory. once: nobody reads it
+    again, so that of the second-level cache it is the first to go (compute capability 8.0).
     """
     part, count = parts_of(dtype, lanes)
     constant = constant and not shared
     operation = "ld" if shared else "ld.global.nc" if constant else "ld.global"
+    hint, policy = "", ""
+    if once:
+        hint, policy = ", policy", ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+        operation += ".L2::cache_hint"
     load, registers, _ = _moving(operation, dtype, lanes, 0)
     clear = " ".join(f"mov.b{part.width} ${i}, {fill};" for i in range(count))
     text = (
-        f"{{ .reg .pred wanted; setp.ne.b32 wanted, ${count + 1}, 0; {clear} @wanted {load} {registers}, [${count}]; }}"
+        f"{{ .reg .pred wanted; setp.ne.b32 wanted, ${count + 1}, 0; {policy} {clear} "
+        f"@wanted {load} {registers}, [${count}]{hint}; }}"
     )
     constraints = ",".join([*(f"=&{_LETTER[part.width]}" for _ in range(count)), "l", "r"])
     operands = [builder.ptrtoint(where, I64), builder.zext(wanted, I32)]

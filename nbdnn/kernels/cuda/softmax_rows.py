@@ -66,7 +66,7 @@ def block_threads(config: Config) -> int:
 
 
 @cache
-def joined(threads: int, blocks: int):
+def _joined(threads: int, blocks: int):
     """Device function (maximum, total of exp(x - maximum)) of each warp -> the same of the row, for all of them."""
     from nbdnn.kernels.cuda import ptx, ptx_cluster, ptx_tile, ptx_tuples
 
@@ -156,7 +156,7 @@ def _forward_kernel(*specialised_on):
     threads, blocks = v.config
     is_log, shifts, spread = v.algorithm == "log", v.algorithm != "fast", threads * blocks > _WARP
     grid, placed = _placed(v)
-    join = joined(threads, blocks) if spread else None
+    joined = _joined(threads, blocks) if spread else None
     held, warp = ptx_tuples.Held(v.dtype, v.lanes, v.vectors), min(threads, _WARP)
     load, widen, store = ptx_tuples.load(held, "-inf"), ptx_tuples.widen(held), ptx_tuples.store(held)
     maximum = ptx_tuples.gather(held, ptx_tuples.itself, ptx_tuples.larger, 1)
@@ -188,7 +188,7 @@ def _forward_kernel(*specialised_on):
         # 2. Of the whole row.
         row_shift = shift
         if spread:
-            every, whole = join(g.rank, most[0], sums[0])
+            every, whole = joined(g.rank, most[0], sums[0])
             row_shift, sums = (every,), (whole,)
 
         # 3. What is stored.
@@ -211,7 +211,7 @@ def _backward_kernel(*specialised_on):
     threads, blocks = v.config
     is_log, spread = v.algorithm == "log", threads * blocks > _WARP
     grid, placed = _placed(v)
-    join = joined(threads, blocks) if spread else None
+    joined = _joined(threads, blocks) if spread else None
     held, warp = ptx_tuples.Held(v.dtype, v.lanes, v.vectors), min(threads, _WARP)
     load, summed = ptx_tuples.load(held, "zero"), ptx_tuples.across(ptx_tuples.total, 1, warp)
     dot = ptx_tuples.gather(held, ptx_tuples.itself if is_log else ptx_tuples.product, ptx_tuples.total, 2)
@@ -226,7 +226,7 @@ def _backward_kernel(*specialised_on):
         gradients, outputs = load(placed(dy, g, f)), load(placed(y, g, f))
         sums = summed(dot(gradients, outputs, zeros()))
         if spread:
-            _, whole = join(g.rank, zero, sums[0])
+            _, whole = joined(g.rank, zero, sums[0])
             sums = (whole,)
         finish(placed(dx, g, f), gradients, outputs, sums)
 
