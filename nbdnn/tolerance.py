@@ -28,6 +28,8 @@ from nbdnn.problem_conv import ConvProblem
 EPS = {"f16": 2.0**-10, "f32": 2.0**-23, "f64": 2.0**-52, "tf32": 2.0**-10}
 # (distance from 1 to the next number, smallest positive number) of the 16-bit types.
 _NARROW = {"f16": (2.0**-10, 2.0**-24), "bf16": (2.0**-7, 2.0**-133)}
+# From here on a number is rounded to infinity.
+_INFINITE = {"f16": 65520.0, "bf16": (2.0 - 2.0**-8) * 2.0**127}
 # An exact result rounded to nearest is off by 0.5 ulp; a float32 error that crosses a rounding boundary adds another 1.
 _ULPS_OF_A_ROUNDING = 1.5
 # exp and tanh by polynomial are good to a few ulp of float32, and no activation is steeper than swish (1.1).
@@ -82,12 +84,18 @@ def judged(
     roundings: int = 1,
 ) -> tuple[float, str]:
     """The largest error of the elements of `sample`, as a share of what is permitted, infinite where only one of the
-    two is NaN; and what is wrong, as `fault` says it. got: what was found there."""
+    two is NaN; and what is wrong, as `fault` says it. got: what was found there.
+
+    An infinity is right where the exact result may be one in a 16-bit type.
+    """
+    dtype = sample.dtype if isinstance(sample, BoundedSample) else problem.dtype
     with np.errstate(all="ignore"):
         bound = allowed(problem, candidate, sample, any_data=any_data, roundings=roundings)
         share = abs(got.astype(np.float64) - sample.value) / np.maximum(bound, np.finfo(np.float64).tiny)
     share[np.isnan(share)] = np.inf
-    share[(got == sample.value) | (np.isnan(got) & np.isnan(sample.value))] = 0.0
+    beyond = np.isinf(got) & (np.copysign(sample.value, got) == sample.value)
+    beyond &= abs(sample.value) + bound >= _INFINITE.get(dtype, np.inf)
+    share[beyond | (got == sample.value) | (np.isnan(got) & np.isnan(sample.value))] = 0.0
     largest, wrong = float(share.max(initial=0.0)), np.count_nonzero(share > 1)
     if not wrong:
         return largest, ""

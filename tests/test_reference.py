@@ -10,6 +10,7 @@ from guarded import values
 
 from nbdnn import reference_conv, tolerance
 from nbdnn.candidate import YES, Candidate
+from nbdnn.expected import BoundedSample
 from nbdnn.problem import parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
@@ -169,3 +170,22 @@ def test_error_model_grows_with_each_rounding_and_with_a_mean() -> None:
     any_data = tolerance.allowed(problem, Direct(), sample, any_data=True)
     assert (any_data > tolerance.allowed(problem, Direct(), sample)).all()
     assert (tolerance.allowed(problem, Winograd(), sample) >= once).all()
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_what_16_bits_cannot_hold_is_infinite(dtype: str) -> None:
+    """An infinity stands for what is rounded to one, with its sign, and for nothing else."""
+    problem = parse(f"softmax_fwd:{dtype}:n5c1h1w1:accurate:channel:nchw")
+    largest = {"f16": 65504.0, "bf16": 2.0**128 - 2.0**120, "f32": 2.0**128 - 2.0**104}[dtype]
+    exact = np.array([2.0, -2.0, 1.001, 0.9, 0.0]) * largest
+    index = (np.arange(5),)
+    sample = BoundedSample(index, exact, np.zeros(5), dtype)
+    if dtype == "f32":
+        assert "5 of 5" in tolerance.fault(problem, Direct(), np.full(5, np.inf), sample)
+        return
+    right = np.array([np.inf, -np.inf, np.inf, exact[3], 0.0])
+    assert not tolerance.fault(problem, Direct(), right, sample)
+    for place, wrong in ((0, -np.inf), (1, np.inf), (0, largest), (3, np.inf), (4, np.inf)):
+        got = right.copy()
+        got[place] = wrong
+        assert f"the worst at ({place})" in tolerance.fault(problem, Direct(), got, sample)
