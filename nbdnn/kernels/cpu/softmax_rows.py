@@ -54,10 +54,13 @@ def _vector_loops(compute: str, algorithm: str):
         for i in range(0, whole, _LANES):
             for j in range(_LANES):
                 lanes[j] = x[i + j] if x[i + j] > lanes[j] else lanes[j]
-        for i in range(whole, n):
-            lanes[0] = x[i] if x[i] > lanes[0] else lanes[0]
+        for j in range(n - whole):
+            lanes[j] = x[whole + j] if x[whole + j] > lanes[j] else lanes[j]
+        for half in (_LANES // 2, _LANES // 4, _LANES // 8):
+            for j in range(half):
+                lanes[j] = lanes[half + j] if lanes[half + j] > lanes[j] else lanes[j]
         found = lanes[0]
-        for j in range(1, _LANES):
+        for j in range(1, _LANES // 8):
             found = lanes[j] if lanes[j] > found else found
         return found
 
@@ -108,12 +111,12 @@ def _rows_task(dtype: str, algorithm: str, forward: bool, vl: int):
             source, target = pointers[0] + start, pointers[1] + start
             if not is_wide:
                 widen_row(scratch, source, f.length)
-                source, target = scratch, scratch
+                source, target = scratch, scratch + f.scratch_bytes // 2
             shift = maximum(source, f.length) if shifts else real(0.0)
             total = sum_of_powers(target, source, f.length, shift)
             finish(target, source, f.length, shift, total)
             if not is_wide:
-                narrow_row(pointers[1] + start, scratch, f.length)
+                narrow_row(pointers[1] + start, target, f.length)
 
     def gradient_rows(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
@@ -122,13 +125,13 @@ def _rows_task(dtype: str, algorithm: str, forward: bool, vl: int):
             start = row * f.length * itemsize
             dy, y, dx = pointers[0] + start, pointers[1] + start, pointers[2] + start
             if not is_wide:
-                wide = scratch + f.scratch_bytes // 2
+                second, third = scratch + f.scratch_bytes // 3, scratch + 2 * (f.scratch_bytes // 3)
                 widen_row(scratch, dy, f.length)
-                widen_row(wide, y, f.length)
-                dy, y, dx = scratch, wide, scratch
+                widen_row(second, y, f.length)
+                dy, y, dx = scratch, second, third
             combine(dx, dy, y, f.length, dot(dy, y, f.length))
             if not is_wide:
-                narrow_row(pointers[2] + start, scratch, f.length)
+                narrow_row(pointers[2] + start, dx, f.length)
 
     return compile_task(softmax_rows if forward else gradient_rows, (dtype, algorithm, forward, vl))
 
@@ -177,7 +180,9 @@ class Rows(Candidate[NoConfig, Cpu]):
         rows, length, _ = problem.rows
         forward, compute = self.op == "softmax_fwd", problem.compute
         vl = device.lanes(compute)
-        scratch_bytes = 0 if problem.dtype == compute else 2 * _lines(length * ITEMSIZE[compute])
+        # Every widened row has its own: loops that store to what they read are not vectorised.
+        rows_held = 0 if problem.dtype == compute else len(problem.operands)
+        scratch_bytes = rows_held * _lines(length * ITEMSIZE[compute])
         scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
         rows_a_task = ceil(rows / (device.threads * _TASKS_PER_THREAD))
         ctx = _filled(rows=rows, rows_a_task=rows_a_task, length=length, scratch=scratch, scratch_bytes=scratch_bytes)
