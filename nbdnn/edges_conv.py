@@ -56,6 +56,8 @@ EDGES_2D = (
     Edge("n1c17h12w14:k18r10s12:p0x0:u1x1:d1x1:g1", "the same with a remainder of channels"),
     Edge("n1c9h1w70:k10r1s3:p0x1:u1x1:d1x1:g1", "one row: a 1-D convolution"),
     Edge("n1c9h70w1:k10r3s1:p1x0:u1x1:d1x1:g1", "one column: every row has a single output"),
+    Edge("n1c3h5w300:k4r3s3:p1x1:u1x1:d1x1:g1", "wider than the longest transform of an FFT"),
+    Edge("n1c2h520w3:k3r5s3:p2x1:u1x1:d1x1:g1", "taller than any tile or transform"),
     Edge("n1c6h7w9:k8r3s3:p0x0:u1x1:d1x1:g1", "border valid"),
     Edge("n1c6h7w9:k8r3s3:p2x2:u1x1:d1x1:g1", "border full"),
     Edge("n2c17h10w14:k18r3s3:p2x2:u1x1:d1x1:g1", "border full, what a forward as bwd_data is for"),
@@ -138,6 +140,7 @@ EDGES_BANDS = (
     Edge("n1c8h3w20:k8r3s3:p20x9:u1x1:d1x1:g8", "the same for tiles before and behind the image"),
     Edge("n4c72h1w1:k72r3s3:p1x1:u1x1:d1x1:g72", "one pixel, channels beyond a block's with a remainder"),
     Edge("n1c8h9w48:k8r1s7:p0x3:u1x1:d1x1:g8", "a row filter"),
+    Edge("n1c8h9w20:k8r1s7:p1x0:u2x1:d1x3:g8", "the same, dilated, over every other row, not the first"),
 )
 # First layers whose rows are whole words; posed in both layouts, in float32 and bfloat16.
 EDGES_FIRST = (

@@ -267,12 +267,12 @@ class Fft(Candidate[Tile, Cpu]):
 
     def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Tile, ...]:
         needed = _whole(problem)
-        whole = Tile(*map(_fast_size, needed))
+        whole = {Tile(*(_fast_size(n) for n in needed))} if max(needed) <= _SIZES[-1] else set()
         if self.algorithm == "fft":
-            return (whole,)
+            return tuple(whole)
         reach = max(problem.filter[-2:]) - 1
         tiles = {Tile(*(_fast_size(min(t, n)) for n in needed)) for t in _TILES if t - reach >= t / 4}
-        tiles = tiles - {whole} or {whole}
+        tiles = tiles - whole or whole
         by_estimate = sorted(tiles, key=lambda tile: (self.estimate(problem, tile, device), tile.h, tile.w))
         return tuple(by_estimate[:_TILES_TRIED])
 

@@ -91,8 +91,11 @@ class Walk(NamedTuple):
 
 def variant(problem: BnProblem, columns: int, threads: int, cluster: int = 1) -> Variant:
     lanes = problem.vector_bytes // ITEMSIZE[problem.dtype]
-    planar = problem.planes[2] > 1
-    bits = 32 if problem.operands[0].size_elems < _INT32_END else 64
+    _, channels, inner = problem.planes
+    planar = inner > 1
+    # From a thread's row to its next, which may lie beyond the last one.
+    step_elems = threads // max(inner // lanes, 1) * channels * inner if planar else threads * channels
+    bits = 32 if max(problem.operands[0].size_elems, step_elems) < _INT32_END else 64
     of_problem = (problem.op, problem.dtype, problem.param_dtype, problem.running)
     return Variant(*of_problem, planar, lanes, 1 if planar else columns, threads, cluster, bits)
 

@@ -97,7 +97,8 @@ class Variant(NamedTuple):
             return self.tile.rows
         read = {row: [r.position for r in self.row_reaches if r.output == row] for row in range(self.tile.rows)}
         ends = [(min(positions), max(positions)) for positions in read.values() if positions]
-        return max(sum(low <= at <= high for low, high in ends) for at, _ in ends)
+        # A single row of a stride may be one that no tap reads.
+        return max((sum(low <= at <= high for low, high in ends) for at, _ in ends), default=1)
 
     @property
     def fits(self) -> bool:
