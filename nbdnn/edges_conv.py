@@ -113,6 +113,9 @@ EDGES_3D = (
     Edge("n1c4d7h8w9:k5t3r3s3:p2x2x2:u1x1x1:d2x2x2:g1", "dilation in 3-D"),
     Edge("n2c3d5h2w3:k2t3r1s1:p0x0x0:u3x1x1:d2x1x1:g1", "the same along the depth"),
     Edge("n1c9d4h6w7:k9t3r3s3:p1x1x1:u1x1x1:d1x1x1:g9", "depthwise in 3-D"),
+    Edge("n1c9d4h6w7:k9t1r3s3:p0x1x1:u1x1x1:d1x1x1:g9", "depthwise, every depth by itself"),
+    Edge("n2c5d4h6w7:k6t1r3s3:p0x1x1:u2x1x1:d1x1x1:g1", "every other depth by itself"),
+    Edge("n1c6d5h4w6:k7t3r1s1:p1x0x0:u1x1x1:d1x1x1:g1", "depths only"),
 )
 # Channels in multiples of 8, which matrix units take; posed in float32, bfloat16 and, in mixed layouts, float16.
 EDGES_MATRIX = (

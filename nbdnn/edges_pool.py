@@ -38,6 +38,8 @@ _MORE = (
     "n2c4d6h7w8:t3r3s3:p1x1x1:u2x2x2",  # windows that overlap on three axes
     "n1c8d4h4w8:t3r3s3:p1x1x1:u1x1x1",  # every element in 27 windows
     "n1c5d4h6w5:t4r1s2:p0x0x1:u1x2x1",  # nothing alike on three axes
+    "n2c6d4h9w8:t1r3s2:p0x1x0:u1x2x2",  # every depth by itself
+    "n1c7d5h3w6:t3r1s1:p1x0x0:u2x1x1",  # depths only
 )
 _LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}
 

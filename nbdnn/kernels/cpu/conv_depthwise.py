@@ -87,7 +87,8 @@ def _planar_task(dtype: str, vl: int, taps_h: int, taps_w: int, step_h: int, ste
             if in_blocks:
                 top = first * step_h + i64(f.row_table)[1]
                 pitch, tile_pitch = f.in_h * itemsize, f.width_pitch * acc_bytes
-                blocks_of(x, pitch, top, rows, f.extent_h, weights, f.column_table, f.count_w, tile, tile_pitch)
+                at_depth = x + depth * f.in_d * itemsize
+                blocks_of(at_depth, pitch, top, rows, f.extent_h, weights, f.column_table, f.count_w, tile, tile_pitch)
             else:
                 rows_of(
                     x, f.in_h * itemsize, first, rows, f.in_step_h, f.extent_h, entries, n_entries, weights,

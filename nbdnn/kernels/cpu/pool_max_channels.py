@@ -145,7 +145,8 @@ def _give_block(dtype: str, vl: int, past_caches: bool):
 
     @njit(**DEVICE)
     def give_row(f, dy, dx, base, line_d, h, row, first_p):
-        """line_d, row: which of the kept ones depth and row are; taps of rows that no window reaches are not read."""
+        """dy: where windows have no axis of depths, that of this depth. line_d, row: which of the kept ones depth and
+        row are; taps of rows that no window reaches are not read."""
         from_p, to_p = covering(h, h + 1, f.step_h, f.pad_h, f.taps_h, f.out_h)
         n, to, tap, count = f.out_w * f.channels, base + f.to_row_at, h + f.pad_h - from_p * f.step_h, to_p - from_p
         taps = base + f.taps_h_at + (line_d * f.windows_h + from_p - first_p) * f.line_bytes
@@ -196,7 +197,7 @@ def _task(dtype: str, vl: int, past_caches: bool):
                 give_plane(f, dy, base, depth, first_d, first_p, last_p)
             for h in range(low_h, end_h):
                 there = dx + (depth * f.in_h + h) * row_bytes
-                give_row(f, dy, there, base, depth - from_d, h, h - from_h, first_p)
+                give_row(f, dy + depth * f.out_h * out_bytes, there, base, depth - from_d, h, h - from_h, first_p)
 
     return compile_task(max_of_channels, (dtype, vl, past_caches))
 
