@@ -116,6 +116,7 @@ EDGES_3D = (
     Edge("n1c9d4h6w7:k9t1r3s3:p0x1x1:u1x1x1:d1x1x1:g9", "depthwise, every depth by itself"),
     Edge("n2c5d4h6w7:k6t1r3s3:p0x1x1:u2x1x1:d1x1x1:g1", "every other depth by itself"),
     Edge("n1c6d5h4w6:k7t3r1s1:p1x0x0:u1x1x1:d1x1x1:g1", "depths only"),
+    Edge("n1c40d3h6w6:k34t3r3s3:p1x0x0:u1x1x1:d1x1x1:g1", "whole tiles of channels and pixels at depths of padding"),
 )
 # Channels in multiples of 8, which matrix units take; posed in float32, bfloat16 and, in mixed layouts, float16.
 EDGES_MATRIX = (

@@ -55,6 +55,7 @@ def _texts(op: str) -> Iterator[str]:
         for layout in _LAYOUTS[3 if "t" in shape else 2]:
             yield from (f"{op}:{kind}:{layout}" for kind in (f"f32:{shape}:max", f"f32:{shape}:average_exc_pad"))
             yield from (f"{op}:{kind}:{layout}" for kind in (f"bf16:{shape}:max", f"bf16:{shape}:average_inc_pad"))
+            yield f"{op}:f64:{shape}:max:{layout}"
 
 
 def edges(op: str) -> list[PoolProblem]:

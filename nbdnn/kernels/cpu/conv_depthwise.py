@@ -322,7 +322,8 @@ class Depthwise(Candidate[NoConfig, Cpu]):
         phases = []
         for gather, ctx in zip(gathers, records, strict=True):
             h, w = gather.h, gather.w
-            flat = gather.d.taps == ((0, 0),) and gather.d.in_step == 1
+            # Every depth by itself, and of each there is one.
+            flat = gather.d.taps == ((0, 0),) and gather.d.in_step == 1 and gather.d.count <= gather.d.in_extent
             in_blocks = flat and adjacent(h) and 0 < len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
             task = _planar_task(problem.dtype, vl, len(h.taps), len(w.taps), h.in_step, w.in_step, in_blocks)
             phases.append(Phase(task, geo.n * geo.groups * gather.d.count * ctx[0]["bands"], ctx))

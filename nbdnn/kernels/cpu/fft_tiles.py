@@ -150,10 +150,11 @@ def transform_task(dtype: str, vl: int, form: str):
         end, stop = min(f.span_h, f.extent_h - top), min(f.span_w, f.extent_w - left)
         to = a.workspace + f.spectra_offset + item * f.item_bytes + panel * f.panel_bytes
         buffer = a.workspace + f.worker_offset + worker * f.worker_bytes
+        is_there = 0 <= depth < f.extent_b and first < end and start < stop
         is_whole = end - first == f.tile_h and stop - start == f.tile_w and lanes == width
-        if not is_whole:
+        if not (is_there and is_whole):
             fill(buffer, f.tile_h * f.pitch // acc_bytes)
-        if 0 <= depth < f.extent_b and first < end and start < stop:
+        if is_there:
             source = image * f.s_a + depth * f.s_b + g * f.s_g + lane * f.s_lane + (left + start) * f.s_w
             for r in range(first, end):
                 line = buffer + r * f.pitch
