@@ -42,5 +42,7 @@ def edges(op: str) -> list[BnProblem]:
     if op == "bn_train":
         # Sums of 2048 lines, as many as the CPU's have.
         problems.append(BnProblem(op, "bf16", 1, 256, (128, 128), "spatial", "nhwc", "f32"))
+        # So long that float64 loses digits to a sum of one element after the other.
+        problems.append(BnProblem(op, "f64", 2, 130, (28, 28), "spatial", "nhwc"))
         problems += [BnProblem(op, "f32", 1, 6, (1, 1), mode) for mode in MODES]  # variance 0
     return list(dict.fromkeys(problems))

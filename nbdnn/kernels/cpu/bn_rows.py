@@ -32,7 +32,8 @@ from nbdnn.problem_bn import BnProblem
 _LEAST_WIDTH, _BLOCK = 256, 2048  # columns of a line, and of a task
 _LINES_AT_ONCE = 4
 _LONG_LINE_BYTES = 4096
-_MOST_ADDITIONS = 512  # to a part's sums, one after the other: in float32 they lose no more digits than that
+# To a part's sums, one after the other: they lose few digits so. Where what merges parts has no more digits, fewer.
+_MOST_ADDITIONS = {"f32": 512, "f64": 64}
 _FINISHED_CHANNELS = 256  # of a task
 _TASKS_PER_THREAD, _PART_BYTES = 4, 1 << 20  # more tasks than threads where each has so much of x: parts are merged
 _NS_PER_ELEM = {"bn_train": 0.3, "bn_infer": 0.15, "bn_bwd": 0.4, "bn_infer_bwd": 0.35}
@@ -288,7 +289,9 @@ class Rows(Candidate[NoConfig, Cpu]):
         # ones are read whole as they are widened.
         together = 1 if problem.dtype == problem.compute and width * size < _LONG_LINE_BYTES else _LINES_AT_ONCE
         shared = min(device.threads * _TASKS_PER_THREAD, problem.operands[0].size_bytes // _PART_BYTES)
-        wanted = max(ceil(max(device.threads, shared) / blocks), ceil(lines / (_MOST_ADDITIONS * together)))
+        wanted = max(
+            ceil(max(device.threads, shared) / blocks), ceil(lines / (_MOST_ADDITIONS[problem.compute] * together))
+        )
         parts = min(lines, wanted)
         sums, coefficients = np.empty((parts, 2, width)), np.empty(4 * width * size + 64, np.uint8)
         scratch_bytes = (3 + 2 * _LINES_AT_ONCE) * _BLOCK * size
