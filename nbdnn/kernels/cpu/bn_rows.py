@@ -289,9 +289,8 @@ class Rows(Candidate[NoConfig, Cpu]):
         # ones are read whole as they are widened.
         together = 1 if problem.dtype == problem.compute and width * size < _LONG_LINE_BYTES else _LINES_AT_ONCE
         shared = min(device.threads * _TASKS_PER_THREAD, problem.operands[0].size_bytes // _PART_BYTES)
-        wanted = max(
-            ceil(max(device.threads, shared) / blocks), ceil(lines / (_MOST_ADDITIONS[problem.compute] * together))
-        )
+        most = _MOST_ADDITIONS[problem.compute] * together
+        wanted = max(ceil(max(device.threads, shared) / blocks), ceil(lines / most))
         parts = min(lines, wanted)
         sums, coefficients = np.empty((parts, 2, width)), np.empty(4 * width * size + 64, np.uint8)
         scratch_bytes = (3 + 2 * _LINES_AT_ONCE) * _BLOCK * size
