@@ -1,7 +1,7 @@
 """Recurrent networks beside PyTorch's, which are cuDNN's: the rows of `compare_gpu_ops.py`, and both calls.
 
 A row in training is a forward with its gradient, on either side: nbdnn's two problems have the tape with which they
-take least together, for its own kernels nbdnn's tape.
+take least together, for its own kernels nbdnn's tape. Neither gradient retains it, as is PyTorch's default.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ def posed(problem: RnnProblem) -> dict[str, tuple[RnnProblem, ...]]:
         return {"chosen": (problem,), "own": (problem,)}
     chosen = replace(problem, tape=best(problem, dispatcher.context(0), Request("time_on_shape_change")))
     pairs = {"chosen": chosen, "own": problem}
-    return {kind: (each, replace(each, op="rnn_bwd", training=False)) for kind, each in pairs.items()}
+    return {kind: (each, _gradient(each)) for kind, each in pairs.items()}
+
+
+def _gradient(forward: RnnProblem) -> RnnProblem:
+    tape = forward.tape and forward.tape._replace(consumed=True)
+    return replace(forward, op="rnn_bwd", training=False, tape=tape)
 
 
 def peer(problem: RnnProblem, device: str) -> Callable[..., Any]:

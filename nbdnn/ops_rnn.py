@@ -39,5 +39,5 @@ class GpuDnnRNNOp:
         desc = inputs[0]
         tape, y, *_ = self(*inputs)
         _, dy, *rest = output_grads
-        gradients = desc.grad(tape, y * 0 if dy is None else dy, *rest, layer=self._layer)
+        gradients = desc.grad(tape, y * 0 if dy is None else dy, *rest, retain_tape=False, layer=self._layer)
         return [None, *gradients][: len(inputs)]

@@ -11,7 +11,8 @@ Grammar (tokens joined by ``:``, the ones in brackets only where they differ fro
     direction  uni | bi
     input      linear | skip                          skip: the first layer adds its input as it is (then i = h)
     training   train                                  rnn_fwd also writes the tape that rnn_bwd reads
-    tape       tape46080/cudnn/rnn/standard           a tape of that writer's own, of so many elements
+    tape       tape46080/cudnn/rnn/standard           a tape of that writer's own, of so many elements;
+               ditto .../standard/consumed            rnn_bwd may write into it, and nobody reads it again
     alignment  a4                                     bytes every pointer is a multiple of; default 16
 
 The tape has what a gradient needs and cannot know again cheaply, in the compute type: for each layer its outputs h
@@ -42,7 +43,7 @@ from nbdnn.rnn_parameters import GATES, Parameters
 
 # Values that the tape keeps of a hidden unit at a step, besides its output.
 SAVED = {"rnn_relu": 0, "rnn_tanh": 0, "lstm": 5, "gru": 4}
-_TAPE = re.compile(r"tape(\d+)/(\w+/\w+/\w+)")
+_TAPE = re.compile(r"tape(\d+)/(\w+/\w+/\w+?)(/consumed)?")
 _DIMS = re.compile(r"t(\d+)b(\d+)i(\d+)h(\d+)l(\d+)")
 # Of each op: what is read, what is written.
 _NAMES = {
@@ -53,13 +54,29 @@ _OPTIONAL = ("hx", "cx", "dhy", "dcy")
 
 
 class OwnTape(NamedTuple):
-    """A tape that only its writer understands. writer: provider/algorithm/config."""
+    """A tape that only its writer understands. writer: provider/algorithm/config. consumed: the gradient may write into
+    it."""
 
     size_elems: int
     writer: str
+    consumed: bool = False
 
     def __str__(self) -> str:
-        return f"tape{self.size_elems}/{self.writer}"
+        return f"tape{self.size_elems}{self._end}"
+
+    @property
+    def layer(self) -> str:
+        """Its text for a layer, which has no extents."""
+        return f"tape{self._end}"
+
+    @property
+    def retained(self) -> OwnTape:
+        """As it is written, and read more than once."""
+        return self._replace(consumed=False)
+
+    @property
+    def _end(self) -> str:
+        return f"/{self.writer}{'/consumed' if self.consumed else ''}"
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,8 @@ class RnnProblem(Problem):
             raise InvalidProblem("rnn_bwd writes no tape")
         if self.tape and self.op == "rnn_fwd" and not self.training:
             raise InvalidProblem(f"{self.tape} is written in training only")
+        if self.tape and self.tape.consumed and self.op == "rnn_fwd":
+            raise InvalidProblem(f"{self.tape} is written by rnn_fwd, it is rnn_bwd that consumes it")
 
     @property
     def compute(self) -> str:  # type: ignore[override]
@@ -181,7 +200,7 @@ class RnnProblem(Problem):
         kind = [self.mode, "bi" if self.bidirectional else "uni", "skip" if self.skip else "linear"]
         tokens = [self.op, self.dtype, sequence + network, *kind, *(["train"] if self.training else [])]
         if self.tape:
-            tokens.append(str(self.tape) if extents else f"tape/{self.tape.writer}")
+            tokens.append(str(self.tape) if extents else self.tape.layer)
         return tokens + ([f"a{self.align}"] if self.align != DEFAULT_ALIGN else [])
 
 
@@ -194,7 +213,7 @@ def read(op: str, tokens: Tokens) -> RnnProblem:
     skip = tokens.one_of("linear", "skip") == "skip"
     training, found, align = bool(tokens.flag("train")), tokens.optional(_TAPE), tokens.align()
     tokens.end()
-    tape = OwnTape(int(found[1]), found[2]) if found else None
+    tape = OwnTape(int(found[1]), found[2], bool(found[3])) if found else None
     return RnnProblem(
         op, dtype, steps, batch, input, hidden, layers, mode, bidirectional, skip, training, tape, align
     )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
-from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.errors import CudnnError, InvalidProblem, InvalidType
 from nbdnn.problem_rnn import OwnTape, RnnProblem
 from nbdnn.rnn_parameters import GATES, Parameters
 
@@ -15,7 +15,7 @@ INPUT_MODES = ("linear", "skip")
 DIRECTION_MODES = ("unidirectional", "bidirectional")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Tape:
     """What a forward in training leaves to `RNNBlock.grad`: the arrays that it was given, y, and a memory of its own.
 
@@ -23,7 +23,7 @@ class Tape:
     gradient. memory: in float32 (float64 for float64), for each layer its outputs h (T, B, directions * H), then for
     each step, sequence and direction what the mode keeps: of a LSTM i, f, g, o after their activations and the cell c;
     of a GRU r, u, n and what r multiplied, R_n h + bR_n; of the others nothing more. own: where the memory is not that,
-    but what a library keeps for its own gradient, whose it is.
+    but what a library keeps for its own gradient, whose it is. consumed: a gradient was told not to retain it.
     """
 
     block: RNNBlock
@@ -34,6 +34,7 @@ class Tape:
     y: Any = field(repr=False)
     memory: Any = field(repr=False)
     own: OwnTape | None = None
+    consumed: bool = field(default=False, init=False)
 
     @property
     def problem(self) -> str:
@@ -215,18 +216,22 @@ class RNNBlock:
 
     def grad(
         self, tape: Tape, dy: Any, dhy: Any = None, dcy: Any = None,
-        *, policy: str | None = None, out: tuple | None = None, stream: Any = None, workspace_limit: int | None = None,
-        deterministic: bool | None = None, allow_tf32: bool | None = None, layer: str | int | None = None,
+        *, retain_tape: bool = True, policy: str | None = None, out: tuple | None = None, stream: Any = None,
+        workspace_limit: int | None = None, deterministic: bool | None = None, allow_tf32: bool | None = None,
+        layer: str | int | None = None,
     ) -> tuple:  # fmt: skip
         """The gradient of a forward in training: the exact adjoint of `apply`.
 
         Parameters
         ----------
         tape : Tape
-            What that forward returned last. It may be read more than once.
+            What that forward returned last. It may be read more than once, unless `retain_tape` is False.
         dy : array (T, B, directions * H)
         dhy, dcy : arrays (L * directions, B, H), optional
             Gradients of the last states; default zeros. dcy is a LSTM's only.
+        retain_tape : bool
+            False: this gradient is the last that reads the tape, and may write into its memory. cuDNN's would otherwise
+            need a copy of what it kept.
         policy, out, stream, workspace_limit, deterministic, allow_tf32, layer
             As of `apply`.
 
@@ -238,16 +243,26 @@ class RNNBlock:
         Raises
         ------
         InvalidProblem
-            The tape is of another block, or shapes disagree (a ValueError); InvalidType where it is dtype or rank.
+            The tape is of another block or consumed, or shapes disagree (a ValueError); InvalidType where it is dtype
+            or rank.
         """
         if not isinstance(tape, Tape):
             given = f"of type {type(tape).__name__}"
             raise InvalidProblem(f"tape is {given}, expected what apply(..., training=True) returns last")
         if tape.block.facts != self.facts:
             raise InvalidProblem(f"tape is of {tape.block!r}, expected one of {self!r}")
+        if tape.consumed:
+            raise InvalidProblem("tape was consumed by an earlier gradient, whose retain_tape was False")
         options = policy, workspace_limit, deterministic, allow_tf32, layer
         arrays = tape.w, tape.x, tape.hx, tape.cx, tape.y, tape.memory, dy, dhy, dcy
-        return _compute("rnn_bwd", self.facts, False, tape.own, arrays, out, options, stream)
+        own = tape.own._replace(consumed=not retain_tape) if tape.own else None
+        try:
+            results = _compute("rnn_bwd", self.facts, False, own, arrays, out, options, stream)
+        except CudnnError:
+            tape.consumed = not retain_tape  # who knows what was written
+            raise
+        tape.consumed = not retain_tape
+        return results
 
 
 def _dtype(given: Any) -> str:

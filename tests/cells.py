@@ -30,11 +30,14 @@ def check(candidate: Candidate, problem: Problem, config: Hashable, device: Devi
     once = roundings == 1 or problem.dtype in ("f32", "f64")
     for kind, scalars in _KINDS.get(type(problem), (("normal", problem.scalars),)):
         operands = Operands(problem, values(problem, kind), device.kind)
-        if isinstance(problem, RnnProblem) and problem.op == "rnn_bwd" and problem.tape:
+        own = problem.tape if isinstance(problem, RnnProblem) and problem.op == "rnn_bwd" else None
+        if own:
             tapes.write(problem, device, operands.pointers, 0)  # type: ignore[arg-type]
             operands.keep("y", "tape")
         runner(operands.pointers, scalars, workspace.address, 0)
         operands.fetch()
+        if own and own.consumed:
+            operands.keep("tape")
         workspace.fetch()
         operands.assert_only_outs_were_written()
         assert workspace.is_guarded(), "wrote outside of the workspace"
@@ -47,6 +50,8 @@ def check(candidate: Candidate, problem: Problem, config: Hashable, device: Devi
                 assert_exact(candidate, problem, out, expected[name], f"config {config}")
 
         operands.reset()
+        if own and own.consumed:
+            tapes.write(problem, device, operands.pointers, 0)  # type: ignore[arg-type]
         runner(operands.pointers, scalars, workspace.address, 0)
         operands.fetch()
         assert_right(candidate, problem, operands.outs, expected, f"{kind}, config {config}, second run", roundings)

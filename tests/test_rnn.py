@@ -246,6 +246,36 @@ def test_a_tape_says_what_it_is_of_and_may_be_read_twice() -> None:
         RNNBlock("bfloat16", 6, 2, "rnn_tanh").grad(tape, given["dy"])
 
 
+def test_a_tape_that_is_not_retained_is_read_once() -> None:
+    block = RNNBlock("float32", 6, 2, "gru")
+    given = drawn(block)
+    *_, tape = block.apply(given["w"], given["x"], training=True)
+    first = block.grad(tape, given["dy"])
+    with pytest.raises(InvalidProblem, match="dy has shape"):
+        block.grad(tape, given["dy"][1:], retain_tape=False)
+    assert not tape.consumed
+    for a, b in zip(block.grad(tape, given["dy"], retain_tape=False), first, strict=True):
+        assert np.array_equal(a, b)
+    for retain in (True, False):
+        with pytest.raises(InvalidProblem, match="tape was consumed by an earlier gradient, whose retain_tape was Fal"):
+            block.grad(tape, given["dy"], retain_tape=retain)
+
+
+def test_a_tape_that_cudnn_may_have_begun_to_write_into_is_read_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = RNNBlock("float32", 6, 1, "gru")
+    given = drawn(block)
+    *_, tape = block.apply(given["w"], given["x"], training=True)
+
+    def failing(*_: Any) -> Any:
+        raise nbdnn.CudnnError("cudnnRNNBackwardWeights_v8 -> CUDNN_STATUS_EXECUTION_FAILED (5000)")
+
+    monkeypatch.setattr(nbdnn.rnn, "_compute", failing)
+    for retain in (True, False):
+        with pytest.raises(nbdnn.CudnnError):
+            block.grad(tape, given["dy"], retain_tape=retain)
+        assert tape.consumed != retain
+
+
 def test_measuring_chooses_among_the_candidates_also_without_states() -> None:
     block = RNNBlock("float32", 8, 1, "lstm")
     given = drawn(block)
@@ -386,7 +416,7 @@ def test_a_lstm_learns_to_copy() -> None:
         dy = np.zeros_like(y)
         dy[-1] = of_scores @ readout.T
         readout -= rate * (y[-1].T @ of_scores)
-        w -= rate * block.grad(tape, dy)[0]
+        w -= rate * block.grad(tape, dy, retain_tape=False)[0]
     assert 1.2 < np.mean(losses[:5]) < 1.6
     assert np.mean(losses[-20:]) < 0.05
 

@@ -32,10 +32,20 @@ def test_its_problem_says_whose_it_is_and_how_large() -> None:
     assert replace(problem, tape=None).only == ""
 
 
+def test_its_problem_says_that_it_is_consumed() -> None:
+    problem = parse(OWN + "/consumed")
+    assert isinstance(problem, RnnProblem)
+    assert problem.tape == OwnTape(100, "cudnn/rnn/standard", consumed=True) and problem.only == "cudnn/rnn"
+    assert str(problem) == OWN + "/consumed" and problem.tape.retained == own().tape
+    assert problem.layer == "rnn_bwd:f32:i3h5l2:lstm:bi:linear:tape/cudnn/rnn/standard/consumed"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("rnn_fwd:f32:t4b2i3h5l2:lstm:bi:linear:tape100/cudnn/rnn/standard", "is written in training only"),
+        ("rnn_fwd:f32:t4b2i3h5l2:lstm:bi:linear:train:tape9/cudnn/rnn/standard/consumed", "rnn_bwd that consumes it"),
+        ("rnn_bwd:f32:t4b2i3h5l2:lstm:bi:linear:tape100/cudnn/rnn/standard/kept", "'tape100/.*/kept' in .* is not und"),
         ("rnn_bwd:f32:t4b2i3h5l2:lstm:bi:linear:tape100/cudnn", "'tape100/cudnn' in .* is not understood there"),
         ("rnn_bwd:f32:t4b2i3h5l2:lstm:bi:linear:a4:tape100/cudnn/rnn/standard", "is not understood there"),
     ],

@@ -6,7 +6,7 @@ The dynamic one is compiled at run time for one batch, by NVRTC, each time that 
 not there, or the network has no such kernel, the preparation fails and says so.
 
 What cuDNN keeps for a gradient is a secret of each algorithm: in training it serves problems with a tape of its own.
-Its gradient writes into what was kept, and gets a copy, so that a tape can be read again.
+Its gradient writes into what was kept: unless it may consume the tape, it gets a copy.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _refusal(problem: RnnProblem) -> str:
 
 class _Workspace(NamedTuple):
     """Where the parts of a workspace begin. What cuDNN works in is first, then there are zeros for states that are
-    absent, room for a copy of the tape, which its gradient writes into, and copies of operands that are not aligned as
-    its kernels want them."""
+    absent, room for a copy of the tape where its gradient may not write into it, and copies of operands that are not
+    aligned as its kernels want them."""
 
     working_bytes: int
     zeros: int
@@ -154,10 +154,11 @@ class _Workspace(NamedTuple):
 
 def _workspace(problem: RnnProblem, spaces: _Spaces) -> _Workspace:
     training = problem.tape is not None
+    copied = problem.op == "rnn_bwd" and problem.tape is not None and not problem.tape.consumed
     working_bytes = spaces.training_bytes if training else spaces.inference_bytes
     zeros, copies = _rounded(working_bytes), {}
     kept = zeros + _rounded(_state_bytes(problem))
-    end = kept + (_rounded(spaces.kept_bytes) + 2 * _PART_BYTES if problem.op == "rnn_bwd" else 0)
+    end = kept + (_rounded(spaces.kept_bytes) + 2 * _PART_BYTES if copied else 0)
     for operand in problem.operands if problem.align < _ALIGN_BYTES else ():
         if operand.name != "tape":
             copies[operand.name] = end
@@ -224,9 +225,13 @@ class _Run:
         self._call("cudnnRNNForward", mode, None, *sequences, *states, self._weight_bytes, at["w"], *working, *kept)
 
     def _backward(self, at: dict[str, int], workspace: int, stream: int) -> None:
-        copy = _rounded(workspace + self._parts.kept) + at["tape"] % _PART_BYTES  # so that it begins in the same place
-        driver.call("cuMemcpyDtoDAsync", copy, at["tape"], self._kept_bytes, stream)
-        working, kept = (self._parts.working_bytes, workspace), (self._kept_bytes, copy)
+        tape = self._problem.tape
+        assert tape is not None
+        begin = at["tape"]
+        if not tape.consumed:
+            begin = _rounded(workspace + self._parts.kept) + begin % _PART_BYTES  # so that it begins in the same place
+            driver.call("cuMemcpyDtoDAsync", begin, at["tape"], self._kept_bytes, stream)
+        working, kept = (self._parts.working_bytes, workspace), (self._kept_bytes, begin)
         sequences = self._y, at["y"], at["dy"], self._x, at["dx"]
         states = self._state, at["hx"], at["dhy"], at["dhx"]
         cells = self._state, at.get("cx"), at.get("dcy"), at.get("dcx")
@@ -280,7 +285,7 @@ class Rnn(Candidate[Algorithm, Gpu]):
         refusals = [each for each in asked if isinstance(each, str)]
         if len(refusals) == len(asked):
             return Support(False, refusals[-1])
-        if problem.tape and problem.tape not in tapes:
+        if problem.tape and problem.tape.retained not in tapes:
             return Support(False, f"{problem.tape} is none of its own here: {', '.join(map(str, tapes))}")
         return YES
 

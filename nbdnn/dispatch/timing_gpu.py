@@ -21,7 +21,7 @@ from nbdnn.device import Gpu
 from nbdnn.dispatch import tapes
 from nbdnn.dispatch.timing import Given, Samples, derive, displacement, random_values
 from nbdnn.problem import Problem
-from nbdnn.problem_rnn import RnnProblem
+from nbdnn.problem_rnn import OwnTape, RnnProblem
 
 # A replay takes about this long: events resolve 0.5 us, and the first kernel's launch is in it.
 _REPLAY_US, _MAX_CALLS = 1500.0, 4096
@@ -69,8 +69,18 @@ class GpuOperands:
                 driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
         for i in [] if given else derive(self._problem, self.arrays()):
             driver.upload(self.pointers[0][i], self._bytes(i), self.stream)
-        if not given and isinstance(self._problem, RnnProblem) and self._problem.op == "rnn_bwd" and self._problem.tape:
-            tapes.write(self._problem, self._device, self.pointers[0], int(self.stream))
+        if not given and self._own_tape:
+            self._write_tape()
+
+    @property
+    def _own_tape(self) -> OwnTape | None:
+        """What a gradient reads that only a forward can write."""
+        problem = self._problem
+        return problem.tape if isinstance(problem, RnnProblem) and problem.op == "rnn_bwd" else None
+
+    def _write_tape(self) -> None:
+        assert isinstance(self._problem, RnnProblem)
+        tapes.write(self._problem, self._device, self.pointers[0], int(self.stream))
 
     @cached_property
     def stream(self) -> Any:
@@ -96,6 +106,8 @@ class GpuOperands:
         operands = self._problem.operands
         outs = [i for i, operand in enumerate(operands) if operand.role == "out" and operand.size_bytes]
         with driver.Current(self._device.index):
+            if self._own_tape and self._own_tape.consumed:
+                self._write_tape()
             for i in outs:
                 if operands[i].is_read:
                     driver.upload(self.pointers[0][i], self._bytes(i), self.stream)

@@ -167,7 +167,12 @@ CALLS = {
         ("BackwardData_v8", "0 . y dy . dx . hx dhy dhx . cx dcy dcx . w . ws . kept"),
         ("BackwardWeights_v8", ". 0 . x . hx . y . dw . ws . kept"),
     ],
+    "consumed": [
+        ("BackwardData_v8", "0 . y dy . dx . hx dhy dhx . cx dcy dcx . w . ws . tape"),
+        ("BackwardWeights_v8", ". 0 . x . hx . y . dw . ws . tape"),
+    ],
 }
+BACKWARD = ("bwd", "consumed")
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[Any, ...]]]:
@@ -210,8 +215,8 @@ def test_states_that_are_absent_are_zeros_in_the_workspace(align: int, monkeypat
 @pytest.mark.parametrize(("kind", "align"), list(product(CALLS, (16, 4))))
 def test_the_calls_take_what_the_header_says(kind: str, align: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made, copied = recorded(monkeypatch)
-    candidate = rnn.BWD if kind == "bwd" else rnn.FWD
-    end = {"": "", "train": f":train:{TAPE}", "bwd": f":{TAPE}"}[kind]
+    candidate = rnn.BWD if kind in BACKWARD else rnn.FWD
+    end = {"": "", "train": f":train:{TAPE}", "bwd": f":{TAPE}", "consumed": f":{TAPE}/consumed"}[kind]
     given = replace(problem(candidate.op, end), align=align)
     (config,) = candidate.configs(given, H200)
     named = {operand.name: 1_000_000 * (i + 1) + 16 for i, operand in enumerate(given.operands)}
@@ -236,10 +241,18 @@ def test_the_calls_take_what_the_header_says(kind: str, align: int, monkeypatch:
     assert not [
         name for name, address, *_ in copied if name == "cuMemsetD8Async" and address == WORKSPACE + parts.zeros
     ]
-    if kind == "bwd":
-        assert ("cuMemcpyDtoDAsync", at["kept"], at["tape"], 400, 0) in copied
+    if kind in BACKWARD:
+        assert (("cuMemcpyDtoDAsync", at["kept"], at["tape"], 400, 0) in copied) == (kind == "bwd")
         assert ("cuMemsetD8Async", at["dw"], 0, given.parameters.size_elems * 4, 0) in copied
     assert candidate.workspace_bytes(given, config, H200) == parts.end >= (2000 if kind else 1000)
+
+
+@pytest.mark.usefixtures("spaces")
+def test_a_tape_that_is_consumed_needs_no_room_for_a_copy() -> None:
+    copied, consumed = problem("rnn_bwd", f":{TAPE}"), problem("rnn_bwd", f":{TAPE}/consumed")
+    assert rnn.BWD.supports(consumed, H200) == (True, "")
+    saved = rnn._workspace(copied, SPACES).end - rnn._workspace(consumed, SPACES).end
+    assert SPACES.kept_bytes <= saved <= SPACES.kept_bytes + 4 * 256
 
 
 @pytest.mark.parametrize("config", rnn.ALGORITHMS, ids=str)

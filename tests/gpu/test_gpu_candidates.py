@@ -48,7 +48,9 @@ def test_cells_of_cudnns_own_tapes(problem: RnnProblem) -> None:
         inference = replace(problem, training=False)
         for tape in forward.tapes(problem, DEVICE) if forward.supports(inference, DEVICE).ok else ():
             written = replace(problem, tape=tape)
-            for candidate, each in ((forward, written), (backward, replace(written, op="rnn_bwd", training=False))):
+            read = replace(written, op="rnn_bwd", training=False)
+            consumed = replace(read, tape=tape._replace(consumed=True))
+            for candidate, each in ((forward, written), (backward, read), (backward, consumed)):
                 assert candidate.supports(each, DEVICE).ok
                 (config,) = candidate.configs(each, DEVICE)
                 check(candidate, each, config, DEVICE)

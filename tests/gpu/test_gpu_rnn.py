@@ -15,9 +15,11 @@ from libraries import library
 import nbdnn
 from nbdnn import RNNBlock
 from nbdnn.cudnn import rnn
-from nbdnn.dispatch import registry, tapes
+from nbdnn.dispatch import dispatcher, registry, tapes
+from nbdnn.dispatch.check import Check
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import survey
+from nbdnn.dispatch.tuner import tune
 from nbdnn.problem import parse
 from nbdnn.rnn_parameters import GATES
 
@@ -128,9 +130,12 @@ def test_a_tape_of_cudnns_own_may_be_read_twice_and_by_unaligned_operands() -> N
     moved = torch.empty(given["dy"].numel() + 1, device="cuda")[1:].view(given["dy"].shape).copy_(given["dy"])
     assert moved.data_ptr() % 16
     first, *others = (block.grad(tape, dy, given["dhy"], given["dcy"]) for dy in (given["dy"], given["dy"], moved))
-    for other in others:
+    last = block.grad(tape, given["dy"], given["dhy"], given["dcy"], retain_tape=False)
+    for other in (*others, last):
         for a, b in zip(other, first, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(nbdnn.InvalidProblem, match="consumed by an earlier gradient"):
+        block.grad(tape, given["dy"])
 
 
 @pytest.mark.parametrize("mode", ["lstm", "rnn_tanh"])
@@ -144,7 +149,7 @@ def test_calls_can_be_captured(mode: str) -> None:
 
     def train() -> tuple:
         *results, tape = block.apply(w, x, training=True)
-        return (results[0], *block.grad(tape, dy))
+        return (results[0], *block.grad(tape, dy, retain_tape=False))
 
     ways = [lambda id=id: block.apply(w, x, policy=id) for id in working(str(block.problem((STEPS, BATCH, WIDTH))))]
     for way in (*ways, train):
@@ -170,6 +175,19 @@ def test_measuring_settles_the_tape_and_fails_nobody() -> None:
     assert "cudnn/rnn" in {problem.only for problem in measured}
 
 
+def test_a_gradient_that_consumes_its_tape_is_checked_and_measured() -> None:
+    """Each time with a tape that was written anew."""
+    forward = RNNBlock("float32", 8, 1, "gru").problem((STEPS, BATCH, WIDTH), training=True)
+    (tape, *_) = rnn.FWD.tapes(forward, DEVICE)
+    gradient = replace(forward, op="rnn_bwd", training=False, tape=tape._replace(consumed=True))
+    check = Check(gradient, DEVICE)
+    (config,) = rnn.BWD.configs(gradient, DEVICE)
+    runner = rnn.BWD.prepare(gradient, config, DEVICE)
+    for _ in range(3):
+        assert check.run(runner, rnn.BWD, rnn.BWD.workspace_bytes(gradient, config, DEVICE)).reason == ""
+    assert [row.median_us for row in tune(gradient, DEVICE, dispatcher.database(), budget_s=5).rows if row.median_us]
+
+
 def test_a_lstm_learns_to_copy() -> None:
     """The task of `tests/test_rnn.py`: a guess costs log(4) = 1.39."""
     torch = library("torch")
@@ -191,6 +209,6 @@ def test_a_lstm_learns_to_copy() -> None:
         dy = torch.zeros_like(y)
         dy[-1] = of_scores @ readout.T
         readout -= rate * (y[-1].T @ of_scores)
-        w -= rate * block.grad(tape, dy)[0]
+        w -= rate * block.grad(tape, dy, retain_tape=False)[0]
     assert 1.2 < float(sum(losses[:5]) / 5) < 1.6
     assert float(sum(losses[-20:]) / 20) < 0.05
