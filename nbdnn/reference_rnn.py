@@ -28,6 +28,9 @@ _Found = dict[str, Inexact]
 # What a stay in 16 bits may add to an error, in units of eps of float32: an ulp. It is half of one at most, but the
 # errors of a product's factors are added as squares.
 _STAY = {"f16": 2.0**-10 / 2.0**-23, "bf16": 2.0**-7 / 2.0**-23}
+# The other slope of relu is off by 1, and the steps before spread what that adds over sums of either sign, of which the
+# root of the squares is the standard deviation: this many of them are permitted.
+_FLIPS = 4.0
 
 
 def samples(problem: RnnProblem, operands: Arrays, scalars: tuple[float, ...], count: int | None) -> dict[str, Sample]:
@@ -211,7 +214,7 @@ class _Taken:
             h, h_slack = self._h.value[t], self._h.slack[t]
             if self._problem.mode == "rnn_relu":  # a sum that may be of either sign has either slope
                 slope, either = (h > 0).astype(float), (h_slack > 0) & (h <= LARGEST_EPS * h_slack)
-                slack = np.where(either, 1 / LARGEST_EPS, 0.0)
+                slack = np.where(either, _FLIPS / LARGEST_EPS, 0.0)
             else:
                 slope, slack = 1 - h * h, 1 + h * h + 2 * abs(h) * h_slack
             gradient = [dh * Inexact(slope, slack)]

@@ -22,8 +22,8 @@ def posed(text: str) -> RnnProblem:
     return problem
 
 
-def filled(problem: RnnProblem) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
+def filled(problem: RnnProblem, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
     return {o.name: rng.standard_normal(o.shape) * o.scale for o in problem.operands if o.role == "in"}
 
 
@@ -196,3 +196,41 @@ def test_what_is_no_problem_is_refused(text: str, named: str) -> None:
 def test_an_unknown_dtype_is_a_type_error() -> None:
     with pytest.raises(InvalidType, match="f8"):
         parse("rnn_fwd:f8:t5b3i8h16l1:gru:uni:linear")
+
+
+def relu_dx(given: dict[str, np.ndarray], w: np.ndarray, r: np.ndarray, slopes: np.ndarray) -> np.ndarray:
+    """The gradient of x for one layer of rnn_relu, whose slopes are given."""
+    dh, found = given["dhy"][0], []
+    for t in reversed(range(len(slopes))):
+        da = (dh + given["dy"][t]) * slopes[t]
+        found.append(da @ w)
+        dh = da @ r
+    return np.stack(found[::-1])
+
+
+def test_a_sum_near_zero_may_have_either_slope_and_no_other() -> None:
+    """16-bit roundings decide the sign of such a sum, and the slope of relu with it: what follows for all gradients of
+    the steps before is permitted. The other slope of a sum that is clearly of one sign is an error."""
+    problem = posed("rnn_bwd:f16:t3b6i16h32l1:rnn_relu:uni:linear:tape9/cudnn/rnn/standard")
+    doubtful, clear = [], []
+    for seed in range(60):
+        given = filled(problem, seed)
+        w_part, r_part = problem.parameters.matrices(0)
+        assert w_part and r_part
+        w, r = (given["w"][each.offset :][: np.prod(each.shape)].reshape(each.shape) for each in (w_part, r_part))
+        bias = sum(given["w"][each.offset :][:32] for each in problem.parameters.biases(0))
+        h, sums = given["hx"][0], []
+        for t in range(3):
+            sums.append(given["x"][t] @ w.T + h @ r.T + bias)
+            h = np.maximum(sums[-1], 0)
+
+        found = reference_rnn.backward(problem, given, 2.0**13)["dx"]
+        slopes = (np.array(sums) > 0).astype(float)
+        np.testing.assert_allclose(found.value, relu_dx(given, w, r, slopes), rtol=1e-9, atol=1e-9)
+        near, far = np.abs(sums) < 5e-4, np.abs(sums) > 0.1
+        for place, shares in (*((place, doubtful) for place in np.argwhere(near)), (np.argwhere(far)[seed], clear)):
+            flipped = slopes.copy()
+            flipped[tuple(place)] = 1 - flipped[tuple(place)]
+            shares.append((abs(relu_dx(given, w, r, flipped) - found.value) / (2.0**-23 * found.slack)).max())
+    assert len(doubtful) >= 5 and max(doubtful) < 1
+    assert np.mean(np.array(clear) > 1) > 0.9
