@@ -12,7 +12,9 @@ _ELEMENTS = (
     9,  # a bit of a second byte
     1000,
     4099,  # more than one task or block of threads, on no boundary of anything
-    65536,
+    16_385,  # a cluster of larger blocks
+    65536,  # all of its threads
+    65537,  # and one element more
     100_001,
 )
 

@@ -14,13 +14,14 @@ from nbdnn.kernels.cuda.launch import LaunchedCandidate, chained
 from nbdnn.problem import FAMILIES, parse
 
 
+@pytest.mark.parametrize("elements", ["m33554432", "m65536", "m1000"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64", "f32:a4"])
 @pytest.mark.parametrize("op", FAMILIES["dropout"])
-def test_kernels_stay_within_their_means(op: str, dtype: str) -> None:
+def test_kernels_stay_within_their_means(op: str, dtype: str, elements: str) -> None:
     """No spills, no stack, and blocks enough on a multiprocessor to hide what the generator takes."""
     library("numba_cuda")
     name, _, align = dtype.partition(":")
-    problem = parse(":".join(filter(None, (op, name, "m33554432", align))))
+    problem = parse(":".join(filter(None, (op, name, elements, align))))
     (candidate,) = registry.candidates(op, kind="cuda")
     assert isinstance(candidate, LaunchedCandidate) and candidate.supports(problem, H200).ok
     for arch, capability in (("sm_80", (8, 0)), ("sm_90a", (9, 0)), ("sm_100a", (10, 0)), ("sm_120", (12, 0))):
@@ -34,7 +35,7 @@ def test_kernels_stay_within_their_means(op: str, dtype: str) -> None:
 def test_the_state_advances_when_all_have_read_it() -> None:
     """The second kernel is there early, and waits before it reads anything."""
     library("numba_cuda")
-    problem = parse("dropout_fwd:f32:m65536")
+    problem = parse("dropout_fwd:f32:m65537")
     (candidate,) = registry.candidates(problem.op, kind="cuda")
     assert isinstance(candidate, LaunchedCandidate)
     main, advance = chained(candidate.launches(problem, candidate.configs(problem, H200)[0], H200), H200)
@@ -42,6 +43,21 @@ def test_the_state_advances_when_all_have_read_it() -> None:
     first, second = (ptx_text(launch.source, "sm_90a") for launch in (main, advance))
     assert 0 < first.index("griddepcontrol.launch_dependents") < first.index("ld.global")
     assert 0 < second.index("griddepcontrol.wait") < second.index("ld.global")
+
+
+@pytest.mark.parametrize(("elements", "cluster"), [(1, 1), (2049, 2), (16384, 8), (16385, 3), (65536, 8)])
+def test_the_kernel_of_few_elements_advances_the_state_itself(elements: int, cluster: int) -> None:
+    """When all blocks have said that they have read it; an older GPU has no clusters."""
+    library("numba_cuda")
+    problem = parse(f"dropout_fwd:f32:m{elements}")
+    (candidate,) = registry.candidates(problem.op, kind="cuda")
+    assert isinstance(candidate, LaunchedCandidate)
+    (alone,) = candidate.launches(problem, candidate.configs(problem, H200)[0], H200)
+    assert alone.grid == (cluster, 1, 1) and alone.cluster == cluster
+    text = ptx_text(alone.source, "sm_90a")
+    read, said, waited = (text.index(each) for each in ("ld.global", "barrier.cluster.arrive", "barrier.cluster.wait"))
+    assert read < said < waited < text.rindex("st.global")
+    assert len(candidate.launches(problem, candidate.configs(problem, H200)[0], replace(H200, capability=(8, 0)))) == 2
 
 
 def test_more_elements_than_an_int32_counts_are_refused() -> None:

@@ -9,7 +9,8 @@
 Its quads are neighbours; of float32 the first ones of a warp are side by side, and the second ones: a warp's load is of
 512 bytes in a row. Then two threads have half of two bytes of the mask each.
 
-The state is read by every thread; a second kernel, whose block is there by then, advances it when all are done.
+The state is read by every thread, and advanced when all have: of few elements by the kernel itself, whose blocks are one
+cluster then, else by a second kernel, whose block is there by then.
 Traffic: x and y once, an eighth of a byte an element of mask. Source: J. Salmon et al., Parallel random numbers: as
 easy as 1, 2, 3 (SC11).
 """
@@ -29,23 +30,26 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_dropout import BLOCK_ELEMS, DropoutProblem
 
 _THREADS, _FEW_THREADS, _MIN_BLOCKS = 256, 64, 4  # of a block; where there are fewer blocks than multiprocessors
+# Of the blocks of a cluster that takes one run a thread.
+_CLUSTER, _CLUSTER_THREADS = 8, (256, 1024)
 _RUN = 8  # elements of a byte of the mask
 # Of blocks that a multiprocessor holds: beyond these a thread that draws takes several runs, whose rounds have the same
 # keys; one that only reads a mask takes one run, in the order of memory (float32, 2^25 elements, H200: 68 us, not 70).
 _WAVES = 8
-_VECTOR_BYTES = 16
+_VECTOR_BYTES, _BLOCK_BITS = 16, 2
 _LAUNCH_US = 2.5
 _MOST_ELEMENTS = 2**31 - _RUN * _THREADS * 4096  # a run beyond the last is still an int32
 
 
 class _Variant(NamedTuple):
     """What a kernel is compiled for. vectors: every run but the last is loaded and stored as two quads. threads: of a
-    block."""
+    block. advances: the grid is a cluster, or a block, that advances the state."""
 
     dtype: str
     forward: bool
     vectors: bool
     threads: int
+    advances: bool = False
 
 
 class _Fields(NamedTuple):
@@ -57,11 +61,11 @@ class _Fields(NamedTuple):
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_philox
+    from nbdnn.kernels.cuda import ptx, ptx_cluster, ptx_philox
 
     variant = _Variant(*specialised_on)
     integer, word, wide = ptx.INTEGER[32], ptx.WORD, ptx.WIDE
-    dtype, threads = variant.dtype, variant.threads
+    dtype, threads, advances = variant.dtype, variant.threads, variant.advances
     real, widen, narrow = ptx.REAL[DEFAULT_COMPUTE[dtype]], ptx.WIDEN[dtype], ptx.NARROW[dtype]
     by_vectors, drawn, conditions_of = variant.vectors, ptx_philox.drawn, ptx_philox.conditions_of
     load, store = _run(dtype) if by_vectors else (None, None)
@@ -108,6 +112,8 @@ def _kernel(*specialised_on):
         first, keys = wide(state[1]), ptx_philox.keys(wide(state[0]))
         # A threshold has 33 bits: what is not below it is larger than one less.
         keeps_all, limit, factor = threshold == 0, word(wide(threshold) - wide(1)), real(scale)
+        if advances:
+            ptx_cluster.arrive()
         while run < f.runs:
             at, after, left = placed(run, f)
             whole = by_vectors and left >= _RUN
@@ -127,6 +133,10 @@ def _kernel(*specialised_on):
             if not whole:
                 finish_one_by_one(x, y, at, bits, factor, f)
             run = integer(run + f.step)
+        if advances:
+            ptx_cluster.wait()
+            if ptx.block_x() == 0 and ptx.thread_x() == 0:
+                state[1] = first + wide(integer(f.elements + BLOCK_ELEMS - 1) >> _BLOCK_BITS)
 
     def backward(dy, mask, dx, threshold, scale, f):
         run = integer(ptx.block_x() * threads + ptx.thread_x())
@@ -208,24 +218,28 @@ class Philox(LaunchedCandidate[NoConfig]):
 
     def launches(self, problem: DropoutProblem, config: NoConfig, device: Gpu) -> list[Launch]:
         forward, dtype = self.op == "dropout_fwd", problem.dtype
-        runs = ceil(problem.elements / _RUN)
+        runs, advances = ceil(problem.elements / _RUN), False
         threads = _THREADS if runs >= _THREADS * device.sms else _FEW_THREADS
+        if forward and device.capability >= (9, 0) and runs <= _CLUSTER * max(_CLUSTER_THREADS):
+            threads, advances = next(each for each in _CLUSTER_THREADS if runs <= _CLUSTER * each), True
         blocks = ceil(runs / threads)
         if forward:
             blocks = min(blocks, _WAVES * _MIN_BLOCKS * device.sms)
         vectors = dtype != "f64" and problem.align % _VECTOR_BYTES == 0
+        variant = _Variant(dtype, forward, vectors, threads, advances)
         main = Launch(
-            source=Source(_kernel, _Variant(dtype, forward, vectors, threads), threads, _MIN_BLOCKS),
+            source=Source(_kernel, variant, threads, 1 if advances else _MIN_BLOCKS),
             grid=(blocks, 1, 1),
             pointers=(0, 1, 2, 3) if forward else (0, 1, 2),
             scalars="f64",
             integers=_Fields(problem.elements, runs, blocks * threads),
+            cluster=blocks if advances else 1,
         )
-        if not forward:
+        if advances or not forward:
             return [main]
         source, integers = Source(_advance_kernel, (), 32), _Advance(problem.blocks)
         return [main, Launch(source, (1, 1, 1), (3,), "", integers, early=True)]
 
 
-assert BLOCK_ELEMS * 2 == _RUN
+assert BLOCK_ELEMS * 2 == _RUN and BLOCK_ELEMS == 1 << _BLOCK_BITS
 FWD, BWD = Philox("dropout_fwd"), Philox("dropout_bwd")

@@ -34,7 +34,7 @@ from nbdnn.kernels.cuda.spatialtf_position import (
 )
 from nbdnn.kernels.cuda.spatialtf_position import Fields as ImageFields
 from nbdnn.kernels.cuda.spatialtf_theta import along_axis
-from nbdnn.problem import DEFAULT_COMPUTE
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 THREADS = 256
@@ -45,6 +45,8 @@ _WAVES, _RESIDENT = 4, 4  # blocks that a multiprocessor shall have, in turn and
 # in blocks that end one by one (256 images of 28x28, H200: 2.8 us, not 3.1).
 _RESIDENT_THREADS, _FEW_THREADS = 2048, 128
 _MOST_GRID = 65535  # of the grid's second axis
+# Of a grid alone: rows of a thread, which divides for its columns once.
+_VECTOR_BYTES, _MOST_ROWS = 16, 4
 _LAUNCH_US, _OVER_COPY = 3.0, 1.3
 
 
@@ -190,43 +192,67 @@ class Direct(LaunchedCandidate[Config]):
         return [Launch(Source(_forward_kernel, variant, threads, min_blocks), grid, (0, 1, 2), "", integers, kind.bits)]
 
 
-class _GridFields(NamedTuple):
-    """outputs: of one image. elements: of them all."""
+class _GridVariant(NamedTuple):
+    """What a kernel is compiled for. together: positions of a row that are stored as one vector."""
 
-    elements: int
-    outputs: int
+    dtype: str
+    together: int
+    bits: int
+
+
+class _GridFields(NamedTuple):
+    """items: what threads do, of all images and of one. columns: items of a row. rows: of an item."""
+
+    items: int
+    of_an_image: int
+    columns: int
+    rows: int
     out_h: int
     out_w: int
 
 
-def _grid_kernel(dtype: str, bits: int):
-    from nbdnn.kernels.cuda import ptx
+def _grid_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_local
 
+    dtype, together, bits = _GridVariant(*specialised_on)
     compute = DEFAULT_COMPUTE[dtype]
-    integer, widen, narrow, along = ptx.INTEGER[bits], ptx.WIDEN[dtype], ptx.NARROW[dtype], along_axis(compute, bits)
+    integer, real, widen, along = ptx.INTEGER[bits], ptx.REAL[compute], ptx.WIDEN[dtype], along_axis(compute, bits)
+    lanes = 2 * together if together > 1 else 1
+    store, size = ptx_local.store(dtype, lanes), 2 * together
 
     @ptx.inline
-    def row_of(theta, at, u, v):
-        a, b, c = (widen(ptx.load_constant(theta, at)), widen(ptx.load_constant(theta, integer(at + 1))),
-                   widen(ptx.load_constant(theta, integer(at + 2))))  # fmt: skip
-        return ptx.fma(a, u, ptx.fma(b, v, c))
+    def coefficient(theta, image, k):
+        return widen(ptx.load_constant(theta, integer(image * 6 + k)))
 
     def write_grid(theta, grid, f):
-        element = integer(integer(ptx.block_x()) * THREADS + ptx.thread_x())
-        if element >= f.elements:
+        item = integer(integer(ptx.block_x()) * THREADS + ptx.thread_x())
+        if item >= f.items:
             return
-        image, output = ptx.divided(element, f.outputs)
-        i, j = ptx.divided(output, f.out_w)
-        u, v, at = along(j, f.out_w), along(i, f.out_h), integer(image * 6)
-        grid[integer(element * 2)] = narrow(row_of(theta, at, u, v))
-        grid[integer(element * 2 + 1)] = narrow(row_of(theta, integer(at + 3), u, v))
+        image, of_image = ptx.divided(item, f.of_an_image)
+        band, column = ptx.divided(of_image, f.columns)
+        a, b, c = coefficient(theta, image, 0), coefficient(theta, image, 1), coefficient(theta, image, 2)
+        d, e, g = coefficient(theta, image, 3), coefficient(theta, image, 4), coefficient(theta, image, 5)
+        u, values = ptx.cuda.local.array(together, real), ptx.cuda.local.array(size, real)
+        for k in range(together):
+            u[k] = along(integer(column * together + k), f.out_w)
+        i, end = integer(band * f.rows), min(integer(integer(band + 1) * f.rows), f.out_h)
+        at = integer(integer(integer(image * f.out_h + i) * f.out_w + column * together) * 2)
+        while i < end:
+            v = along(i, f.out_h)
+            of_row = ptx.fma(b, v, c), ptx.fma(e, v, g)
+            for k in range(together):
+                values[2 * k] = ptx.fma(a, u[k], of_row[0])
+                values[2 * k + 1] = ptx.fma(d, u[k], of_row[1])
+            for k in range(size // lanes):
+                store(grid, integer(at + k * lanes), values, integer(k * lanes))
+            i, at = integer(i + 1), integer(at + 2 * f.out_w)
 
     data = ptx.pointer(dtype)
     return write_grid, (data, data, ptx.record(_GridFields, bits))
 
 
 class Grid(LaunchedCandidate[NoConfig]):
-    """A thread a position; supports every grid."""
+    """A thread a few rows of neighbours that are a vector of 16 bytes, or of one position; supports every grid."""
 
     op, algorithm = "spatialtf_grid_fwd", "direct"
 
@@ -237,10 +263,17 @@ class Grid(LaunchedCandidate[NoConfig]):
         return _LAUNCH_US + _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6
 
     def launches(self, problem: SpatialtfProblem, config: NoConfig, device: Gpu) -> list[Launch]:
-        elements, bits = problem.n * problem.positions, index_bits(problem)
-        integers = _GridFields(elements, problem.positions, *problem.out_spatial)
-        source = Source(_grid_kernel, (problem.dtype, bits), THREADS)
-        return [Launch(source, (ceil(elements / THREADS), 1, 1), (0, 1), "", integers, bits)]
+        bits, (out_h, out_w) = index_bits(problem), problem.out_spatial
+        most = _VECTOR_BYTES // (2 * ITEMSIZE[problem.dtype])
+        together = most if out_w % most == 0 and problem.align % _VECTOR_BYTES == 0 else 1
+        columns = out_w // together
+        one_by_one = problem.n * out_h * columns
+        rows = max(1, min(_MOST_ROWS, one_by_one // (_RESIDENT_THREADS * device.sms)))
+        of_an_image = ceil(out_h / rows) * columns
+        items = problem.n * of_an_image
+        integers = _GridFields(items, of_an_image, columns, rows, out_h, out_w)
+        source = Source(_grid_kernel, _GridVariant(problem.dtype, together, bits), THREADS)
+        return [Launch(source, (ceil(items / THREADS), 1, 1), (0, 1), "", integers, bits)]
 
 
 FWD, SAMPLER_FWD, GRID_FWD = Direct("spatialtf_fwd"), Direct("spatialtf_sampler_fwd"), Grid()
