@@ -6,8 +6,8 @@ A ratio is the peer's time over nbdnn's: above 1, nbdnn is faster. The peer is P
 cudnn.benchmark=True and benchmark_limit=0, in the faster of its contiguous and channels_last forms, and with --compile
 also torch.compile(max-autotune-no-cudagraphs) where that can win (depthwise, fused). nbdnn counts in the faster layout
 as well, with what its tuner chose; beside it stands the best of its own kernels alone. Both are captured into graphs
-and replayed in turn, each call on the next of several copies of the operands, results included. The floor is what the device could do at
-most.
+and replayed in turn, each call on the next of several copies of the operands, results included. The floor is what the
+device could do at most.
 
 The JSON file keeps every row with the versions it was measured with: a row that is there is not measured again, unless
 --again says so.
@@ -156,7 +156,7 @@ class Peer(Samples):
         once_us = self._timed(lambda: [call() for call in calls]) / len(calls)
         self._calls = ceil(max(1.0, _REPLAY_US / once_us) / len(calls)) * len(calls)
         self._graph = torch.cuda.CUDAGraph()
-        # So many results live at a time: each copy has its own memory for them, as nbdnn's do. One would stay in the cache.
+        # So many results live at a time: each copy has its own, as on nbdnn's side. A single one would stay in the cache.
         results: deque[Any] = deque(maxlen=len(calls))
         with torch.cuda.graph(self._graph):
             for call in islice(cycle(calls), self._calls):

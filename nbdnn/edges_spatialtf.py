@@ -25,7 +25,7 @@ _MORE = (
     "n2c65h6w5:o6x5",  # a block of channels and one more
     "n1c4h33w70:o35x130",  # several tiles of outputs in both directions
 )
-_GRIDS = ("n1:o1x1", "n3:o1x7", "n2:o5x1", "n2:o10x13", "n5:o33x70", "n1:o64x257")
+_GRIDS = ("n1:o1x1", "n3:o1x7", "n2:o5x1", "n2:o10x13", "n5:o33x70", "n1:o64x257", "n9:o257x512")
 _LAYOUTS = ("nchw", "nhwc")
 _KINDS = {"f32": ("", "a4"), "f64": ("",), "f16": ("", "pf32"), "bf16": ("", "pf32", "a2")}
 

@@ -47,8 +47,8 @@ _MOST_COMPILED = 2
 # What the filter gradient's engines take for granted, whatever they are told: with less, one of them killed the
 # process's context (misaligned address; an H200, cuDNN 9.19).
 _FILTER_ALIGN_BYTES = 16
-# A Winograd that does not say so: of 5x5 filters its sums in float32 missed the bound of the errors by 475 times, which is
-# 0.06 of what TF32 may be off by (an H200, cuDNN 9.19).
+# A Winograd that does not say so: of 5x5 filters its sums in float32 missed the bound of the errors by 475 times, which
+# is 0.06 of what TF32 may be off by (an H200, cuDNN 9.19).
 _COARSE_FILTER_ENGINE = 17
 # Pairs of alpha and beta that a runner keeps plans for.
 _MOST_SCALARS = 8
@@ -293,8 +293,8 @@ def _for_other_factors(proposal: Proposal, able: list[Proposal]) -> Proposal | N
 
 
 def _is_tf32(proposal: Proposal, problem: ConvProblem) -> bool:
-    """Whether an engine rounds float32 operands to TF32, or its sums are no better than if it did. Tensor cores multiply
-    16-bit numbers and float64 exactly."""
+    """Whether an engine rounds float32 operands to TF32, or sums no better than if it did. Tensor cores multiply 16-bit
+    numbers and float64 exactly."""
     coarse = problem.op == "conv_bwd_filter" and proposal.config.engine == _COARSE_FILTER_ENGINE
     return problem.dtype == "f32" and (coarse or NumericalNote.TENSOR_CORE in proposal.notes)
 

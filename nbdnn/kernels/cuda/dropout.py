@@ -9,8 +9,8 @@
 Its quads are neighbours; of float32 the first ones of a warp are side by side, and the second ones: a warp's load is of
 512 bytes in a row. Then two threads have half of two bytes of the mask each.
 
-The state is read by every thread, and advanced when all have: of few elements by the kernel itself, whose blocks are one
-cluster then, else by a second kernel, whose block is there by then.
+The state is read by every thread, and advanced when all have: of few elements by the kernel itself, whose blocks are
+one cluster then, else by a second kernel, whose block is there by then.
 Traffic: x and y once, an eighth of a byte an element of mask. Source: J. Salmon et al., Parallel random numbers: as
 easy as 1, 2, 3 (SC11).
 """
