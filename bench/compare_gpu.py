@@ -156,7 +156,7 @@ class Peer(Samples):
         once_us = self._timed(lambda: [call() for call in calls]) / len(calls)
         self._calls = ceil(max(1.0, _REPLAY_US / once_us) / len(calls)) * len(calls)
         self._graph = torch.cuda.CUDAGraph()
-        # So many results live at a time: each copy has its own, as on nbdnn's side. A single one would stay in the cache.
+        # So many results live at a time: each copy has its own, as on nbdnn's side. A single one would stay in cache.
         results: deque[Any] = deque(maxlen=len(calls))
         with torch.cuda.graph(self._graph):
             for call in islice(cycle(calls), self._calls):
