@@ -56,10 +56,11 @@ class _Parts(NamedTuple):
 
 def _block_kernel(*specialised_on):
     """Sums or, where is_last, scaling: what a block does with its rows, four of a thread at a time. is_alone: it has
-    all rows of its columns, and finishes their channels."""
+    all rows of its columns, and finishes their channels. is_short: a thread has eight rows of one element at
+    most, and loads them together."""
     from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_local
 
-    *of_variant, is_last, is_alone = specialised_on
+    *of_variant, is_last, is_alone, is_short = specialised_on
     v = Variant(*of_variant)
     integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
     lanes, sums, columns, op = v.lanes, v.sums, v.columns, v.op
@@ -68,7 +69,7 @@ def _block_kernel(*specialised_on):
     of_block, finish, scaled = bn_sums.of_block(v), bn_channel.finish(v), bn_channel.scale(v)
     load, store, widen = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
     reads_x, reads_dy = not (is_last and op == "bn_infer_bwd"), not v.is_forward
-    held, moved = at_once * lanes, plan.next_row(v.bits)
+    held, moved = 2 * at_once if is_short else at_once * lanes, plan.next_row(v.bits)
 
     @ptx.inline
     def begin_of(part, slab, f):
@@ -115,6 +116,48 @@ def _block_kernel(*specialised_on):
         if left > 2 * rows_at_once:
             load_one(values, gradients, 2 * lanes, x, dy, third)
         return second, third
+
+    @ptx.inline
+    def load_up_to_four(values, gradients, where, x, dy, at, place, left, f):
+        """Those that exist: where the others and the next one are."""
+        second, place = moved(at, place, f)
+        third, place = moved(second, place, f)
+        fourth, place = moved(third, place, f)
+        end, place = moved(fourth, place, f)
+        if left > 0:
+            load_one(values, gradients, where, x, dy, at)
+        if left > rows_at_once:
+            load_one(values, gradients, where + 1, x, dy, second)
+        if left > 2 * rows_at_once:
+            load_one(values, gradients, where + 2, x, dy, third)
+        if left > 3 * rows_at_once:
+            load_one(values, gradients, where + 3, x, dy, fourth)
+        return second, third, fourth, end, place
+
+    @ptx.inline
+    def take_one(a, b, origin, coefficients, values, gradients, where, out, at):
+        add(a, b, origin, values, gradients, where)
+        scale_one(coefficients, values, gradients, where, out, at)
+
+    @ptx.inline
+    def take_up_to_four(
+        a, b, origin, coefficients, values, gradients, where, out, at, second, third, fourth, left
+    ):  # fmt: skip
+        """Add and scale those that exist: how many."""
+        count = real(0.0)
+        if left > 0:
+            take_one(a, b, origin, coefficients, values, gradients, where, out, at)
+            count = real(1.0)
+        if left > rows_at_once:
+            take_one(a, b, origin, coefficients, values, gradients, where + 1, out, second)
+            count = real(2.0)
+        if left > 2 * rows_at_once:
+            take_one(a, b, origin, coefficients, values, gradients, where + 2, out, third)
+            count = real(3.0)
+        if left > 3 * rows_at_once:
+            take_one(a, b, origin, coefficients, values, gradients, where + 3, out, fourth)
+            count = real(4.0)
+        return count
 
     @ptx.inline
     def scale_one(coefficients, values, gradients, where, out, at):
@@ -229,6 +272,32 @@ def _block_kernel(*specialised_on):
                 pair = integer(2 * (part * f.channels + channel))
                 workspace[pair], workspace[integer(pair + 1)] = of_first, of_second
 
+    def take_all(
+        x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, workspace,
+        epsilon, factor, f
+    ):  # fmt: skip
+        thread, slab = small(ptx.thread_x()), integer(ptx.block_x())
+        column, row, last, at, place = begin_of(integer(0), slab, f)
+        a, b, origin = ptx.cuda.local.array(1, real), ptx.cuda.local.array(1, real), ptx.cuda.local.array(1, real)
+        values, gradients = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
+        left, after = integer(last - row), integer(last - row - at_once * rows_at_once)
+        two, three, four, five, place = load_up_to_four(values, gradients, 0, x, dy, at, place, left, f)
+        six, seven, eight, _, _ = load_up_to_four(values, gradients, at_once, x, dy, five, place, after, f)
+        a[0], b[0], origin[0] = real(0.0), real(0.0), widen(mean[column])
+        params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
+        coefficients = coefficients_of(params, column, epsilon, factor)
+        count = take_up_to_four(
+            a, b, origin, coefficients, values, gradients, 0, out, at, two, three, four, left
+        ) + take_up_to_four(
+            a, b, origin, coefficients, values, gradients, at_once, out, five, six, seven, eight, after
+        )  # fmt: skip
+        as_pairs(count, a, b, origin, origin)
+        count = joined(count, a, b)
+        _, of_first, of_second = of_block(thread, count, a, b)
+        channel = integer(slab * channels + thread)
+        if thread < channels and channel < f.channels:
+            finish(params, channel, real(0.0), real(f.m), of_first, of_second, epsilon, factor, True)
+
     def scale_parts(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, workspace,
         epsilon, factor, f
@@ -265,6 +334,8 @@ def _block_kernel(*specialised_on):
 
     data, param, reals = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype), ptx.pointer(v.compute)
     types = (data, data, data, *[param] * 10, reals, real, real, ptx.record(Walk, v.bits))
+    if is_short:
+        return take_all, types
     return scale_parts if is_last else sum_parts, types
 
 
@@ -345,10 +416,11 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)
         blocks, arguments = integers.parts * integers.slabs, (*plan.pointers(problem), WORKSPACE)
         is_alone = _is_alone(problem, integers)
+        is_short = is_alone and v.lanes == 1 and integers.rows * v.columns <= 2 * _AT_ONCE * _THREADS
         min_blocks = _MIN_BLOCKS_WIDE if v.lanes == 8 and not v.is_forward else _MIN_BLOCKS
 
         def over_rows(is_last: bool) -> Launch:
-            source = Source(_block_kernel, (*v, is_last, is_alone), _THREADS, min_blocks)
+            source = Source(_block_kernel, (*v, is_last, is_alone, is_short), _THREADS, min_blocks)
             return Launch(source, (blocks, 1, 1), arguments, v.compute, integers, v.bits)
 
         of_vector = v.lanes if v.planar else 1

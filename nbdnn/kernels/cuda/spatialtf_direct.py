@@ -17,6 +17,7 @@ from typing import NamedTuple
 from nbdnn.candidate import YES, NoConfig, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.spatialtf_pairs import PAIR, in_pairs, load_pair, window_elems
@@ -29,6 +30,7 @@ from nbdnn.kernels.cuda.spatialtf_position import (
     nearest,
     output_place,
     position,
+    quotient,
     tile_columns,
     vector_lanes,
 )
@@ -201,11 +203,16 @@ class _GridVariant(NamedTuple):
 
 
 class _GridFields(NamedTuple):
-    """items: what threads do, of all images and of one. columns: items of a row. rows: of an item."""
+    """items: what threads do, of all images and of one. columns: items of a row. by_, shift_: of both the `reciprocal`.
+    rows: of an item."""
 
     items: int
     of_an_image: int
+    by_image: int
+    shift_image: int
     columns: int
+    by_columns: int
+    shift_columns: int
     rows: int
     out_h: int
     out_w: int
@@ -218,7 +225,7 @@ def _grid_kernel(*specialised_on):
     compute = DEFAULT_COMPUTE[dtype]
     integer, real, widen, along = ptx.INTEGER[bits], ptx.REAL[compute], ptx.WIDEN[dtype], along_axis(compute, bits)
     lanes = 2 * together if together > 1 else 1
-    store, size = ptx_local.store(dtype, lanes), 2 * together
+    store, size, divided = ptx_local.store(dtype, lanes), 2 * together, quotient(bits)
 
     @ptx.inline
     def coefficient(theta, image, k):
@@ -228,8 +235,8 @@ def _grid_kernel(*specialised_on):
         item = integer(integer(ptx.block_x()) * THREADS + ptx.thread_x())
         if item >= f.items:
             return
-        image, of_image = ptx.divided(item, f.of_an_image)
-        band, column = ptx.divided(of_image, f.columns)
+        image, of_image = divided(item, f.of_an_image, f.by_image, f.shift_image)
+        band, column = divided(of_image, f.columns, f.by_columns, f.shift_columns)
         a, b, c = coefficient(theta, image, 0), coefficient(theta, image, 1), coefficient(theta, image, 2)
         d, e, g = coefficient(theta, image, 3), coefficient(theta, image, 4), coefficient(theta, image, 5)
         u, values = ptx.cuda.local.array(together, real), ptx.cuda.local.array(size, real)
@@ -271,7 +278,8 @@ class Grid(LaunchedCandidate[NoConfig]):
         rows = max(1, min(_MOST_ROWS, one_by_one // (_RESIDENT_THREADS * device.sms)))
         of_an_image = ceil(out_h / rows) * columns
         items = problem.n * of_an_image
-        integers = _GridFields(items, of_an_image, columns, rows, out_h, out_w)
+        by = [reciprocal(each) if bits == 32 else (0, 0) for each in (of_an_image, columns)]
+        integers = _GridFields(items, of_an_image, *by[0], columns, *by[1], rows, out_h, out_w)
         source = Source(_grid_kernel, _GridVariant(problem.dtype, together, bits), THREADS)
         return [Launch(source, (ceil(items / THREADS), 1, 1), (0, 1), "", integers, bits)]
 
