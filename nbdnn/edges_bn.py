@@ -39,6 +39,10 @@ def edges(op: str) -> list[BnProblem]:
             problems += [replace(plain, align=4), replace(narrow[2], align=2)]
             if op == "bn_train":
                 problems += [replace(problem, running=True) for problem in (plain, *narrow[2:])]
+    if op == "bn_infer_bwd":
+        # Planes of odd places: as many as a block of a GPU holds at once, and more.
+        problems += [BnProblem(op, "bf16", 32, 9, (7, 7), "spatial", "nchw", "f32")]
+        problems += [BnProblem(op, "f32", n, 3, (7, 7), "spatial", "nchw") for n in (41, 42)]
     if op == "bn_train":
         # Sums of 2048 lines, as many as the CPU's have.
         problems.append(BnProblem(op, "bf16", 1, 256, (128, 128), "spatial", "nhwc", "f32"))
