@@ -13,6 +13,8 @@ from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import LaunchedCandidate, chained
 from nbdnn.problem import FAMILIES, parse
 
+_MULTIPLIER = 0xD2511F53  # of the generator's first word
+
 
 @pytest.mark.parametrize("elements", ["m33554432", "m65536", "m1000"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64", "f32:a4"])
@@ -58,6 +60,19 @@ def test_the_kernel_of_few_elements_advances_the_state_itself(elements: int, clu
     read, said, waited = (text.index(each) for each in ("ld.global", "barrier.cluster.arrive", "barrier.cluster.wait"))
     assert read < said < waited < text.rindex("st.global")
     assert len(candidate.launches(problem, candidate.configs(problem, H200)[0], replace(H200, capability=(8, 0)))) == 2
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+def test_what_is_dropped_is_on_its_way_while_the_generator_draws(dtype: str) -> None:
+    """Two quads are two loads of float32, and one of 16-bit data. The compiler had put them behind the rounds."""
+    library("numba_cuda")
+    problem = parse(f"dropout_fwd:{dtype}:m33554432")
+    (candidate,) = registry.candidates(problem.op, kind="cuda")
+    assert isinstance(candidate, LaunchedCandidate)
+    main, _ = candidate.launches(problem, candidate.configs(problem, H200)[0], H200)
+    text = ptx_text(main.source, "sm_90a")
+    before, _, _ = text.partition(f"{_MULTIPLIER - (1 << 32)};")
+    assert before != text and before.count("ld.global.v4.b32") == (2 if dtype == "f32" else 1)
 
 
 def test_more_elements_than_an_int32_counts_are_refused() -> None:

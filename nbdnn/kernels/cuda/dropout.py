@@ -161,11 +161,11 @@ def _kernel(*specialised_on):
 
 def _run(dtype: str):
     """Device functions (source, at, after, wanted) -> eight float32, and (target, at, after, wanted, these): two quads,
-    of 16-bit data side by side, 16 bytes at a time."""
+    of 16-bit data side by side, 16 bytes at a time. They are on their way while the generator draws."""
     from nbdnn.kernels.cuda import ptx, ptx_pool_vector
 
     lanes = _VECTOR_BYTES // ITEMSIZE[dtype]
-    load, store = ptx_pool_vector.load(dtype, lanes), ptx_pool_vector.store(dtype, lanes)
+    load, store = ptx_pool_vector.load(dtype, lanes, constant=False), ptx_pool_vector.store(dtype, lanes)
 
     @ptx.inline
     def load_one(source, at, after, wanted):

@@ -89,7 +89,7 @@ class _Tensor:
         starts = columns if self._v.channels_last else sorted({column // lanes * lanes for column in columns})
         for start in starts:
             where, inside = self._vector((d, h, start))
-            values = loaded(self._builder, where, inside, self._v.dtype, lanes, otherwise, self._v.once)
+            values = loaded(self._builder, where, inside, self._v.dtype, lanes, otherwise, once=self._v.once)
             if self._v.channels_last:
                 cells[start] = values
             else:

@@ -13,10 +13,10 @@ from nbdnn.kernels.cuda.ptx import F32, asm, packed, unpacked
 from nbdnn.kernels.cuda.ptx_vector import floats, load_parts, parts_of, widened
 
 
-def loaded(builder, where, wanted, dtype: str, lanes: int, otherwise: int = 0, once: bool = False) -> list:
-    """The elements of a vector where it is wanted, else those of the word `otherwise`. once: as `load_parts` has it."""
+def loaded(builder, where, wanted, dtype: str, lanes: int, otherwise: int = 0, **how: bool) -> list:
+    """The elements of a vector where it is wanted, else those of the word `otherwise`. how: as `load_parts` has it."""
     part, _ = parts_of(dtype, lanes)
-    parts = load_parts(builder, where, wanted, dtype, lanes, fill=otherwise & 2**part.width - 1, once=once)
+    parts = load_parts(builder, where, wanted, dtype, lanes, fill=otherwise & 2**part.width - 1, **how)
     return widened(builder, dtype, parts)
 
 
@@ -31,14 +31,17 @@ def joined(builder, is_max: bool, found, value):
 
 
 @cache
-def load(dtype: str, lanes: int, otherwise: int = 0):
-    """Intrinsic (base, index, wanted) -> the elements of a vector where it is wanted, else of the word `otherwise`."""
+def load(dtype: str, lanes: int, otherwise: int = 0, constant: bool = True):
+    """Intrinsic (base, index, wanted) -> the elements of a vector where it is wanted, else of the word `otherwise`.
+
+    constant: the load may be moved, to where its elements are needed. Else it begins where it stands.
+    """
 
     @intrinsic
     def load_vector(typingctx, base, index, wanted):
         def codegen(context, builder, sig, args):
             where = builder.gep(args[0], [args[1]])
-            return packed(builder, loaded(builder, where, args[2], dtype, lanes, otherwise))
+            return packed(builder, loaded(builder, where, args[2], dtype, lanes, otherwise, constant=constant))
 
         return signature(floats(lanes), base, index, types.boolean), codegen
 
