@@ -5,8 +5,9 @@
 One candidate for each thing that a caller may forbid, as each engine says of itself: `graph` are the engines that are
 deterministic and compute in IEEE arithmetic (16-bit products are summed in float32), `graph_nondeterministic` those
 that add in any order, `graph_tf32` those that round float32 to TF32. Engines that convert their inputs to a narrower
-type, sum in one, or transform the image belong to none of them. Configs come in the order of cuDNN's heuristics. NCHW
-in 16 bits and TF32 contains hidden transposes, which are in the workspace and in the measured time.
+type, sum in one, or transform the image belong to none of them. Configs come in the order of cuDNN's heuristics; of
+TF32, for which these know little, all other engines follow with their own knobs. NCHW in 16 bits and TF32 contains
+hidden transposes, which are in the workspace and in the measured time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nbdnn.cudnn.conv_operations import (
 )
 from nbdnn.cudnn.cost import method_us
 from nbdnn.cudnn.enums import NumericalNote
-from nbdnn.cudnn.graph import EngineConfig, Packs, Plan, Proposal, operation_graph, plan, proposals
+from nbdnn.cudnn.graph import EngineConfig, Packs, Plan, Proposal, defaults, operation_graph, plan, proposals
 from nbdnn.cudnn.handle import Handle, handle, planner, property_descriptor
 from nbdnn.cudnn.library import loaded_version
 from nbdnn.cudnn.plan_file import stored_plan
@@ -66,6 +67,14 @@ def _proposals(problem: ConvProblem, device: Gpu, scalars: Scalars) -> tuple[Pro
     with naming(problem):
         graph = operation_graph(operations(problem, scalars).operations)
         return tuple(proposals(graph, property_descriptor(device)))
+
+
+@lru_cache(_KNOWN)
+def _defaults(problem: ConvProblem, device: Gpu, scalars: Scalars) -> tuple[Proposal, ...]:
+    """What cuDNN has for them beside its proposals."""
+    with naming(problem):
+        graph = operation_graph(operations(problem, scalars).operations)
+        return tuple(defaults(graph, property_descriptor(device)))
 
 
 def _usual(problem: ConvProblem) -> Scalars:
@@ -241,21 +250,21 @@ class Graph(Candidate[EngineConfig, Gpu]):
 @lru_cache(_KNOWN)
 def _chosen(kind: Graph, problem: ConvProblem, device: Gpu) -> dict[EngineConfig, tuple[Proposal, Proposal]]:
     """The configs of a candidate that are worth measuring: what runs with the usual factors, and what with others."""
-    able = [
-        other
-        for other in _proposals(problem, device, _unusual(problem))
-        if kind.allows(other, problem) and not _is_wrong(other.config.engine, problem)
-    ]
+    usual, unusual = _proposals(problem, device, _usual(problem)), _proposals(problem, device, _unusual(problem))
+    beside = _defaults(problem, device, _usual(problem)) if kind.math == "tf32" else ()
+    if beside:
+        unusual += _defaults(problem, device, _unusual(problem))
+    able = [other for other in unusual if kind.allows(other, problem) and not _is_wrong(other.config.engine, problem)]
     chosen: dict[EngineConfig, tuple[Proposal, Proposal]] = {}
     siblings: Counter[int] = Counter()
     (most_configs, most_of_an_engine), compiled = _MOST[problem.op], 0
-    for proposal in _proposals(problem, device, _usual(problem)):
+    for place, proposal in enumerate((*usual, *beside)):
         engine, other = proposal.config.engine, _for_other_factors(proposal, able)
         if _is_wrong(engine, problem) or not kind.lists(proposal, problem) or not other:
             continue
-        if siblings[engine] == most_of_an_engine:
+        if place < len(usual) and (len(chosen) == most_configs or siblings[engine] == most_of_an_engine):
             continue
-        if len(chosen) == most_configs or (proposal.compiled_at_run_time and compiled == _MOST_COMPILED):
+        if proposal.compiled_at_run_time and compiled == _MOST_COMPILED:
             continue
         chosen[proposal.config] = (
             _planned(proposal, problem, device, _usual(problem)),

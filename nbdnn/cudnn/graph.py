@@ -77,6 +77,22 @@ def proposals(graph: Backend, properties: Backend) -> list[Proposal]:
     return list(found.values())
 
 
+def defaults(graph: Backend, properties: Backend) -> list[Proposal]:
+    """Every engine that takes a graph, with the knobs that it has where nobody turns them; in the order of indices."""
+    (count,) = graph.get(Attribute.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT, AttributeType.INT64)
+    found = []
+    for index in range(count):
+        engine = Backend(DescriptorType.ENGINE).link(Attribute.ENGINE_OPERATION_GRAPH, graph)
+        engine.link(Attribute.ENGINE_DEVICEPROP, properties).set(Attribute.ENGINE_GLOBAL_INDEX, [index])
+        made = Backend(DescriptorType.ENGINECFG)
+        try:
+            found.append(_described(made.link(Attribute.ENGINECFG_ENGINE, engine.finalize()).finalize()))
+        except StatusError as error:
+            if error.kind not in (Status.NOT_SUPPORTED, Status.BAD_PARAM):
+                raise
+    return found
+
+
 def _described(config: Backend) -> Proposal:
     (engine,) = config.get_parts(Attribute.ENGINECFG_ENGINE, DescriptorType.ENGINE)
     (index,) = engine.get(Attribute.ENGINE_GLOBAL_INDEX, AttributeType.INT64)

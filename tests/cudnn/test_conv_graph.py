@@ -7,7 +7,7 @@ from edge_cases import edges
 from planned import DEVICE
 
 from nbdnn.cudnn import conv_graph, conv_operations
-from nbdnn.cudnn.conv_graph import BWD_DATA, BWD_FILTER, FWD, Graph, _chosen, _proposals, _unusual, _usual
+from nbdnn.cudnn.conv_graph import BWD_DATA, BWD_FILTER, FWD, Graph, _chosen, _defaults, _proposals, _unusual, _usual
 from nbdnn.cudnn.conv_operations import Scalars, operations
 from nbdnn.cudnn.descriptors import Backend
 from nbdnn.cudnn.enums import NumericalNote
@@ -62,7 +62,12 @@ def test_configs_make_plans_in_the_workspace_they_say(candidate: Graph, problem:
     """With the usual factors and with others; plans whose kernel is compiled are made once a problem."""
     assert candidate.supports(problem, DEVICE).ok
     configs = candidate.configs(problem, DEVICE)
-    assert 1 <= len(configs) == len(set(map(str, configs))) <= (40 if problem.op == "conv_bwd_filter" else 12)
+    beside = (
+        {each.config for each in _defaults(problem, DEVICE, _usual(problem))} if candidate.math == "tf32" else set()
+    )
+    proposed = [config for config in configs if config not in beside]
+    assert 1 <= len(configs) == len(set(map(str, configs)))
+    assert len(proposed) <= (40 if problem.op == "conv_bwd_filter" else 12)
     where, compiled = property_descriptor(DEVICE), 0
     for config in configs:
         promised = candidate.workspace_bytes(problem, config, DEVICE)
@@ -79,7 +84,8 @@ def test_configs_make_plans_in_the_workspace_they_say(candidate: Graph, problem:
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_a_candidate_lists_only_what_it_may(problem: ConvProblem) -> None:
     plain, nondeterministic, tf32 = KINDS[problem.op]
-    notes = {proposal.config: proposal.notes for proposal in _proposals(problem, DEVICE, _usual(problem))}
+    proposed, beside = (of(problem, DEVICE, _usual(problem)) for of in (_proposals, _defaults))
+    notes = {proposal.config: proposal.notes for proposal in (*beside, *proposed)}
     for candidate in (plain, nondeterministic, tf32):
         listed = candidate.configs(problem, DEVICE) if candidate.supports(problem, DEVICE).ok else ()
         for config in listed:
@@ -175,3 +181,19 @@ def test_the_default_guess_is_the_first_config() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     assert conv_graph._proposals.cache_info().maxsize == conv_graph._chosen.cache_info().maxsize == 4096
+
+
+def test_tf32_has_the_engines_that_cudnn_does_not_propose() -> None:
+    """With their own knobs, behind what it does propose."""
+    layer = parse("conv_bwd_data:f32:n8c256h33w33:k256r3s3:p12x12:u1x1:d12x12:g1:cross:nhwc")
+    assert isinstance(layer, ConvProblem)
+    plain, _, tf32 = KINDS[layer.op]
+    proposed = {proposal.config for proposal in _proposals(layer, DEVICE, _usual(layer))}
+    places = [config in proposed for config in tf32.configs(layer, DEVICE)]
+    assert sorted(places, reverse=True) == places and not all(places)
+    assert {config.engine for config in tf32.configs(layer, DEVICE)} > {config.engine for config in proposed} - {
+        0,
+        25,
+        74,
+    }
+    assert proposed.issuperset(plain.configs(layer, DEVICE))
