@@ -6,7 +6,7 @@ One candidate for each thing that a caller may forbid, as each engine says of it
 deterministic and compute in IEEE arithmetic (16-bit products are summed in float32), `graph_nondeterministic` those
 that add in any order, `graph_tf32` those that round float32 to TF32. Engines that convert their inputs to a narrower
 type, sum in one, or transform the image belong to none of them. Configs come in the order of cuDNN's heuristics; of
-TF32, for which these know little, all other engines follow with their own knobs. NCHW in 16 bits and TF32 contains
+TF32, for which these know little, engines with their own knobs follow. NCHW in 16 bits and TF32 contains
 hidden transposes, which are in the workspace and in the measured time.
 """
 

@@ -78,7 +78,11 @@ def proposals(graph: Backend, properties: Backend) -> list[Proposal]:
 
 
 def defaults(graph: Backend, properties: Backend) -> list[Proposal]:
-    """Every engine that takes a graph, with the knobs that it has where nobody turns them; in the order of indices."""
+    """Every engine that takes a graph, with the knobs that it has where nobody turns them; in the order of indices.
+
+    Not those that are compiled at run time: where cuDNN did not propose them, they took no notice of alpha, left sums
+    out, or did not compile (an H200, cuDNN 9.19).
+    """
     (count,) = graph.get(Attribute.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT, AttributeType.INT64)
     found = []
     for index in range(count):
@@ -90,7 +94,7 @@ def defaults(graph: Backend, properties: Backend) -> list[Proposal]:
         except StatusError as error:
             if error.kind not in (Status.NOT_SUPPORTED, Status.BAD_PARAM):
                 raise
-    return found
+    return [proposal for proposal in found if not proposal.compiled_at_run_time]
 
 
 def _described(config: Backend) -> Proposal:
