@@ -5,8 +5,8 @@
 
 A task is a run of output rows; a row is the pixels of one channel, or channels-last the channels of all its pixels, so
 that either layout is joined by whole vectors. Windows of channels that share few taps are in `pool_channels.py`, those
-that take all of a plane in `pool_whole.py`, the gradient of a maximum in `pool_max_channels.py` and
-`pool_max_planes.py`.
+that take all of a plane in `pool_whole.py`, the gradient of a maximum in `pool_max_channels.py`, `pool_max_planes.py`
+and, of windows that tile a plane, `pool_tiles.py`.
 
 Traffic: x and y (dy and dx) once from memory; rows of overlapping windows again from cache. Sums in float32 (float64).
 Source: own.
@@ -38,6 +38,7 @@ from nbdnn.kernels.cpu.pool_rows import (
     real_of,
     spread,
 )
+from nbdnn.kernels.cpu.pool_tiles import max_of_tiles, tiles
 from nbdnn.kernels.cpu.pool_whole import takes_all, whole_planes
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import filled, pointer, struct
@@ -153,6 +154,8 @@ class Rows(Candidate[NoConfig, Cpu]):
             return windows_of_channels(problem, axes, device)
         if takes_all(axes) and not (is_max_gradient and problem.channels_last):
             return whole_planes(problem, axes, device)
+        if is_max_gradient and not problem.channels_last and tiles(axes):
+            return max_of_tiles(problem, axes, device)
         if is_max_gradient:
             return (max_of_channels if problem.channels_last else max_of_planes)(problem, axes, device)
         known = known_step(axes.step[-1])
