@@ -1,7 +1,7 @@
 """Batch normalisation of any size: sums of parts of channels, what becomes of them, and everything scaled.
 
     sums     a block a part of a column: its sums to the workspace       (the gradient of inference scales dy meanwhile,
-             and where a block has all of a column, that is all)
+             and where a block has all of a column, that is all; of short ones: bn_short.py)
     finish   a warp a channel, there before the sums are: adds the parts, writes statistics and four coefficients
     scale    a block a part, the last ones first: what was read last is still in the second-level cache
 
@@ -19,6 +19,7 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import bn_plan as plan
 from nbdnn.kernels.cuda.bn_plan import Variant, Walk
+from nbdnn.kernels.cuda.bn_short import is_short, short_kernel
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
@@ -56,38 +57,20 @@ class _Parts(NamedTuple):
 
 def _block_kernel(*specialised_on):
     """Sums or, where is_last, scaling: what a block does with its rows, four of a thread at a time. is_alone: it has
-    all rows of its columns, and finishes their channels. is_short: a thread has eight rows of one element at
-    most, and loads them together."""
-    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_local
+    all rows of its columns, and finishes their channels."""
+    from nbdnn.kernels.cuda import bn_block, bn_channel, bn_sums, ptx, ptx_local
 
-    *of_variant, is_last, is_alone, is_short = specialised_on
+    *of_variant, is_last, is_alone = specialised_on
     v = Variant(*of_variant)
     integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
     lanes, sums, columns, op = v.lanes, v.sums, v.columns, v.op
     channels, at_once, rows_at_once = columns * sums, _AT_ONCE, v.threads // columns
     add, as_pairs, joined = bn_sums.steps(v)
-    of_block, finish, scaled = bn_sums.of_block(v), bn_channel.finish(v), bn_channel.scale(v)
-    load, store, widen = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
-    reads_x, reads_dy = not (is_last and op == "bn_infer_bwd"), not v.is_forward
-    held, moved = 2 * at_once if is_short else at_once * lanes, plan.next_row(v.bits)
-
-    @ptx.inline
-    def begin_of(part, slab, f):
-        """(column, first row, last row of the block, index and place in its image of the first row) of a thread."""
-        thread = small(ptx.thread_x())
-        column = integer(slab * columns + (thread & (columns - 1)))
-        row, last = integer(part * f.chunk + thread // columns), integer(min(f.rows, integer((part + 1) * f.chunk)))
-        if column >= f.columns:
-            column, last = integer(0), integer(0)
-        image, place = ptx.divided(row, f.of_image)
-        return column, row, last, integer(column * f.column_elems + image * f.image_elems + place * f.row_elems), place
-
-    @ptx.inline
-    def load_one(values, gradients, where, x, dy, at):
-        if reads_x:
-            load(values, where, x, at)
-        if reads_dy:
-            load(gradients, where, dy, at)
+    of_block, finish = bn_sums.of_block(v), bn_channel.finish(v)
+    load, widen = ptx_local.load(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
+    held, moved = at_once * lanes, plan.next_row(v.bits)
+    begin_of, coefficients_of = bn_block.begin_of(v), bn_block.coefficients_of(v)
+    load_one, scale_one = bn_block.load_one(v, not (is_last and op == "bn_infer_bwd")), bn_block.scale_one(v)
 
     # Four vectors one by one: a loop over them would leave them in memory on some architectures.
 
@@ -118,75 +101,11 @@ def _block_kernel(*specialised_on):
         return second, third
 
     @ptx.inline
-    def load_up_to_four(values, gradients, where, x, dy, at, place, left, f):
-        """Those that exist: where the others and the next one are."""
-        second, place = moved(at, place, f)
-        third, place = moved(second, place, f)
-        fourth, place = moved(third, place, f)
-        end, place = moved(fourth, place, f)
-        if left > 0:
-            load_one(values, gradients, where, x, dy, at)
-        if left > rows_at_once:
-            load_one(values, gradients, where + 1, x, dy, second)
-        if left > 2 * rows_at_once:
-            load_one(values, gradients, where + 2, x, dy, third)
-        if left > 3 * rows_at_once:
-            load_one(values, gradients, where + 3, x, dy, fourth)
-        return second, third, fourth, end, place
-
-    @ptx.inline
-    def take_one(a, b, origin, coefficients, values, gradients, where, out, at):
-        add(a, b, origin, values, gradients, where)
-        scale_one(coefficients, values, gradients, where, out, at)
-
-    @ptx.inline
-    def take_up_to_four(
-        a, b, origin, coefficients, values, gradients, where, out, at, second, third, fourth, left
-    ):  # fmt: skip
-        """Add and scale those that exist: how many."""
-        count = real(0.0)
-        if left > 0:
-            take_one(a, b, origin, coefficients, values, gradients, where, out, at)
-            count = real(1.0)
-        if left > rows_at_once:
-            take_one(a, b, origin, coefficients, values, gradients, where + 1, out, second)
-            count = real(2.0)
-        if left > 2 * rows_at_once:
-            take_one(a, b, origin, coefficients, values, gradients, where + 2, out, third)
-            count = real(3.0)
-        if left > 3 * rows_at_once:
-            take_one(a, b, origin, coefficients, values, gradients, where + 3, out, fourth)
-            count = real(4.0)
-        return count
-
-    @ptx.inline
-    def scale_one(coefficients, values, gradients, where, out, at):
-        c0, c1, c2, c3 = coefficients
-        scaled(c0, c1, c2, c3, values, gradients, where)
-        store(out, at, values, where)
-
-    @ptx.inline
     def scale_four(coefficients, values, gradients, out, first, second, third, fourth):
         scale_one(coefficients, values, gradients, 0, out, first)
         scale_one(coefficients, values, gradients, lanes, out, second)
         scale_one(coefficients, values, gradients, 2 * lanes, out, third)
         scale_one(coefficients, values, gradients, 3 * lanes, out, fourth)
-
-    @ptx.inline
-    def coefficients_of(params, column, epsilon, factor):
-        """Of inference, from its parameters: local arrays of v.sums."""
-        center, second, scale, offset = (
-            ptx.cuda.local.array(sums, real),
-            ptx.cuda.local.array(sums, real),
-            ptx.cuda.local.array(sums, real),
-            ptx.cuda.local.array(sums, real),
-        )
-        for i in range(sums):
-            channel = integer(column * sums + i)
-            center[i], second[i], scale[i], offset[i] = finish(
-                params, channel, real(0.0), real(1.0), real(0.0), real(0.0), epsilon, factor, False
-            )
-        return center, second, scale, offset
 
     @ptx.inline
     def coefficients_found(workspace, column, f):
@@ -272,32 +191,6 @@ def _block_kernel(*specialised_on):
                 pair = integer(2 * (part * f.channels + channel))
                 workspace[pair], workspace[integer(pair + 1)] = of_first, of_second
 
-    def take_all(
-        x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, workspace,
-        epsilon, factor, f
-    ):  # fmt: skip
-        thread, slab = small(ptx.thread_x()), integer(ptx.block_x())
-        column, row, last, at, place = begin_of(integer(0), slab, f)
-        a, b, origin = ptx.cuda.local.array(1, real), ptx.cuda.local.array(1, real), ptx.cuda.local.array(1, real)
-        values, gradients = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
-        left, after = integer(last - row), integer(last - row - at_once * rows_at_once)
-        two, three, four, five, place = load_up_to_four(values, gradients, 0, x, dy, at, place, left, f)
-        six, seven, eight, _, _ = load_up_to_four(values, gradients, at_once, x, dy, five, place, after, f)
-        a[0], b[0], origin[0] = real(0.0), real(0.0), widen(mean[column])
-        params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
-        coefficients = coefficients_of(params, column, epsilon, factor)
-        count = take_up_to_four(
-            a, b, origin, coefficients, values, gradients, 0, out, at, two, three, four, left
-        ) + take_up_to_four(
-            a, b, origin, coefficients, values, gradients, at_once, out, five, six, seven, eight, after
-        )  # fmt: skip
-        as_pairs(count, a, b, origin, origin)
-        count = joined(count, a, b)
-        _, of_first, of_second = of_block(thread, count, a, b)
-        channel = integer(slab * channels + thread)
-        if thread < channels and channel < f.channels:
-            finish(params, channel, real(0.0), real(f.m), of_first, of_second, epsilon, factor, True)
-
     def scale_parts(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, workspace,
         epsilon, factor, f
@@ -334,8 +227,6 @@ def _block_kernel(*specialised_on):
 
     data, param, reals = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype), ptx.pointer(v.compute)
     types = (data, data, data, *[param] * 10, reals, real, real, ptx.record(Walk, v.bits))
-    if is_short:
-        return take_all, types
     return scale_parts if is_last else sum_parts, types
 
 
@@ -416,12 +307,15 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)
         blocks, arguments = integers.parts * integers.slabs, (*plan.pointers(problem), WORKSPACE)
         is_alone = _is_alone(problem, integers)
-        is_short = is_alone and v.lanes == 1 and integers.rows * v.columns <= 2 * _AT_ONCE * _THREADS
         min_blocks = _MIN_BLOCKS_WIDE if v.lanes == 8 and not v.is_forward else _MIN_BLOCKS
 
         def over_rows(is_last: bool) -> Launch:
-            source = Source(_block_kernel, (*v, is_last, is_alone, is_short), _THREADS, min_blocks)
-            return Launch(source, (blocks, 1, 1), arguments, v.compute, integers, v.bits)
+            kernel, variant = _block_kernel, (*v, is_last, is_alone)
+            if is_alone and is_short(v, integers):
+                kernel, variant = short_kernel, v
+            return Launch(
+                Source(kernel, variant, _THREADS, min_blocks), (blocks, 1, 1), arguments, v.compute, integers, v.bits
+            )
 
         of_vector = v.lanes if v.planar else 1
         rest = integers.rows - (integers.parts - 1) * integers.chunk
