@@ -310,12 +310,10 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         min_blocks = _MIN_BLOCKS_WIDE if v.lanes == 8 and not v.is_forward else _MIN_BLOCKS
 
         def over_rows(is_last: bool) -> Launch:
-            kernel, variant = _block_kernel, (*v, is_last, is_alone)
-            if is_alone and is_short(v, integers):
-                kernel, variant = short_kernel, v
-            return Launch(
-                Source(kernel, variant, _THREADS, min_blocks), (blocks, 1, 1), arguments, v.compute, integers, v.bits
-            )
+            short = is_alone and is_short(v, integers)
+            kernel, variant = (short_kernel, tuple(v)) if short else (_block_kernel, (*v, is_last, is_alone))
+            source = Source(kernel, variant, _THREADS, min_blocks)
+            return Launch(source, (blocks, 1, 1), arguments, v.compute, integers, v.bits)
 
         of_vector = v.lanes if v.planar else 1
         rest = integers.rows - (integers.parts - 1) * integers.chunk
