@@ -5,9 +5,10 @@
 One candidate for each thing that a caller may forbid, as each engine says of itself: `graph` are the engines that are
 deterministic and compute in IEEE arithmetic (16-bit products are summed in float32), `graph_nondeterministic` those
 that add in any order, `graph_tf32` those that round float32 to TF32. Engines that convert their inputs to a narrower
-type, sum in one, or transform the image belong to none of them. Configs come in the order of cuDNN's heuristics; of
-TF32, for which these know little, engines with their own knobs follow. NCHW in 16 bits and TF32 contains
-hidden transposes, which are in the workspace and in the measured time.
+type, sum in one, or transform the image belong to none of them; the Winograd ones of the filter gradient, which are too
+coarse for IEEE float32, are `graph_winograd_tf32`. Configs come in the order of cuDNN's heuristics; of TF32, for which
+these know little, engines with their own knobs follow. NCHW in 16 bits and TF32 contains hidden transposes, which are
+in the workspace and in the measured time.
 """
 
 from __future__ import annotations
@@ -50,15 +51,16 @@ _MOST_COMPILED = 2
 _FILTER_ALIGN_BYTES = 16
 # Pairs of alpha and beta that a runner keeps plans for.
 _MOST_SCALARS = 8
-_TRANSFORMING = frozenset(
+_WINOGRAD = frozenset(
     (
-        NumericalNote.FFT,
         NumericalNote.WINOGRAD,
         NumericalNote.WINOGRAD_TILE_4x4,
         NumericalNote.WINOGRAD_TILE_6x6,
         NumericalNote.WINOGRAD_TILE_13x13,
     )
 )
+# An engine of the filter gradient that does not say it: 5x5 sums were off by 0.1 in float32 (an H200, cuDNN 9.19).
+_UNSAID_WINOGRAD = 17
 
 
 @lru_cache(_KNOWN)
@@ -96,7 +98,6 @@ def _is_wrong(engine: int, problem: ConvProblem) -> bool:
         uneven = any(before != after for before, after in problem.pad)
         return (
             (engine in (1, 20) and uneven)  # as if the padding were even
-            or engine == 17  # a Winograd that does not say so: 5x5 sums were off by 0.1 in f32, 16-bit integers inexact
             or (engine == 16 and _reaches_past_the_image(problem))  # NaN
             or (engine in (47, 61) and narrow)  # parts of a sum are rounded to 16 bits
         )
@@ -186,9 +187,10 @@ class Graph(Candidate[EngineConfig, Gpu]):
 
     provider = "cudnn"
 
-    def __init__(self, op: str, deterministic: bool = True, math: str = "fma") -> None:
-        self.op, self.deterministic, self.math = op, deterministic, math
-        self.algorithm = "graph" + ("" if deterministic else "_nondeterministic") + ("_tf32" if math == "tf32" else "")
+    def __init__(self, op: str, deterministic: bool = True, math: str = "fma", winograd: bool = False) -> None:
+        self.op, self.deterministic, self.math, self.winograd = op, deterministic, math, winograd
+        kinds = {"nondeterministic": not deterministic, "winograd": winograd, "tf32": math == "tf32"}
+        self.algorithm = "_".join(("graph", *(kind for kind, is_so in kinds.items() if is_so)))
 
     @property
     def cudnn_version(self) -> int:
@@ -214,7 +216,9 @@ class Graph(Candidate[EngineConfig, Gpu]):
     def allows(self, proposal: Proposal, problem: ConvProblem) -> bool:
         """Whether an engine keeps what this candidate promises."""
         notes = proposal.notes
-        if notes & _TRANSFORMING or NumericalNote.DOWN_CONVERT_INPUTS in notes:
+        if NumericalNote.FFT in notes or NumericalNote.DOWN_CONVERT_INPUTS in notes:
+            return False
+        if _is_winograd(proposal, problem) and not self.winograd:
             return False
         if NumericalNote.REDUCED_PRECISION_REDUCTION in notes and problem.compute != "f16":
             return False
@@ -227,7 +231,8 @@ class Graph(Candidate[EngineConfig, Gpu]):
         return (
             self.allows(proposal, problem)
             and (NumericalNote.NONDETERMINISTIC in proposal.notes) != self.deterministic
-            and _is_tf32(proposal, problem) == (self.math == "tf32")
+            and _is_winograd(proposal, problem) == self.winograd
+            and (self.winograd or _is_tf32(proposal, problem) == (self.math == "tf32"))
         )
 
     def roundings(self, problem: ConvProblem, device: Gpu) -> int:
@@ -303,8 +308,14 @@ def _is_tf32(proposal: Proposal, problem: ConvProblem) -> bool:
     return problem.dtype == "f32" and NumericalNote.TENSOR_CORE in proposal.notes
 
 
-def _of(op: str) -> tuple[Graph, Graph, Graph]:
+def _is_winograd(proposal: Proposal, problem: ConvProblem) -> bool:
+    unsaid = problem.op == "conv_bwd_filter" and proposal.config.engine == _UNSAID_WINOGRAD
+    return unsaid or bool(proposal.notes & _WINOGRAD)
+
+
+def _of(op: str) -> tuple[Graph, ...]:
     return Graph(op), Graph(op, deterministic=False), Graph(op, math="tf32")
 
 
-FWD, BWD_DATA, BWD_FILTER = _of("conv_fwd"), _of("conv_bwd_data"), _of("conv_bwd_filter")
+FWD, BWD_DATA = _of("conv_fwd"), _of("conv_bwd_data")
+BWD_FILTER = (*_of("conv_bwd_filter"), Graph("conv_bwd_filter", math="tf32", winograd=True))

@@ -11,13 +11,15 @@ from nbdnn.cudnn.conv_graph import BWD_DATA, BWD_FILTER, FWD, Graph, _chosen, _d
 from nbdnn.cudnn.conv_operations import Scalars, operations
 from nbdnn.cudnn.descriptors import Backend
 from nbdnn.cudnn.enums import NumericalNote
-from nbdnn.cudnn.graph import operation_graph, plan
+from nbdnn.cudnn.graph import EngineConfig, Proposal, operation_graph, plan
 from nbdnn.cudnn.handle import property_descriptor
 from nbdnn.dispatch import registry
 from nbdnn.problem import DEFAULT_ALIGN, parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem
+from nbdnn.tolerance import transforms
 
-KINDS = {"conv_fwd": FWD, "conv_bwd_data": BWD_DATA, "conv_bwd_filter": BWD_FILTER}
+*FILTER, WINOGRAD = BWD_FILTER
+KINDS = {"conv_fwd": FWD, "conv_bwd_data": BWD_DATA, "conv_bwd_filter": FILTER}
 LAYER = "n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross"
 # Dtypes, layouts, modes, directions, groups, strides, dilation, uneven pads, 3-D, alignment, epilogues.
 _NOT_FUSED = {"bias+swish", "tanh", "res+beta", "bias+relu+res+beta"}
@@ -97,6 +99,21 @@ def test_a_candidate_lists_only_what_it_may(problem: ConvProblem) -> None:
     if problem.dtype == "f32":
         assert set(plain.configs(problem, DEVICE)).isdisjoint(tf32.configs(problem, DEVICE))
         assert any(NumericalNote.TENSOR_CORE in each for each in notes.values())
+
+
+def test_a_winograd_is_listed_by_its_own_candidate_alone() -> None:
+    """Of cuDNN 9.19; 9.28 has none. With other factors any engine may stand for it that TF32 may use."""
+    problem = parse("conv_bwd_filter:f32:n128c64h27w27:k192r5s5:p2x2:u1x1:d1x1:g1:cross:nchw")
+    assert isinstance(problem, ConvProblem)
+    said, unsaid = frozenset((NumericalNote.WINOGRAD_TILE_4x4,)), frozenset[int]()
+    for proposal in (Proposal(EngineConfig(17), unsaid, False, 0), Proposal(EngineConfig(90), said, False, 0)):
+        assert [kind.algorithm for kind in BWD_FILTER if kind.lists(proposal, problem)] == ["graph_winograd_tf32"]
+        assert [kind.algorithm for kind in BWD_FILTER if kind.allows(proposal, problem)] == ["graph_winograd_tf32"]
+    tf32 = Proposal(EngineConfig(68), frozenset((NumericalNote.TENSOR_CORE,)), False, 0)
+    assert WINOGRAD.allows(tf32, problem) and not WINOGRAD.lists(tf32, problem)
+    assert not any(kind.lists(Proposal(EngineConfig(17), said, False, 0), problem) for kind in FILTER)
+    assert transforms(WINOGRAD) and WINOGRAD.math == "tf32"
+    assert all(config.engine == 17 for config in _chosen(WINOGRAD, problem, DEVICE))
 
 
 def test_the_engines_that_add_in_any_order() -> None:
