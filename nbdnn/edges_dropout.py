@@ -12,8 +12,9 @@ _ELEMENTS = (
     9,  # a bit of a second byte
     1000,
     4099,  # more than one task or block of threads, on no boundary of anything
-    16_384,  # all threads of a cluster
-    16_385,  # and one element more
+    16_385,  # a cluster of larger blocks
+    32_768,  # all its threads
+    32_769,  # and one element more
     65536,
     100_001,
 )

@@ -37,7 +37,7 @@ def test_kernels_stay_within_their_means(op: str, dtype: str, elements: str) -> 
 def test_the_state_advances_when_all_have_read_it() -> None:
     """The second kernel is there early, and waits before it reads anything."""
     library("numba_cuda")
-    problem = parse("dropout_fwd:f32:m16385")
+    problem = parse("dropout_fwd:f32:m32769")
     (candidate,) = registry.candidates(problem.op, kind="cuda")
     assert isinstance(candidate, LaunchedCandidate)
     main, advance = chained(candidate.launches(problem, candidate.configs(problem, H200)[0], H200), H200)
@@ -47,7 +47,7 @@ def test_the_state_advances_when_all_have_read_it() -> None:
     assert 0 < second.index("griddepcontrol.wait") < second.index("ld.global")
 
 
-@pytest.mark.parametrize(("elements", "cluster"), [(1, 1), (2049, 2), (14337, 8), (16384, 8)])
+@pytest.mark.parametrize(("elements", "cluster"), [(1, 1), (2049, 2), (14337, 8), (16385, 5), (32768, 8)])
 def test_the_kernel_of_few_elements_advances_the_state_itself(elements: int, cluster: int) -> None:
     """When all blocks have said that they have read it; an older GPU has no clusters."""
     library("numba_cuda")

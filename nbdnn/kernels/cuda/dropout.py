@@ -30,9 +30,9 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_dropout import BLOCK_ELEMS, DropoutProblem
 
 _THREADS, _FEW_THREADS, _MIN_BLOCKS = 256, 64, 4  # of a block; where there are fewer blocks than multiprocessors
-# Blocks of a cluster that takes one run a thread. With larger ones few multiprocessors would move all of it (65,536
-# elements of float32, H200: 4.4 us, by two kernels 3.2).
-_CLUSTER = 8
+# Blocks of a cluster that takes one run a thread, and threads of a block of it. With larger ones few multiprocessors
+# would move all of it (65,536 elements of float32, H200: 4.4 us, by two kernels 3.2).
+_CLUSTER, _CLUSTER_THREADS = 8, (256, 512)
 _RUN = 8  # elements of a byte of the mask
 # Of blocks that a multiprocessor holds: beyond these a thread that draws takes several runs, whose rounds have the same
 # keys; one that only reads a mask takes one run, in the order of memory (float32, 2^25 elements, H200: 68 us, not 70).
@@ -221,15 +221,16 @@ class Philox(LaunchedCandidate[NoConfig]):
         forward, dtype = self.op == "dropout_fwd", problem.dtype
         runs, advances = ceil(problem.elements / _RUN), False
         threads = _THREADS if runs >= _THREADS * device.sms else _FEW_THREADS
-        if forward and device.capability >= (9, 0) and runs <= _CLUSTER * _THREADS:
-            threads, advances = _THREADS, True
+        enough = (each for each in _CLUSTER_THREADS if runs <= _CLUSTER * each)
+        if forward and device.capability >= (9, 0) and (found := next(enough, 0)):
+            threads, advances = found, True
         blocks = ceil(runs / threads)
         if forward:
             blocks = min(blocks, _WAVES * _MIN_BLOCKS * device.sms)
         vectors = dtype != "f64" and problem.align % _VECTOR_BYTES == 0
         variant = _Variant(dtype, forward, vectors, threads, advances)
         main = Launch(
-            source=Source(_kernel, variant, threads, _MIN_BLOCKS),
+            source=Source(_kernel, variant, threads, _MIN_BLOCKS * _THREADS // max(threads, _THREADS)),
             grid=(blocks, 1, 1),
             pointers=(0, 1, 2, 3) if forward else (0, 1, 2),
             scalars="f64",
