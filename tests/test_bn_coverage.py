@@ -34,6 +34,11 @@ COVERAGE = {
         _DTYPES,
         (*_SPATIAL, *_ACTIVATION, *(f"n32c256h56w56:spatial:{layout}" for layout in ("nchw", "nhwc"))),
     ),
+    "numba/resident": (
+        ("bn_train", "bn_bwd"),
+        _DTYPES,
+        (*_NEIGHBOURS_DIFFER, "n32c256h56w56:spatial:nhwc"),
+    ),
     "numba/streamed": (BN_OPS, _DTYPES, (*_SPATIAL, *_ACTIVATION)),
     "cudnn/spatial": (BN_OPS[:3], _CUDNN_DTYPES, _SPATIAL),
     "cudnn/spatial_persistent": (("bn_train", "bn_bwd"), _CUDNN_DTYPES, _SPATIAL),

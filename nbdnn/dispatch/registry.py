@@ -107,6 +107,7 @@ def _cuda_lists() -> _Lists:
     from nbdnn.cudnn import spatialtf as cudnn_spatialtf
     from nbdnn.kernels.cuda import (
         bn_held,
+        bn_resident,
         bn_streamed,
         bn_teams,
         conv_depthwise,
@@ -214,9 +215,9 @@ def _cuda_lists() -> _Lists:
             cudnn_softmax.BWD,
             softmax_direct.BWD,
         ),
-        "bn_train": (bn_held.TRAIN, bn_teams.TRAIN, *bn_legacy.TRAIN, bn_streamed.TRAIN),
+        "bn_train": (bn_held.TRAIN, bn_teams.TRAIN, bn_resident.TRAIN, *bn_legacy.TRAIN, bn_streamed.TRAIN),
         "bn_infer": (*bn_legacy.INFER, bn_streamed.INFER),
-        "bn_bwd": (bn_held.BWD, bn_teams.BWD, *bn_legacy.BWD, bn_streamed.BWD),
+        "bn_bwd": (bn_held.BWD, bn_teams.BWD, bn_resident.BWD, *bn_legacy.BWD, bn_streamed.BWD),
         "bn_infer_bwd": (bn_streamed.INFER_BWD,),
         "dropout_fwd": (dropout.FWD,),
         "dropout_bwd": (dropout.BWD,),

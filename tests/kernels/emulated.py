@@ -1,4 +1,5 @@
-"""A GPU in plain Python, one block at a time: kernels run as they are written, with stand-ins for `ptx` and its like.
+"""A GPU in plain Python, one block at a time, or all of them in turns where they wait for each other: kernels run as
+they are written, with stand-ins for `ptx` and its like.
 
 Threads take turns. Each runs until it meets a barrier, or an instruction that all lanes of its warp have to come to,
 then the next: so the first is as far ahead of the last as it may be, and a barrier that is missing is seen as a read of
@@ -12,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import islice, product
 from math import nan
 from typing import Any
 
@@ -164,18 +165,19 @@ class Block:
         self.moved = False
         self._dynamic_words = 0
 
-    def run(self, kernel: Callable, arguments: list, launch: Launch, place: tuple[int, ...]) -> None:
-        """The block at `place` of the grid, from barrier to barrier."""
-        self.place, self._dynamic_words = place, -(-launch.dynamic_shared_bytes // 4)
-        self.shared = [nan] * self._dynamic_words
-        threads = [Thread(number, lambda: kernel(*arguments)) for number in range(launch.source.threads)]
-        warps = [threads[first : first + 32] for first in range(0, len(threads), 32)]
-        while not all(thread.finished for thread in threads):
+    def run(self, kernel: Callable, arguments: list, launch: Launch, places: Sequence[tuple[int, int, int]]) -> None:
+        """The blocks at these places of the grid, in turns, from barrier to barrier."""
+        self._dynamic_words = -(-launch.dynamic_shared_bytes // 4)
+        numbers, body = range(launch.source.threads), lambda: kernel(*arguments)
+        blocks = [(place, [nan] * self._dynamic_words, [Thread(i, body) for i in numbers]) for place in places]
+        while blocks:
             self.moved = False
-            for warp in warps:
-                self._run_warp(warp)
-            self._release(threads)
-            assert self.moved, f"all threads wait: {Counter(thread.waits_for for thread in threads)}"
+            for self.place, self.shared, threads in blocks:
+                for first in range(0, len(threads), 32):
+                    self._run_warp(threads[first : first + 32])
+                self._release(threads)
+            assert self.moved, f"all wait: {Counter(each.waits_for for _, _, threads in blocks for each in threads)}"
+            blocks = [block for block in blocks if not all(thread.finished for thread in block[2])]
 
     def _run_warp(self, warp: list[Thread]) -> None:
         """Until its lanes are at a barrier or at their end."""
@@ -234,8 +236,11 @@ class Block:
 
 
 def run(block: Block, launch: Launch, operands: Sequence[Memory], workspace: Memory, scalars: tuple = SCALARS) -> None:
-    """All blocks of a launch, one after the other."""
+    """All blocks of a launch: one after the other, or all at once where that is what it asks for."""
     kernel, types = launch.source.builder(*launch.source.specialised_on)
+    records = [each for each in types if hasattr(each, "_make")]
+    integers = iter(launch.integers)
+    fields = [record._make(islice(integers, len(record._fields))) for record in records]
 
     def pointer(place: int, dtype: str) -> Memory | None:
         if place == NULL:
@@ -244,19 +249,26 @@ def run(block: Block, launch: Launch, operands: Sequence[Memory], workspace: Mem
 
     maps = [tuple((tensor, pointer(tensor.place, tensor.dtype)) for tensor in launch.maps)] if launch.maps else []
     pointers = map(pointer, launch.pointers, types[len(maps) :])
-    arguments = [*maps, *pointers, *(scalars if launch.scalars else ()), launch.integers]
-    for z, y, x in product(*map(range, reversed(launch.grid))):
-        block.run(kernel, arguments, launch, (x, y, z))
+    arguments = [*maps, *pointers, *(scalars if launch.scalars else ()), *fields]
+    places = [(x, y, z) for z, y, x in product(*map(range, reversed(launch.grid)))]
+    for together in [places] if launch.cooperative else [[place] for place in places]:
+        block.run(kernel, arguments, launch, together)
 
 
 def _launched(
-    candidate: LaunchedCandidate, problem: Problem, config: Any, given: dict[str, np.ndarray], device: Gpu, block: Block
+    candidate: LaunchedCandidate,
+    problem: Problem,
+    config: Any,
+    given: dict[str, np.ndarray],
+    device: Gpu,
+    block: Block,
+    scalars: tuple[float, ...] = SCALARS,
 ) -> list[Memory]:
     """The operands after all launches, with a workspace that was NaN."""
     operands = [operand_memory(operand, given.get(operand.name), problem.align) for operand in problem.operands]
     workspace = memory("f32", np.full(candidate.workspace_bytes(problem, config, device) // 4, nan))
     for launch in candidate.launches(problem, config, device):
-        run(block, launch, operands, workspace)
+        run(block, launch, operands, workspace, scalars)
     return operands
 
 
@@ -278,11 +290,17 @@ def result(
 
 
 def assert_near(
-    candidate: LaunchedCandidate, problem: Problem, config: Any, given: dict[str, np.ndarray], device: Gpu, block: Block
+    candidate: LaunchedCandidate,
+    problem: Problem,
+    config: Any,
+    given: dict[str, np.ndarray],
+    device: Gpu,
+    block: Block,
+    scalars: tuple[float, ...] = (),
 ) -> None:
     """All launches on operands and a workspace of NaN: the outputs are the reference's, and no input is written."""
-    operands = _launched(candidate, problem, config, given, device, block)
-    expected = reference.samples(problem, given, (), None)
+    operands = _launched(candidate, problem, config, given, device, block, scalars or SCALARS)
+    expected = reference.samples(problem, given, scalars, None)
     for operand, used in zip(problem.operands, operands, strict=True):
         if operand.role == "in":
             assert not used.written

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from emulated import Block, Memory, Word, float_of
+from emulated_local import GridWords, LocalWords
 from emulated_tma import TmaWords, WgmmaWords
 from guarded import NUMPY_DTYPE
 
@@ -164,6 +165,7 @@ class Words:
             syncthreads=lambda: block.now.wait("block"),
             types=SimpleNamespace(uint32=self.WORD),
         )
+        self.types = self.cuda.types
         self.LOAD_SHARED = {count: self._load_shared(count) for count in _COUNTS}
         self.STORE_SHARED = {count: self._store_shared(count) for count in _COUNTS}
         self.COPY_ASYNC = {4 * count: self._copy(count) for count in _COUNTS}
@@ -350,6 +352,8 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     words = Words(block)
     for name in ("ptx", "ptx_tile", "ptx_matrix"):
         monkeypatch.setitem(package.__dict__, name, words)
+    monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))
+    monkeypatch.setitem(package.__dict__, "ptx_grid", GridWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_tma", TmaWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_wgmma", WgmmaWords(block))
     for module in _BUILDERS:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import emulated
+import emulated_ptx
 import pytest
 from gpus import H200
+from guarded import values
 from libraries import library
 
 from nbdnn.dispatch import registry
@@ -25,6 +28,10 @@ KERNELS = (
     ("bn_train:f32:n32c256h56w56:spatial:nhwc", "teams"),
     ("bn_bwd:bf16:n4096c4096h1w1:per-activation:nchw:pf32", "teams"),
     ("bn_train:f64:n3c5h5w7:spatial:nchw:run", "teams"),
+    ("bn_train:f32:n32c256h56w56:spatial:nhwc", "resident"),
+    ("bn_train:bf16:n4c64d16h56w56:spatial:ndhwc:pf32:run", "resident"),
+    ("bn_bwd:f16:n32c256h56w56:spatial:nhwc:pf32", "resident"),
+    ("bn_bwd:f64:n3c5h5w7:spatial:nhwc", "resident"),
     ("bn_train:bf16:n32c256h56w56:spatial:nhwc", "streamed"),
     ("bn_infer_bwd:f64:n4c16h8w8:spatial:nhwc", "streamed"),
     ("bn_infer:bf16:n32c256h56w56:spatial:nhwc", "streamed"),
@@ -91,6 +98,30 @@ def test_all_blocks_of_a_team_are_there_at_once(text: str) -> None:
         static_bytes = compile_kernel(main.source, "sm_90a").shared_bytes
         block_bytes = static_bytes + main.dynamic_shared_bytes + 1024
         assert config.resident * block_bytes <= shared_bytes(H200) + 1024
+
+
+# Threads with no, few and eight vectors besides those they hold; slabs with columns of nobody; blocks with fewer rows.
+_RESIDENT = (
+    ("bn_train:f32:n3c5h5w7:spatial:nhwc", 3),
+    ("bn_train:f32:n2c8h60w61:spatial:nhwc", 2),
+    ("bn_train:bf16:n1c260h5w9:spatial:nhwc:pf32:run", 7),
+    ("bn_train:f16:n40c6h3w4:per-activation:nchw", 4),
+    ("bn_bwd:f32:n2c4h70w71:spatial:nhwc", 2),
+    ("bn_bwd:bf16:n1c24d3h9w10:spatial:ndhwc:pf32", 3),
+)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("text", "sms"), _RESIDENT)
+def test_blocks_that_stay(text: str, sms: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the grid at once, with all that a thread may hold, half of it and nothing."""
+    block = emulated_ptx.install(monkeypatch, early)
+    problem, device = parse(text), replace(H200, sms=sms)
+    candidate = registry.candidate(f"{problem.op}/numba/resident")
+    configs = candidate.configs(problem, device)
+    for config in (*configs, configs[0]._replace(slots=0)):
+        given = values(problem, "normal")
+        emulated.assert_near(candidate, problem, config, given, device, block, problem.scalars)
 
 
 @pytest.mark.parametrize(

@@ -50,11 +50,12 @@ def load_one(v: Variant, reads_x: bool):
 
 
 @cache
-def scale_one(v: Variant):
-    """Device function (coefficients, values, gradients, where, out, at): a vector, scaled and stored."""
+def scale_one(v: Variant, streams: bool = False):
+    """Device function (coefficients, values, gradients, where, out, at): a vector, scaled and stored. streams: as of
+    `ptx_local.store`."""
     from nbdnn.kernels.cuda import ptx, ptx_local
 
-    scaled, store = bn_channel.scale(v), ptx_local.store(v.dtype, v.lanes)
+    scaled, store = bn_channel.scale(v), ptx_local.store(v.dtype, v.lanes, streams)
 
     @ptx.inline
     def scale_one(coefficients, values, gradients, where, out, at):

@@ -22,11 +22,12 @@ def held_bytes(v: Variant, slots: int) -> int:
 
 
 @cache
-def copied(v: Variant):
-    """Device function (slot, of_dy, x, dy, at) that starts the copies of a vector. of_dy: bytes from x to dy."""
+def copied(v: Variant, once: bool = False):
+    """Device function (slot, of_dy, x, dy, at) that starts the copies of a vector. of_dy: bytes from x to dy. once: as
+    of `ptx_local.copy_to_shared`."""
     from nbdnn.kernels.cuda import ptx, ptx_local
 
-    u32, forward, copy = ptx.types.uint32, v.is_forward, ptx_local.copy_to_shared(v.dtype, v.lanes)
+    u32, forward, copy = ptx.types.uint32, v.is_forward, ptx_local.copy_to_shared(v.dtype, v.lanes, once)
 
     @ptx.inline
     def copy_one(slot, of_dy, x, dy, at):
@@ -38,7 +39,7 @@ def copied(v: Variant):
 
 
 @cache
-def copied_all(v: Variant):
+def copied_all(v: Variant, once: bool = False):
     """Device function (slot, of_dy, x, dy, at, place, row, end, Walk) that starts the copies of all rows of a thread.
 
     at, place: of the first, as `bn_plan.next_row` moves them. Vectors of 2 bytes have come when it returns.
@@ -46,7 +47,7 @@ def copied_all(v: Variant):
     from nbdnn.kernels.cuda import ptx, ptx_local
 
     integer, small, u32, forward = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, v.is_forward
-    copy, moved, rows_at_once, step = copied(v), next_row(v.bits), v.threads // v.columns, slot_bytes(v)
+    copy, moved, rows_at_once, step = copied(v, once), next_row(v.bits), v.threads // v.columns, slot_bytes(v)
     copy_halves, at_once = ptx_local.copy_halves, ptx_local.AT_ONCE
 
     @ptx.inline

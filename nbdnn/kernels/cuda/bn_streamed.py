@@ -32,6 +32,9 @@ _MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor's 65536 registers, 8
 _CHUNK_BYTES = (32 << 10, 16 << 10, 64 << 10)  # of x, a block
 _LAUNCH_US, _NEXT_US = 3.0, 1.5  # of the first kernel; of each beside it, and of what lies between them
 _SHARE_OF_COPY = 0.9
+# Of training where neighbours are channels (H200): what the sums of a block cost, of 8 channels a thread and of fewer;
+# and 32 parts of a channel, one after the other.
+_SUMS_US, _PARTS_US = (6e-3, 2e-3), 0.4
 
 
 class Streamed(NamedTuple):
@@ -301,7 +304,11 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         others = 0 if _is_alone(problem, integers) else others
         few = max(1.0, busy_blocks * device.sms / (integers.parts * integers.slabs))
         rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
-        return _LAUNCH_US + others * _NEXT_US + (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
+        sums_us, v = 0.0, plan.variant(problem, config.columns, _THREADS)
+        if self.op == "bn_train" and not v.planar:
+            sums_us = integers.parts * integers.slabs * _SUMS_US[v.lanes < 8] + integers.parts / 32 * _PARTS_US
+        moved_us = (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
+        return _LAUNCH_US + others * _NEXT_US + sums_us + moved_us
 
     def launches(self, problem: BnProblem, config: Streamed, device: Gpu) -> list[Launch]:
         v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)

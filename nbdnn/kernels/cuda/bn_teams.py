@@ -35,7 +35,7 @@ _SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
 _LAUNCH_US, _SLAB_US, _SHARE_OF_COPY = 6.0, 1.0, 0.92
 _ALONE = 0.3  # of the time, where all blocks of a multiprocessor add up at once; less with every team there
 # Of the copy rate, by the bytes of a row that lie side by side.
-_SHARE_OF_WIDTH = {64: 0.95, 32: 0.7, 16: 0.5, 8: 0.3, 4: 0.2, 2: 0.1}
+_SHARE_OF_WIDTH = {128: 0.78, 64: 0.74, 32: 0.55, 16: 0.4, 8: 0.25, 4: 0.15, 2: 0.1}
 _MOST_CONFIGS = 5
 
 

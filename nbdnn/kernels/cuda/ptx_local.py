@@ -20,6 +20,7 @@ from nbdnn.problem import ITEMSIZE
 _I16, _F64 = ir.IntType(16), ir.DoubleType()
 _IN_MEMORY = {"f16": _I16, "bf16": _I16, "f32": F32, "f64": _F64}
 _SHARED = 3  # the address space
+_WHOLE = 16  # bytes of the longest vector
 
 
 def _elements(context, builder, kind, array, place, lanes):
@@ -96,8 +97,11 @@ def load_shared(dtype: str, lanes: int):
 
 
 @cache
-def store(dtype: str, lanes: int):
-    """Intrinsic (base, index, array, place): base[index + i] = array[place + i], rounded to nearest even."""
+def store(dtype: str, lanes: int, streams: bool = False):
+    """Intrinsic (base, index, array, place): base[index + i] = array[place + i], rounded to nearest even.
+
+    streams: vectors of 16 bytes leave the second-level cache before others.
+    """
 
     @intrinsic
     def store_lanes(typingctx, base, index, array, place):
@@ -109,8 +113,16 @@ def store(dtype: str, lanes: int):
             filled = ir.Constant(vector, ir.Undefined)
             for i, value in enumerate(parts):
                 filled = builder.insert_element(filled, value, I32(i))
-            where = builder.bitcast(builder.gep(args[0], [args[1]]), vector.as_pointer())
-            builder.store(filled, where, align=lanes * ITEMSIZE[dtype])
+            where = builder.gep(args[0], [args[1]])
+            if streams and lanes * ITEMSIZE[dtype] == _WHOLE:
+                letter, width = ("d", 64) if dtype == "f64" else ("r", 32)
+                registers = ", ".join(f"${1 + i}" for i in range(vector.count))
+                text = f"st.global.cs.v{vector.count}.b{width} [$0], {{{registers}}};"
+                constraints = ",".join(["l", *[letter] * vector.count, "~{memory}"])
+                asm(builder, ir.VoidType(), text, constraints, [builder.ptrtoint(where, I64), *parts], EFFECT)
+            else:
+                where = builder.bitcast(where, vector.as_pointer())
+                builder.store(filled, where, align=lanes * ITEMSIZE[dtype])
             return context.get_dummy_value()
 
         return signature(types.none, base, index, array, place), codegen
@@ -119,10 +131,14 @@ def store(dtype: str, lanes: int):
 
 
 @cache
-def copy_to_shared(dtype: str, lanes: int):
-    """Intrinsic (shared address, base, index): a vector, asynchronously unless it is of 2 bytes."""
+def copy_to_shared(dtype: str, lanes: int, once: bool = False):
+    """Intrinsic (shared address, base, index): a vector, asynchronously unless it is of 2 bytes. once: nobody reads it
+    again, so that vectors of 16 bytes leave the second-level cache before others."""
     size_bytes = lanes * ITEMSIZE[dtype]
     operation = f"cp.async.{'cg' if size_bytes == 16 else 'ca'}.shared.global [$0], [$1], {size_bytes};"
+    if once and size_bytes == _WHOLE:
+        policy = ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+        operation = f"{{ {policy} cp.async.cg.shared.global.L2::cache_hint [$0], [$1], 16, policy; }}"
     if size_bytes == 2:
         operation = "{ .reg .b16 moved; ld.global.nc.b16 moved, [$1]; st.shared.b16 [$0], moved; }"
 

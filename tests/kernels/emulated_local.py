@@ -1,0 +1,83 @@
+"""The words of kernels that move vectors to local arrays, and of blocks that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from emulated import Block, Memory, Word
+
+from nbdnn.problem import ITEMSIZE
+
+
+class LocalWords:
+    """Stands in for `ptx_local`, with vectors of whole words."""
+
+    AT_ONCE = 4
+    copy_halves = None  # of 2 bytes, which no word is
+
+    def __init__(self, block: Block, words: Any) -> None:
+        self._block, self._words = block, words
+
+    def _widened(self, dtype: str, words: list[Word]) -> list[float]:
+        if dtype == "f32":
+            return list(words)  # type: ignore[arg-type]
+        return [value for word in words for value in self._words.UNPACK[dtype](word)]
+
+    def load(self, dtype: str, lanes: int) -> Callable:
+        count = _words(dtype, lanes)
+
+        def load(array: list, place: int, base: Memory, index: int) -> None:
+            array[place : place + lanes] = self._widened(dtype, base.load(index, count))
+
+        return load
+
+    def load_shared(self, dtype: str, lanes: int) -> Callable:
+        count = _words(dtype, lanes)
+
+        def load(array: list, place: int, address: int) -> None:
+            at = self._block.place_of(address, count)
+            array[place : place + lanes] = self._widened(dtype, self._block.shared[at : at + count])
+
+        return load
+
+    def store(self, dtype: str, lanes: int, streams: bool = False) -> Callable:
+        _words(dtype, lanes)
+
+        def store(base: Memory, index: int, array: list, place: int) -> None:
+            values = array[place : place + lanes]
+            if dtype != "f32":
+                values = list(map(self._words.PACK[dtype], values[::2], values[1::2]))
+            base.store(index, values)
+
+        return store
+
+    def copy_to_shared(self, dtype: str, lanes: int, once: bool = False) -> Callable:
+        copy, count = self._words.COPY_ASYNC[lanes * ITEMSIZE[dtype]], _words(dtype, lanes)
+        return lambda shared, base, index: copy(shared, (base, index), 4 * count)
+
+
+def _words(dtype: str, lanes: int) -> int:
+    count, rest = divmod(lanes * ITEMSIZE[dtype], 4)
+    assert not rest, f"{lanes} elements of {dtype} are no whole words"
+    return count
+
+
+class GridWords:
+    """Stands in for `ptx_grid`."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+
+    @staticmethod
+    def arrive(base: Memory, index: int) -> None:
+        base[index] = int(base[index]) + 1
+
+    def arrived(self, base: Memory, index: int) -> int:
+        self._block.now.wait("turn")
+        return int(base[index])
+
+    @staticmethod
+    def load_pair(compute: str) -> Callable:
+        assert compute == "f32"
+        return lambda base, index: tuple(base.load(index, 2))
