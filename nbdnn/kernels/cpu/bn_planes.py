@@ -6,8 +6,8 @@ Where there are channels for all threads a task is a channel, whose planes are s
 x (and dy) come from memory once. Few channels are shared: partial sums, then what becomes of them, then all planes in
 the order of memory, which is how inference goes too: planes of one channel lie far apart, and each begins where no
 prefetcher expects it (32 images of 64 channels of 56x56 on two cores: 0.5 ms instead of 1.1).
-16-bit data are widened into a worker's scratch. Within a chunk sums are of the compute type, of differences from the
-chunk's first element; chunks are merged in float64. Source: own.
+For sums 16-bit data are widened into a worker's scratch. Within a chunk sums are of the compute type, of differences
+from the chunk's first element; chunks are merged in float64. Source: own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from numba import float64, njit
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.bn_channel import REAL, REASSOCIATED, Variant, finish, merge, variant
-from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.bn_vector import scale_row
+from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import convert_row
@@ -44,10 +45,9 @@ _FIELDS = record(
 
 
 @cache
-def _chunk_loops(v: Variant):
-    """Compiled-in functions over n neighbours: (their sums as a pair, scaled)."""
+def _chunk_sums(v: Variant):
+    """Compiled-in function (x, dy, n, center): the sums of n neighbours as a pair."""
     data, real = pointer(v.compute), REAL[v.compute]
-    is_train, is_forward, reads_x = v.op == "bn_train", v.is_forward, v.op == "bn_bwd"
 
     @njit(**DEVICE, fastmath=REASSOCIATED)
     def moments(x_at, dy_at, n, center):
@@ -68,23 +68,7 @@ def _chunk_loops(v: Variant):
             moment += dy[i] * (x[i] - center)
         return float64(total), float64(moment)
 
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def forward(to, x_at, dy_at, n, center, second, scale, offset):
-        x, y = data(x_at), data(to)
-        for i in range(n):
-            y[i] = ((x[i] - center) - second) * scale + offset
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def backward(to, x_at, dy_at, n, center, second, scale, offset):
-        x, dy, dx = data(x_at), data(dy_at), data(to)
-        if reads_x:
-            for i in range(n):
-                dx[i] = dy[i] * scale + ((x[i] - center) * second + offset)
-        else:
-            for i in range(n):
-                dx[i] = dy[i] * scale
-
-    return moments if is_train else gradient_sums, forward if is_forward else backward
+    return moments if v.op == "bn_train" else gradient_sums
 
 
 @cache
@@ -93,10 +77,9 @@ def _channel_loops(v: Variant, streams: bool):
     scaled, each with the coefficients of its channel). streams: what is written goes past the caches, which would read
     each of its lines in vain first."""
     at, data, coefficients_bytes = struct(_FIELDS), pointer(v.compute), 4 * ITEMSIZE[v.compute]
-    sums_of_chunk, scale_chunk = _chunk_loops(v)
-    merged = merge(v.op)
-    widen_row, narrow_row = convert_row(v.dtype, v.compute, v.vl), convert_row(v.compute, v.dtype, v.vl)
-    stream_row, vector_bytes = convert_row(v.compute, v.dtype, v.vl, past_caches=True), v.vl * ITEMSIZE[v.dtype]
+    sums_of_chunk, merged, widen_row = _chunk_sums(v), merge(v.op), convert_row(v.dtype, v.compute, v.vl)
+    scale_chunk, stream_chunk = (scale_row(v, False, past) for past in (False, True))
+    vector_bytes = v.vl * ITEMSIZE[v.dtype]
     itemsize, is_wide, is_forward = ITEMSIZE[v.dtype], v.dtype == v.compute, v.is_forward
     wide_bytes = _CHUNK_ELEMS * ITEMSIZE[v.compute]
     x_place, out_place = 0, dict(v.places)["y" if is_forward else "dx"]
@@ -134,28 +117,23 @@ def _channel_loops(v: Variant, streams: bool):
         return a, b
 
     @njit(**DEVICE)
-    def scale_one(pointers, start, n, coefficients, scratch):
+    def scale_one(pointers, start, n, coefficients):
         center, second, factor, offset = coefficients
-        x, dy = opened(pointers, start, n, scratch)
-        target = pointers[out_place] + start
-        streamed = streams and target % vector_bytes == 0
-        # Not in place: loops become vectors only where what is written is not what is read.
-        to = target if is_wide and not streamed else scratch + 2 * wide_bytes
-        scale_chunk(to, x, dy, n, center, second, factor, offset)
-        if streamed:
-            stream_row(target, to, n)
-        elif not is_wide:
-            narrow_row(target, to, n)
+        x, dy, target = pointers[x_place] + start, pointers[dy_place] + start, pointers[out_place] + start
+        if streams and target % vector_bytes == 0:
+            stream_chunk(target, x, dy, n, center, second, factor, offset)
+        else:
+            scale_chunk(target, x, dy, n, center, second, factor, offset)
 
     @njit(**DEVICE)
-    def scale_channel(pointers, ctx, channel, coefficients, scratch):
+    def scale_channel(pointers, ctx, channel, coefficients):
         f = at(ctx)
         for q in range(f.chunks):
             start, n = chunk_of(f, channel, q)
-            scale_one(pointers, start, n, coefficients, scratch)
+            scale_one(pointers, start, n, coefficients)
 
     @njit(**DEVICE)
-    def scale_planes(pointers, ctx, first, last, scratch):
+    def scale_planes(pointers, ctx, first, last):
         f = at(ctx)
         for plane in range(first, last):
             found = data(f.coefficients + plane % f.channels * coefficients_bytes)
@@ -163,7 +141,7 @@ def _channel_loops(v: Variant, streams: bool):
             for k in range(f.of_plane):
                 begin = k * f.chunk
                 start = (plane * f.length + begin) * itemsize
-                scale_one(pointers, start, min(f.chunk, f.length - begin), coefficients, scratch)
+                scale_one(pointers, start, min(f.chunk, f.length - begin), coefficients)
 
     return sums, scale_channel, scale_planes
 
@@ -189,7 +167,7 @@ def _tasks(v: Variant, streams: bool):
         scratch, m = f.scratch + worker * scratch_bytes, float64(f.m)
         a, b = sums(pointers, ctx, index, 0, f.chunks, mean_of(pointers, index, given, m), scratch)
         coefficients = finished(pointers, index, m, a, b, given.alpha, given.beta, 1)
-        scale_channel(pointers, ctx, index, coefficients, scratch)
+        scale_channel(pointers, ctx, index, coefficients)
 
     def sums_of_part(args, ctx, index, worker):
         pointers, given, f = i64(args), args_at(args), at(ctx)
@@ -224,15 +202,15 @@ def _tasks(v: Variant, streams: bool):
     def scale_some(args, ctx, index, worker):
         f = at(ctx)
         first, last = index * f.planes // f.runs, (index + 1) * f.planes // f.runs
-        scale_planes(i64(args), ctx, first, last, f.scratch + worker * scratch_bytes)
+        scale_planes(i64(args), ctx, first, last)
 
     tasks = whole_channel, sums_of_part, finish_channels, scale_some
     return tuple(compile_task(task, (v, streams)) for task in tasks)
 
 
 def _scratch_bytes(v: Variant) -> int:
-    """Of a worker: a chunk of x, of dy and of what is written, in the compute type."""
-    return 3 * _CHUNK_ELEMS * ITEMSIZE[v.compute]
+    """Of a worker: a chunk of x and of dy, in the compute type."""
+    return 2 * _CHUNK_ELEMS * ITEMSIZE[v.compute]
 
 
 class Planes(Candidate[NoConfig, Cpu]):

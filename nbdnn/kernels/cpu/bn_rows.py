@@ -5,9 +5,9 @@
     finish   a task some channels: merges the parts, and the lanes that are of one channel
     scale    as the first
 
-Traffic: x (and dy) twice, what comes out once; of a batch that fits the last-level cache once. 16-bit data are widened
-into a worker's scratch. Within a part sums are of the compute type, of differences from the part's first line; parts
-are merged in float64. Source: own.
+Traffic: x (and dy) twice, what comes out once; of a batch that fits the last-level cache once. For sums 16-bit data are
+widened into a worker's scratch. Within a part sums are of the compute type, of differences from the part's first line;
+parts are merged in float64. Source: own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numba import float64, njit
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.bn_channel import REAL, Variant, finish, merge, variant
+from nbdnn.kernels.cpu.bn_vector import scale_row
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -47,13 +48,12 @@ _FIELDS = record(
 
 @cache
 def _line_loops(v: Variant):
-    """Compiled-in functions over n columns: (sums of one line, of four lines `step` bytes apart, scaled).
+    """Compiled-in functions over n columns: (sums of one line, of four lines `step` bytes apart).
 
     sums: of pivots, totals and second sums, a row of _BLOCK each. Pivots are what is subtracted from x.
     """
     data, size = pointer(v.compute), ITEMSIZE[v.compute]
-    is_train, is_forward, op = v.op == "bn_train", v.is_forward, v.op
-    is_exact, row_bytes = v.op == "bn_train", _BLOCK * size
+    is_train, row_bytes = v.op == "bn_train", _BLOCK * size
 
     @njit(**DEVICE, fastmath=FASTMATH)
     def add_line(sums, x_at, dy_at, n):
@@ -79,22 +79,7 @@ def _line_loops(v: Variant):
                 total[j] += (y0[j] + y1[j]) + (y2[j] + y3[j])
                 second[j] += (y0[j] * d0 + y1[j] * d1) + (y2[j] * d2 + y3[j] * d3)
 
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def scale_line(to, x_at, dy_at, n, coefficients, pitch):
-        center, second = data(coefficients), data(coefficients + pitch)
-        scale, offset = data(coefficients + 2 * pitch), data(coefficients + 3 * pitch)
-        x, dy, out = data(x_at), data(dy_at), data(to)
-        for j in range(n):
-            if is_exact:
-                out[j] = ((x[j] - center[j]) - second[j]) * scale[j] + offset[j]
-            elif is_forward:
-                out[j] = (x[j] - center[j]) * scale[j] + offset[j]
-            elif op == "bn_bwd":
-                out[j] = dy[j] * scale[j] + ((x[j] - center[j]) * second[j] + offset[j])
-            else:
-                out[j] = dy[j] * scale[j]
-
-    return add_line, add_lines, scale_line
+    return add_line, add_lines
 
 
 @cache
@@ -118,7 +103,7 @@ def _sums_task(v: Variant, together: int):
     """together: lines whose elements are added up before they go to the sums."""
     i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
     data, real, size = pointer(v.compute), REAL[v.compute], ITEMSIZE[v.compute]
-    add_line, add_lines, _ = _line_loops(v)
+    add_line, add_lines = _line_loops(v)
     finished, part_of, widen_row = finish(v), _part(_FIELDS), convert_row(v.dtype, v.compute, v.vl)
     itemsize, is_wide, is_train = ITEMSIZE[v.dtype], v.dtype == v.compute, v.op == "bn_train"
     row_bytes, dy_place = _BLOCK * size, 0 if is_train else 1
@@ -221,44 +206,25 @@ def _finish_task(v: Variant):
 def _scale_task(v: Variant, streams: bool):
     """streams: what is written goes past the caches, which would read each of its lines in vain first."""
     i64, at, size = pointer("i64"), struct(_FIELDS), ITEMSIZE[v.compute]
-    _, _, scale_line = _line_loops(v)
-    widen_row, narrow_row = convert_row(v.dtype, v.compute, v.vl), convert_row(v.compute, v.dtype, v.vl)
-    stream_row = convert_row(v.compute, v.dtype, v.vl, past_caches=True)
-    part_of, itemsize, is_wide = _part(_FIELDS), ITEMSIZE[v.dtype], v.dtype == v.compute
+    scale_line, stream_line = (scale_row(v, True, past) for past in (False, True))
+    part_of, itemsize = _part(_FIELDS), ITEMSIZE[v.dtype]
     vector_bytes = v.vl * itemsize
-    row_bytes, dy_place, out_place = (
-        _BLOCK * size,
-        0 if v.is_forward else 1,
-        dict(v.places)["y" if v.is_forward else "dx"],
-    )
-    reads_x, reads_dy = v.op != "bn_infer_bwd", not v.is_forward
+    dy_place, out_place = 0 if v.is_forward else 1, dict(v.places)["y" if v.is_forward else "dx"]
 
     def scale_part(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
         _, first, last, column, n = part_of(ctx, index)
-        pitch, scratch = f.width * size, f.scratch + worker * f.scratch_bytes
-        coefficients, to = f.coefficients + column * size, scratch + 2 * row_bytes
+        pitch, center = f.width * size, f.coefficients + column * size
+        second, scale, offset = center + pitch, center + 2 * pitch, center + 3 * pitch
         for line in range(first, last):
             there = n if line < f.lines - 1 else min(n, f.tail - column)
             if there > 0:
                 start = (line * f.width + column) * itemsize
                 x, dy, out = pointers[0] + start, pointers[dy_place] + start, pointers[out_place] + start
-                streamed = streams and out % vector_bytes == 0
-                if is_wide and not streamed:
-                    scale_line(out, x, dy, there, coefficients, pitch)
-                    continue
-                if not is_wide:
-                    if reads_x:
-                        widen_row(scratch, x, there)
-                    if reads_dy:
-                        widen_row(scratch + row_bytes, dy, there)
-                    x, dy = scratch, scratch + row_bytes
-                # Not in place: loops become vectors only where what is written is not what is read.
-                scale_line(to, x, dy, there, coefficients, pitch)
-                if streamed:
-                    stream_row(out, to, there)
+                if streams and out % vector_bytes == 0:
+                    stream_line(out, x, dy, there, center, second, scale, offset)
                 else:
-                    narrow_row(out, to, there)
+                    scale_line(out, x, dy, there, center, second, scale, offset)
 
     return compile_task(scale_part, (v, streams))
 

@@ -24,19 +24,22 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes
-from nbdnn.kernels.cpu.pool_phases import element, joined_vectors, load, store
+from nbdnn.kernels.cpu.pool_phases import joined_vectors
 from nbdnn.kernels.cpu.vector import (
     I64,
     NUMBA_FLOAT,
     ask,
     constant,
     convert,
+    element,
     filled,
     lanes_between,
+    load,
     pointer,
     record,
     row_types,
     splat,
+    store,
     struct,
 )
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE

@@ -20,43 +20,19 @@ from nbdnn.kernels.cpu.vector import (
     I32,
     I64,
     WIDEN,
+    by_ends,
+    by_vectors,
     constant,
     convert,
+    element,
     lanes_between,
-    masked,
+    load,
     pointer,
     row_types,
+    store,
     store_past_caches,
-    vector_at,
 )
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
-
-
-def element(builder, start, i, type_, size_bytes: int):
-    return vector_at(builder, builder.add(start, builder.mul(i, I64(size_bytes))), type_)
-
-
-def by_vectors(builder, n, vl: int, step) -> None:
-    """step(i, mask) for every vl elements, the last of them under a mask; no other is: what a masked store wrote is not
-    forwarded to the load of the next tap."""
-    whole = builder.and_(n, I64(-vl))
-    with cgutils.for_range_slice(builder, I64(0), whole, I64(vl), I64) as (i, _):
-        step(i, None)
-    with builder.if_then(builder.icmp_signed("<", whole, n)):
-        step(whole, lanes_between(builder, vl, 0, None, builder.sub(n, whole)))
-
-
-def load(builder, slot, type_, size_bytes: int, mask):
-    if mask is None:
-        return builder.load(slot, align=size_bytes)
-    return masked(builder, type_)(slot, size_bytes, mask)
-
-
-def store(builder, value, slot, size_bytes: int, mask) -> None:
-    if mask is None:
-        builder.store(value, slot, align=size_bytes)
-    else:
-        masked(builder, value.type)(value, slot, size_bytes, mask)
 
 
 def joined_vectors(builder, is_max: bool, found, value):
@@ -75,17 +51,6 @@ def _store_kept(builder, value, slot, size_bytes: int, mask) -> None:
     if mask is not None:
         value = builder.select(mask, value, builder.load(slot, align=size_bytes))
     builder.store(value, slot, align=size_bytes)
-
-
-def _by_ends(builder, n, vl: int, step) -> None:
-    """step(i, mask) for every vl elements, the last of which end with the n; only fewer than vl are masked."""
-    with builder.if_else(builder.icmp_signed(">=", n, I64(vl))) as (whole, otherwise):
-        with whole:
-            last = builder.sub(n, I64(vl))
-            with cgutils.for_range_slice(builder, I64(0), n, I64(vl), I64) as (i, _):
-                step(builder.select(builder.icmp_signed("<", i, last), i, last), None)
-        with otherwise:
-            step(I64(0), lanes_between(builder, vl, 0, None, n))
 
 
 @cache
@@ -129,7 +94,7 @@ def given_row(compute: str, target: str, vl: int, past_caches: bool):
             else:
                 store(builder, value, slot, write_bytes, mask)
 
-        (by_vectors if past_caches else _by_ends)(builder, n, vl, step)
+        (by_vectors if past_caches else by_ends)(builder, n, vl, step)
         return context.get_dummy_value()
 
     @intrinsic

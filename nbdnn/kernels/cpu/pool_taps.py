@@ -22,8 +22,20 @@ from numba.core.typing import signature
 from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.compile import DEVICE
-from nbdnn.kernels.cpu.pool_phases import by_vectors, element, load, store
-from nbdnn.kernels.cpu.vector import I32, I64, convert, prefetch, row_types, splat, store_past_caches, vector_at
+from nbdnn.kernels.cpu.vector import (
+    I32,
+    I64,
+    by_vectors,
+    convert,
+    element,
+    load,
+    prefetch,
+    row_types,
+    splat,
+    store,
+    store_past_caches,
+    vector_at,
+)
 
 AHEAD_BYTES = 4096  # so far behind what is read or written the next lines are asked for
 

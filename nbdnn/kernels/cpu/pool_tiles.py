@@ -25,17 +25,19 @@ from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes
-from nbdnn.kernels.cpu.pool_phases import element, load, store
 from nbdnn.kernels.cpu.vector import (
     I32,
     I64,
     constant,
     convert,
+    element,
     filled,
     lanes_between,
+    load,
     pointer,
     record,
     row_types,
+    store,
     store_past_caches,
     struct,
 )

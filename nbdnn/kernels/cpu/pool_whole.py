@@ -26,7 +26,7 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
-from nbdnn.kernels.cpu.pool_phases import by_vectors, element, joined_vectors, load, store
+from nbdnn.kernels.cpu.pool_phases import joined_vectors
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import (
     I32,
@@ -34,13 +34,17 @@ from nbdnn.kernels.cpu.vector import (
     NARROW,
     NUMBA_FLOAT,
     WIDEN,
+    by_vectors,
     constant,
     convert,
+    element,
     filled,
+    load,
     pointer,
     record,
     row_types,
     splat,
+    store,
     struct,
 )
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE

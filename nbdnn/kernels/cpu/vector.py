@@ -262,6 +262,46 @@ def lanes_between(builder, vl, lane0, low, high):
     return builder.and_(mask, builder.icmp_signed(">=", lanes, splat(builder, builder.trunc(low, I32), type_)))
 
 
+def element(builder, start, i, type_, size_bytes: int):
+    return vector_at(builder, builder.add(start, builder.mul(i, I64(size_bytes))), type_)
+
+
+def by_vectors(builder, n, vl: int, step) -> None:
+    """step(i, mask) for every vl elements, the last of them under a mask; no other is: what a masked store wrote is not
+    forwarded to the load of the next tap."""
+    whole = builder.and_(n, I64(-vl))
+    with cgutils.for_range_slice(builder, I64(0), whole, I64(vl), I64) as (i, _):
+        step(i, None)
+    with builder.if_then(builder.icmp_signed("<", whole, n)):
+        step(whole, lanes_between(builder, vl, 0, None, builder.sub(n, whole)))
+
+
+def load(builder, slot, type_, size_bytes: int, mask):
+    if mask is None:
+        return builder.load(slot, align=size_bytes)
+    return masked(builder, type_)(slot, size_bytes, mask)
+
+
+def store(builder, value, slot, size_bytes: int, mask) -> None:
+    if mask is None:
+        builder.store(value, slot, align=size_bytes)
+    else:
+        masked(builder, value.type)(value, slot, size_bytes, mask)
+
+
+def by_ends(builder, n, vl: int, step) -> None:
+    """step(i, mask) for every vl elements, the last of which end with the n; only fewer than vl are masked."""
+    with builder.if_else(builder.icmp_signed(">=", n, I64(vl))) as (whole, otherwise):
+        with whole:
+            end = builder.and_(n, I64(-vl))
+            with cgutils.for_range_slice(builder, I64(0), end, I64(vl), I64) as (i, _):
+                step(i, None)
+            with builder.if_then(builder.icmp_signed("<", end, n)):
+                step(builder.sub(n, I64(vl)), None)
+        with otherwise:
+            step(I64(0), lanes_between(builder, vl, 0, None, n))
+
+
 def every(builder, parts):
     """Every len(parts)-th element of the vectors in a row; their number is a power of 2."""
     vl = parts[0].type.count
