@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
+from cells import check
+from edge_cases import edges
 from gpus import DEVICE
 from libraries import library
 
+from nbdnn.candidate import NoConfig
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
-from nbdnn.problem import parse
+from nbdnn.problem import DEFAULT_ALIGN, parse
 from nbdnn.problem_bn import BN_OPS
 
 _DTYPES = ("f32", "f64", "f16", "bf16", "f16 pf32", "bf16 pf32")
@@ -59,3 +63,17 @@ def test_supports_what_it_must(name: str, device: Cpu) -> None:
             problem = parse(":".join(filter(None, (op, of_data, shape, of_params, end))))
             support = candidate.supports(problem, on)
             assert support.ok, f"{candidate.id}, {problem}: {support.reason}"
+
+
+@pytest.mark.parametrize("op", BN_OPS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_results_past_the_caches(op: str, dtype: str, device: Cpu) -> None:
+    """As of operands that are larger than the last-level cache: lines that are aligned, and lines that are not."""
+    for problem in edges(op, "cpu"):
+        plain = (
+            problem.dtype == dtype and not (problem.param_dtype or problem.running) and problem.align == DEFAULT_ALIGN
+        )
+        if plain and (problem.n, problem.c) in ((4, 16), (3, 5), (300, 8), (3, 40)):
+            for candidate in registry.candidates(op):
+                if candidate.supports(problem, device).ok:
+                    check(candidate, problem, NoConfig(), replace(device, llc_bytes=0))
