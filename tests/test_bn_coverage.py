@@ -68,12 +68,17 @@ def test_supports_what_it_must(name: str, device: Cpu) -> None:
 @pytest.mark.parametrize("op", BN_OPS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_results_past_the_caches(op: str, dtype: str, device: Cpu) -> None:
-    """As of operands that are larger than the last-level cache: lines that are aligned, and lines that are not."""
-    for problem in edges(op, "cpu"):
-        plain = (
-            problem.dtype == dtype and not (problem.param_dtype or problem.running) and problem.align == DEFAULT_ALIGN
-        )
-        if plain and (problem.n, problem.c) in ((4, 16), (3, 5), (300, 8), (3, 40)):
-            for candidate in registry.candidates(op):
-                if candidate.supports(problem, device).ok:
-                    check(candidate, problem, NoConfig(), replace(device, llc_bytes=0))
+    """As of operands that are larger than the last-level cache: of lines that are aligned, as operands are to vectors of
+    16 bytes only, and of lines that are not."""
+    shapes = (4, 16), (3, 5), (300, 8), (3, 40)
+    some = [problem for problem in edges(op, "cpu") if (problem.n, problem.c) in shapes]
+    posed = [
+        problem
+        for problem in some
+        if (problem.dtype, problem.param_dtype, problem.align) == (dtype, dtype, DEFAULT_ALIGN) and not problem.running
+    ]
+    assert len(posed) >= 4
+    for problem in posed:
+        for candidate in registry.candidates(op):
+            if candidate.supports(problem, device).ok:
+                check(candidate, problem, NoConfig(), replace(device, llc_bytes=0, vector_bytes=16))

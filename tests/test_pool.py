@@ -358,7 +358,12 @@ def test_gradients_in_blocks_of_one_row(narrow: tuple[str, int], device: Cpu, mo
 
 
 def test_gradients_past_the_caches(device: Cpu) -> None:
-    """As of operands that are larger than the last-level cache."""
+    """As of operands that are larger than the last-level cache, with vectors that operands are aligned to."""
     for problem in edges("pool_bwd", "cpu"):
         if problem.dtype in ("f32", "bf16") and problem.is_max:
-            check(registry.candidate("pool_bwd/cpu/rows"), problem, NoConfig(), replace(device, llc_bytes=0))
+            check(
+                registry.candidate("pool_bwd/cpu/rows"),
+                problem,
+                NoConfig(),
+                replace(device, llc_bytes=0, vector_bytes=16),
+            )
