@@ -68,8 +68,8 @@ def test_supports_what_it_must(name: str, device: Cpu) -> None:
 @pytest.mark.parametrize("op", BN_OPS)
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_results_past_the_caches(op: str, dtype: str, device: Cpu) -> None:
-    """As of operands that are larger than the last-level cache: of lines that are aligned, as operands are to vectors of
-    16 bytes only, and of lines that are not."""
+    """As of operands that are larger than the last-level cache: of lines that are aligned, as operands are to 16 bytes,
+    and of lines that are not."""
     shapes = (4, 16), (3, 5), (300, 8), (3, 40)
     some = [problem for problem in edges(op, "cpu") if (problem.n, problem.c) in shapes]
     posed = [
