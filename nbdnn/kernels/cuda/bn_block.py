@@ -1,6 +1,6 @@
 """What a thread does for a block of rows of batch normalisation: where its rows are, loads, coefficients, scaling.
 
-As compiled-in functions of the kernels in `bn_streamed.py` and `bn_short.py`. Source: own.
+As compiled-in functions, mostly of the kernels in `bn_streamed.py`, `bn_short.py` and `bn_resident.py`. Source: own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,25 @@ from functools import cache
 
 from nbdnn.kernels.cuda import bn_channel
 from nbdnn.kernels.cuda.bn_plan import Variant
+
+
+@cache
+def four_arrays(size: int, compute: str):
+    """Device function () -> four local arrays of so many elements."""
+    from nbdnn.kernels.cuda import ptx
+
+    real = ptx.REAL[compute]
+
+    @ptx.inline
+    def made():
+        return (
+            ptx.cuda.local.array(size, real),
+            ptx.cuda.local.array(size, real),
+            ptx.cuda.local.array(size, real),
+            ptx.cuda.local.array(size, real),
+        )
+
+    return made
 
 
 @cache
@@ -72,16 +91,12 @@ def coefficients_of(v: Variant):
     from nbdnn.kernels.cuda import ptx
 
     integer, real, sums, finish = ptx.INTEGER[v.bits], ptx.REAL[v.compute], v.sums, bn_channel.finish(v)
+    four_arrays_of_sums = four_arrays(sums, v.compute)
 
     @ptx.inline
     def coefficients_of(params, column, epsilon, factor):
         """Of inference, from its parameters: local arrays of v.sums."""
-        center, second, scale, offset = (
-            ptx.cuda.local.array(sums, real),
-            ptx.cuda.local.array(sums, real),
-            ptx.cuda.local.array(sums, real),
-            ptx.cuda.local.array(sums, real),
-        )
+        center, second, scale, offset = four_arrays_of_sums()
         for i in range(sums):
             channel = integer(column * sums + i)
             center[i], second[i], scale[i], offset[i] = finish(

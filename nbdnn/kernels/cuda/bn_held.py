@@ -51,7 +51,7 @@ class Held(NamedTuple):
 
 
 def _held_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_cluster, ptx_local, ptx_tile
+    from nbdnn.kernels.cuda import bn_block, bn_channel, bn_sums, ptx, ptx_cluster, ptx_local, ptx_tile
 
     v = Variant(*specialised_on)
     integer, small, u32, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
@@ -62,7 +62,7 @@ def _held_kernel(*specialised_on):
     scale, (found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
     load, store, wait = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_wait(0)
     slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
-    coefficients_size = 4 * channels
+    coefficients_size, four_arrays = 4 * channels, bn_block.four_arrays(lanes, v.compute)
 
     def held(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, epsilon, factor, f
@@ -84,12 +84,7 @@ def _held_kernel(*specialised_on):
         ptx_tile.copy_async_commit()
 
         # 2. Its sums.
-        a, b, origin, pivot = (
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-        )
+        a, b, origin, pivot = four_arrays()
         values, gradients = ptx.cuda.local.array(lanes, real), ptx.cuda.local.array(lanes, real)
         for i in range(lanes):
             a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)

@@ -69,6 +69,7 @@ def _kernel(*specialised_on):
     (found, taken), widen = bn_channel.coefficients(v), ptx.WIDEN[v.param_dtype]
     slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
     loaded_elems, coefficients_size = _AT_ONCE * lanes, 4 * channels
+    four_arrays = bn_block.four_arrays(lanes, v.compute)
 
     # Vectors one by one: a loop over them would leave them in memory on some architectures.
 
@@ -164,12 +165,7 @@ def _kernel(*specialised_on):
         ptx_tile.copy_async_commit()
 
         # 1. A thread's sums, and the block's.
-        a, b, origin, pivot = (
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-        )
+        a, b, origin, pivot = four_arrays()
         values, gradients = ptx.cuda.local.array(loaded_elems, real), ptx.cuda.local.array(loaded_elems, real)
         for i in range(lanes):
             a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)

@@ -73,6 +73,7 @@ def _block_kernel(*specialised_on):
     load, widen = ptx_local.load(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
     held, moved = at_once * lanes, plan.next_row(v.bits)
     begin_of, coefficients_of = bn_block.begin_of(v), bn_block.coefficients_of(v)
+    four_arrays, four_arrays_of_sums = (bn_block.four_arrays(size, v.compute) for size in (lanes, sums))
     load_one, scale_one = bn_block.load_one(v, not (is_last and op == "bn_infer_bwd")), bn_block.scale_one(v)
 
     # Four vectors one by one: a loop over them would leave them in memory on some architectures.
@@ -112,12 +113,7 @@ def _block_kernel(*specialised_on):
 
     @ptx.inline
     def coefficients_found(workspace, column, f):
-        center, second, scale, offset = (
-            ptx.cuda.local.array(sums, real),
-            ptx.cuda.local.array(sums, real),
-            ptx.cuda.local.array(sums, real),
-            ptx.cuda.local.array(sums, real),
-        )
+        center, second, scale, offset = four_arrays_of_sums()
         for i in range(sums):
             at = integer(integer(2 * f.parts * f.channels) + column * sums + i)
             center[i], second[i] = workspace[at], workspace[integer(at + f.channels)]
@@ -131,12 +127,7 @@ def _block_kernel(*specialised_on):
         thread = small(ptx.thread_x())
         part, slab = ptx.divided(integer(ptx.block_x()), f.slabs)
         column, row, last, at, place = begin_of(part, slab, f)
-        a, b, origin, pivot = (
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-        )
+        a, b, origin, pivot = four_arrays()
         values, gradients = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
         for i in range(lanes):
             a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)

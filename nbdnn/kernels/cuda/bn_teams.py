@@ -61,7 +61,7 @@ class _Turns(NamedTuple):
 
 
 def _team_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx, ptx_local, ptx_tile
+    from nbdnn.kernels.cuda import bn_block, bn_channel, bn_sums, ptx, ptx_local, ptx_tile
 
     v = Variant(*specialised_on)
     integer, small, u32, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
@@ -73,7 +73,7 @@ def _team_kernel(*specialised_on):
     scale, (found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
     load, store, wait = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_wait(0)
     slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
-    coefficients_size = 4 * channels
+    coefficients_size, four_arrays = 4 * channels, bn_block.four_arrays(lanes, v.compute)
 
     def normalise(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, counters, pairs,
@@ -95,12 +95,7 @@ def _team_kernel(*specialised_on):
         column = integer(slab * columns + in_slab)
         end = last if column < f.columns else integer(0)
         copy_all(mine, of_dy, x, dy, integer(column * f.column_elems + begin), begin_place, row, end, f)
-        a, b, origin, pivot = (
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-            ptx.cuda.local.array(lanes, real),
-        )
+        a, b, origin, pivot = four_arrays()
         values, gradients = ptx.cuda.local.array(lanes, real), ptx.cuda.local.array(lanes, real)
         coefficients = ptx.cuda.shared.array(coefficients_size, real)
 
