@@ -43,4 +43,7 @@ def edges(op: str) -> list[SoftmaxProblem]:
             problems.append(SoftmaxProblem(op, "bf16", n, c, spatial, "accurate", mode, layout, align=2))
     # Rows of 16 bits that begin anywhere, of several blocks of a GPU, with a rest of less than 16 bytes.
     problems += [SoftmaxProblem(op, "bf16", 3, 19, (7, 23), algorithm, "channel", "nhwc") for algorithm in ALGORITHMS]
+    # Long rows of whole vectors, of which a thread holds many; the last threads have one less.
+    long = product(("f32", "f16", "bf16"), ALGORITHMS, (4104, 32008))
+    problems += [SoftmaxProblem(op, dtype, 3, c, (1, 1), algorithm, "channel", "nchw") for dtype, algorithm, c in long]
     return list(dict.fromkeys(problems))

@@ -123,6 +123,19 @@ def store(held: Held):
     return store_vectors
 
 
+@intrinsic
+def hidden(typingctx, parts, nothing):
+    """Parts as they were, if `nothing` is 0, which no compiler may know: what they are widened to is then made anew,
+    where it would else be kept in twice as many registers."""
+
+    def codegen(context, builder, sig, args):
+        parts = unpacked(builder, args[0], sig.args[0].count)
+        mask = builder.trunc(args[1], parts[0].type) if parts[0].type.width < args[1].type.width else args[1]
+        return packed(builder, [builder.xor(part, mask) for part in parts])
+
+    return signature(parts, parts, types.uint32), codegen
+
+
 # ---- vector by vector, of parts as they were loaded ------------------------------------------------------------------
 
 

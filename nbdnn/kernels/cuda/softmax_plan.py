@@ -20,7 +20,7 @@ _OTHER_REGISTERS, _REGISTERS_A_NUMBER = 28, 3  # of a thread, beside its element
 # The same, of elements of 16 bits that stay as they were loaded, and what is needed at least.
 _OTHER_AFRESH, _REGISTERS_A_SUM, _LEAST_AFRESH = 32, 2, 72
 _MOST_ELEMS = {"f32": 96, "f16": 64, "bf16": 64}
-_MOST_AFRESH = 128
+_MOST_NARROW = 128  # of 16 bits, that stay as they were loaded
 _CONFIGS, _ALIKE, _WORTH_MEASURING = 4, 2, 1.2  # at most so many, of a kind, and how far from the best guess
 _LAUNCH_US = 2.0
 _MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond the last row
@@ -60,13 +60,14 @@ def registers(problem: SoftmaxProblem, elems: int, numbers: int, afresh: bool = 
     others, words = _OTHER_REGISTERS + _REGISTERS_A_NUMBER * numbers, elems * ITEMSIZE[problem.dtype] // 4
     if problem.op == "softmax_fwd" and problem.algorithm != "log":
         return elems + others  # powers
-    widened = 0 if problem.dtype == "f32" else elems // 8 if problem.op == "softmax_fwd" else elems * 5 // 8
+    widened = 0 if problem.dtype == "f32" else elems // 8 if problem.op == "softmax_fwd" else numbers - 1
     return words * (len(problem.operands) - 1) + widened + others
 
 
 def holds(problem: SoftmaxProblem, elems: int, afresh: bool = False) -> bool:
     """Whether a thread may have so many elements: with more, registers spilled."""
-    return elems <= (_MOST_AFRESH if afresh else _MOST_ELEMS[problem.dtype])
+    narrow = afresh or (problem.dtype != "f32" and problem.op == "softmax_bwd")
+    return elems <= (_MOST_NARROW if narrow else _MOST_ELEMS[problem.dtype])
 
 
 def resident_blocks(threads: int, registers_a_thread: int) -> int:
