@@ -75,6 +75,7 @@ _OF_FFT = f"{_OF_WINOGRAD}, 1x1, 5x5, depthwise"
 
 COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/wgmma_gemm": _MATRIX,
+    "conv_fwd/numba/wgmma_gemm_tf32": _MATRIX._replace(dtypes="f32"),
     "conv_fwd/numba/wgmma_patch": _OF_PATCHES,
     "conv_fwd/numba/wgmma_patch_tf32": _OF_PATCHES._replace(dtypes="f32"),
     "conv_fwd/numba/mma_gemm": _MATRIX,
@@ -103,6 +104,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/im2col": _FORWARD,
     "conv_fwd/cpu/depthwise": _FORWARD._replace(shapes="depthwise"),
     "conv_bwd_data/numba/wgmma_gemm": _MATRIX._replace(shapes=_OF_STRIDE_1, ends="e:beta"),
+    "conv_bwd_data/numba/wgmma_gemm_tf32": _MATRIX._replace(dtypes="f32", shapes=_OF_STRIDE_1, ends="e:beta"),
     "conv_bwd_data/numba/wgmma_patch": _OF_PATCHES._replace(ends="e:beta"),
     "conv_bwd_data/numba/wgmma_patch_tf32": _OF_PATCHES._replace(dtypes="f32", ends="e:beta"),
     "conv_bwd_data/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),

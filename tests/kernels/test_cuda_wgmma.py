@@ -14,12 +14,14 @@ from nbdnn.kernels.cuda import conv_wgmma, conv_wgmma_filter
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.conv_wgmma import WgmmaCandidate, tile
 from nbdnn.kernels.cuda.gemm_plan import Config
-from nbdnn.problem import parse
+from nbdnn.problem import Problem, parse
 from nbdnn.problem_conv import CONV_OPS
 
-CANDIDATES: dict[str, WgmmaCandidate] = {
-    each.op: each for each in (conv_wgmma.FWD, conv_wgmma.BWD_DATA, conv_wgmma_filter.BWD_FILTER)
+CANDIDATES: dict[tuple[str, bool], WgmmaCandidate] = {
+    (each.op, each.math == "tf32"): each
+    for each in (*conv_wgmma.FWD, *conv_wgmma.BWD_DATA, conv_wgmma_filter.BWD_FILTER)
 }
+_KINDS = [(op, "f32" if of_tf32 else "bf16") for op, of_tf32 in CANDIDATES]
 _SMALL, _WIDE, _HIGH = tile(64, 64, 4, 3), tile(64, 128, 3, 3), tile(128, 64, 2, 4)
 # Of forward and filter gradient; those of stride 1 also of the image's gradient.
 _SHAPES = (
@@ -34,31 +36,35 @@ _SHAPES = (
 _ENDS = ("e:bias", "e:bias+relu+res+beta")
 
 
+def of_problem(problem: Problem) -> WgmmaCandidate:
+    return CANDIDATES[problem.op, problem.dtype == "f32"]
+
+
 def check(monkeypatch: pytest.MonkeyPatch, text: str, config: Config, early: bool = False) -> None:
     """Sums of small integers, bit for bit, from operands and a workspace full of NaN."""
     problem = parse(text)
-    got, expected = result(CANDIDATES[problem.op], problem, config, H200, install(monkeypatch, early))
+    got, expected = result(of_problem(problem), problem, config, H200, install(monkeypatch, early))
     assert got == expected
 
 
 @pytest.mark.parametrize(("parts", "early"), [(1, False), (3, True)])
 @pytest.mark.parametrize(
-    ("op", "shape"),
-    [(op, shape) for op in CONV_OPS for shape, _ in _SHAPES if op != "conv_bwd_data" or ":u1x1" in shape],
+    ("op", "dtype", "shape"),
+    [(*kind, shape) for kind in _KINDS for shape, _ in _SHAPES if kind[0] != "conv_bwd_data" or ":u1x1" in shape],
 )
 def test_every_product_counts_once(
-    op: str, shape: str, parts: int, early: bool, monkeypatch: pytest.MonkeyPatch
+    op: str, dtype: str, shape: str, parts: int, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(monkeypatch, f"{op}:bf16:{shape}", Config(_SMALL, parts), early)
+    check(monkeypatch, f"{op}:{dtype}:{shape}", Config(_SMALL, parts), early)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
 @pytest.mark.parametrize("wanted", [_WIDE, _HIGH], ids=["wide", "high"])
-@pytest.mark.parametrize("op", CONV_OPS)
+@pytest.mark.parametrize(("op", "dtype"), _KINDS)
 def test_a_tile_has_several_boxes_and_warpgroups(
-    op: str, wanted: conv_wgmma.Tile, early: bool, monkeypatch: pytest.MonkeyPatch
+    op: str, dtype: str, wanted: conv_wgmma.Tile, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = f"{op}:f16:n2c136h9w8:k136r1s2:p0x1:u1x1:d1x1:g1:cross:nhwc"
+    text = f"{op}:{dtype.replace('bf16', 'f16')}:n2c136h9w8:k136r1s2:p0x1:u1x1:d1x1:g1:cross:nhwc"
     check(monkeypatch, text, Config(wanted, 1), early)
 
 
@@ -70,13 +76,12 @@ def test_the_epilogue_is_fused_whole(end: str, parts: int, monkeypatch: pytest.M
         check(monkeypatch, text, Config(_SMALL, parts))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "f16"])
-@pytest.mark.parametrize("op", CONV_OPS)
+@pytest.mark.parametrize(("op", "dtype"), [*_KINDS, *((op, "f16") for op in CONV_OPS)])
 def test_every_tile_stays_within_its_means(op: str, dtype: str) -> None:
     """No spills and no stack, so that maps are not copied there; registers and shared memory for its blocks."""
     library("numba_cuda")
     problem = parse(f"{op}:{dtype}:n32c256h28w28:k256r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc")
-    candidate = CANDIDATES[op]
+    candidate = of_problem(problem)
     for config in dict.fromkeys(Config(each, 1) for each in candidate.tiles(problem)):
         (launch, *_) = (each for each in candidate.launches(problem, config, H200) if each.maps)
         kernel, ptx = compile_kernel(launch.source, "sm_90a"), ptx_text(launch.source, "sm_90a")
@@ -96,17 +101,18 @@ def test_every_tile_stays_within_its_means(op: str, dtype: str) -> None:
         ("conv_fwd:bf16:n1c16h600w8:k16r3s3:p128x0:u1x1:d128x1:g1:cross:nhwc", "the last tap lies 256 from the first"),
         ("conv_fwd:bf16:n1c16d40h4w4:k16t3r1s1:p17x0x0:u1x1x1:d1x1x1:g1:cross:ndhwc", "begin -17 from a border"),
         ("conv_fwd:bf16:n1c16h40w40:k16r1s1:p0x0:u9x1:d1x1:g1:cross:nhwc", "stride (9, 1) is above 8"),
-        ("conv_fwd:f32:n1c16h8w8:k16r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "f32 is not f16 or bf16"),
+        ("conv_fwd:f32:n1c16h8w8:k18r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "18 output channels"),
+        ("conv_fwd:f64:n1c16h8w8:k16r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "f64 is not f16 or bf16"),
     ],
 )
 def test_refusals_say_the_number(text: str, reason: str) -> None:
     problem = parse(text)
-    support = CANDIDATES[problem.op].supports(problem, H200)
+    support = of_problem(problem).supports(problem, H200)
     assert not support.ok and reason in support.reason
 
 
 def test_other_generations_have_no_wgmma() -> None:
     problem = parse("conv_fwd:bf16:n1c16h8w8:k16r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc")
     for capability in ((8, 0), (10, 0), (12, 0)):
-        support = conv_wgmma.FWD.supports(problem, replace(H200, capability=capability))
+        support = of_problem(problem).supports(problem, replace(H200, capability=capability))
         assert not support.ok and str(capability) in support.reason

@@ -1,11 +1,12 @@
 """Implicit GEMM on the matrix units of Hopper (wgmma), fed by TMA: forward, and bwd_data of stride 1.
 
     out[pixel, o] = sum over taps, i of  image[pixel reached by tap, i] * w[o, tap, i]
-    rows of a: pixels, m of a block         columns of b: output channels, n         k: 64 channels of a tap at a stage
+    rows of a: pixels, m of a block         columns of b: output channels, n         k: 128 bytes of a tap's channels
 
 TMA walks the pixels of a tile row by row and image by image itself, each moved by the tap, and gives zeros for what
 lies beyond a border or the last channel: one thread asks for a stage by two or three copies. bwd_data is the same on dy
 with the taps in reverse order; its filter lies turned in shared memory, which the instruction reads as it is.
+`wgmma_gemm_tf32` multiplies float32, rounded to TF32 as it is copied; its bwd_data turns the filter first.
 
 A reduction may be cut into parts, for as many more blocks: their sums go to the workspace and are added in order. An
 image or filter whose channels are not last in memory is turned first. Traffic: image once from memory, taps * n tiles
@@ -26,17 +27,27 @@ from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate, Work, fitting, pa
 from nbdnn.kernels.cuda.gemm_tile import Tile
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, output_pointers
 from nbdnn.kernels.cuda.quads import QUAD
-from nbdnn.kernels.cuda.turn_channels import input_places, is_planar, turn_inputs
-from nbdnn.kernels.cuda.wgmma_maps import filter_map, image_map, refusal, source_shape, window
+from nbdnn.kernels.cuda.turn_channels import input_places, is_planar, turn_inputs, turned_bytes
+from nbdnn.kernels.cuda.wgmma_maps import (
+    filter_map,
+    filters_last,
+    filters_last_map,
+    image_map,
+    line_elems,
+    refusal,
+    source_shape,
+    window,
+)
 from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES, LINE_ELEMS, WARP, shared_bytes
 from nbdnn.kernels.spatial import spatial3, tensor_strides
 from nbdnn.problem_conv import ConvProblem
 
 
 class _Variant(NamedTuple):
-    """What a kernel is compiled for. run: pixels of a planar output that are stored at once, 0 if it is not planar."""
+    """What a kernel is compiled for. turned: whether filters are read along their output channels. run: pixels of a
+    planar output that are stored at once, 0 if it is not planar."""
 
-    forward: bool
+    turned: bool
     dtype: str
     ndim: int
     epilogue: tuple[str, ...]
@@ -85,7 +96,8 @@ def _kernel(*specialised_on):
     from nbdnn.kernels.cuda import gemm_pixels, gemm_store, ptx, ptx_tile, ptx_tma, wgmma_pipeline
 
     variant = _Variant(*specialised_on)
-    forward, deep, tile, planar = variant.forward, variant.ndim == 3, variant.tile, variant.run > 0
+    turned, deep, tile, planar = variant.turned, variant.ndim == 3, variant.tile, variant.run > 0
+    channels, kind = line_elems(variant.dtype), "tf32" if variant.dtype == "f32" else variant.dtype
     integer, word = ptx.INTEGER[32], ptx.WORD
     extent_m, extent_n, a_bytes, rows_at = tile.m, tile.n, tile.m * LINE_BYTES, tile.rows_at
     boxes, box_bytes = tile.n // LINE_ELEMS, wgmma_pipeline.BOX_BYTES
@@ -131,7 +143,7 @@ def _kernel(*specialised_on):
         image, filters, pixel, first_o, f = given
         block, (t, r, s) = state
         n, d, h, w = pixel
-        channel = integer(block * LINE_ELEMS)
+        channel = integer(block * channels)
         if deep:
             offsets = integer(s * f.dilation_w), integer(r * f.dilation_h), integer(t * f.dilation_d)
             copy_pixels(at, image, barrier, (channel, w, h, d, n), offsets)
@@ -139,15 +151,15 @@ def _kernel(*specialised_on):
             offsets = integer(s * f.dilation_w), integer(r * f.dilation_h)
             copy_pixels(at, image, barrier, (channel, w, h, n), offsets)
         tap = integer(f.tap_first + f.tap_step * integer(integer(t * f.taps_h + r) * f.taps_w + s))
-        if forward:
-            copy_filter(word(at + a_bytes), filters, barrier, (channel, tap, first_o), ())
-        else:
+        if turned:
             for box in range(boxes):
                 o = integer(first_o + box * LINE_ELEMS)
                 copy_filter(word(at + a_bytes + box * box_bytes), filters, barrier, (o, tap, channel), ())
+        else:
+            copy_filter(word(at + a_bytes), filters, barrier, (channel, tap, first_o), ())
         return next_stage(state, f)
 
-    product = wgmma_pipeline.tile_product(tile, variant.dtype, False, not forward, copy_stage, planar)
+    product = wgmma_pipeline.tile_product(tile, kind, False, turned, copy_stage, planar)
 
     def window_gemm(maps, out, bias, residual, parts, alpha, beta, f):
         thread, shared = integer(ptx.thread_x()), ptx_tile.dynamic_shared()
@@ -219,7 +231,7 @@ class WgmmaGemm(WgmmaCandidate):
             parts,
             ceil(out.shape[1] / chosen.n),
             out.shape[1],
-            ceil(source_shape(problem)[1] / LINE_ELEMS),
+            _blocks_in(problem),
             problem.n,
             out_n,
             out_channel,
@@ -238,13 +250,17 @@ class WgmmaGemm(WgmmaCandidate):
 
     def work(self, problem: ConvProblem, tile: Tile) -> Work:
         blocks = tiles_m(problem, tile) * ceil(problem.operands[2].shape[1] / tile.n)
-        return Work(blocks, prod(problem.filter) * ceil(source_shape(problem)[1] / LINE_ELEMS))
+        return Work(blocks, prod(problem.filter) * _blocks_in(problem))
+
+    def turned_bytes(self, problem: ConvProblem) -> int:
+        return turned_bytes(problem, filters_last(problem))
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
-        (chosen, parts), start_bytes = config, parts_bytes(problem, config)
+        (chosen, parts), start_bytes, last = config, parts_bytes(problem, config), filters_last(problem)
         integers, forward = self.integers(problem, config), self.op == "conv_fwd"
-        variant = _Variant(forward, problem.dtype, problem.ndim, problem.epilogue, chosen, _run(problem))
-        first, second = input_places(problem, start_bytes)
+        turned = not forward and not last
+        variant = _Variant(turned, problem.dtype, problem.ndim, problem.epilogue, chosen, _run(problem))
+        first, second = input_places(problem, start_bytes, last)
         image, filters = (first, second) if forward else (second, first)
         product = Launch(
             source=Source(_kernel, variant, chosen.threads + WARP, chosen.min_blocks),
@@ -255,11 +271,16 @@ class WgmmaGemm(WgmmaCandidate):
             dynamic_shared_bytes=shared_bytes(chosen),
             maps=(
                 image_map(problem, image, chosen.m),
-                filter_map(problem, filters, chosen.n if forward else LINE_ELEMS),
+                (filters_last_map if last else filter_map)(problem, filters, LINE_ELEMS if turned else chosen.n),
             ),
         )
         add = [add_parts(problem, parts)] if parts > 1 else []
-        return [*turn_inputs(problem, start_bytes), product, *add]
+        return [*turn_inputs(problem, start_bytes, last), product, *add]
+
+
+def _blocks_in(problem: ConvProblem) -> int:
+    """Lines of channels that are summed."""
+    return ceil(source_shape(problem)[1] / line_elems(problem.dtype))
 
 
 def _run(problem: ConvProblem) -> int:
@@ -270,4 +291,4 @@ def _run(problem: ConvProblem) -> int:
     return QUAD if out.strides[1] % QUAD == 0 else 1
 
 
-FWD, BWD_DATA = WgmmaGemm("conv_fwd"), WgmmaGemm("conv_bwd_data")
+FWD, BWD_DATA = ((WgmmaGemm(op), WgmmaGemm(op, tf32=True)) for op in ("conv_fwd", "conv_bwd_data"))

@@ -29,9 +29,17 @@ from nbdnn.kernels.cuda.gemm_plan import refused_operands
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, output_pointers
 from nbdnn.kernels.cuda.turn_channels import input_places, is_planar, turn_inputs, turned_bytes
-from nbdnn.kernels.cuda.wgmma_maps import filter_map, filters_last_map, line_elems, rows_map, source_shape, window
+from nbdnn.kernels.cuda.wgmma_maps import (
+    filter_map,
+    filters_last,
+    filters_last_map,
+    line_elems,
+    rows_map,
+    source_shape,
+    window,
+)
 from nbdnn.kernels.cuda.wgmma_patch import ASKERS, ROWS, PatchTile
-from nbdnn.kernels.cuda.wgmma_patch_plan import Plan, blocks, filters_last, lines, plans, shared_bytes, targets, tiles
+from nbdnn.kernels.cuda.wgmma_patch_plan import Plan, blocks, lines, plans, shared_bytes, targets, tiles
 from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES
 from nbdnn.kernels.spatial import tensor_strides
 from nbdnn.problem_conv import ConvProblem

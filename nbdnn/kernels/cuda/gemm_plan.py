@@ -94,7 +94,7 @@ class MmaCandidate(LaunchedCandidate[Config]):
         self.op = op
         self._dtypes = ("f32",) if tf32 else ("f16", "bf16")
         if tf32:
-            self.algorithm, self.math = "mma_gemm_tf32", "tf32"
+            self.algorithm, self.math = f"{self.algorithm}_tf32", "tf32"
 
     @abstractmethod
     def integers(self, problem: ConvProblem, config: Config) -> tuple[int, ...]:
@@ -127,7 +127,11 @@ class MmaCandidate(LaunchedCandidate[Config]):
         return tuple(config for config in ranked if costs[config] <= _WORTH_A_TRY * best)[:_MOST_CONFIGS]
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:
-        return parts_bytes(problem, config) + turned_bytes(problem)
+        return parts_bytes(problem, config) + self.turned_bytes(problem)
+
+    def turned_bytes(self, problem: ConvProblem) -> int:
+        """Workspace of the inputs that are turned."""
+        return turned_bytes(problem)
 
     def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
         tile, parts = config
@@ -138,7 +142,7 @@ class MmaCandidate(LaunchedCandidate[Config]):
         products_us = ceil(blocks * parts / device.sms) * (stages / parts + _FILL_STAGES) * stage_us
         bytes_per_us = peaks.copy_bytes_per_s(device) / 1e6
         us = _LAUNCH_US + max(products_us, problem.min_bytes / bytes_per_us / _SHARE_OF_COPY)
-        for moved_bytes in (parts_bytes(problem, config), turned_bytes(problem)):
+        for moved_bytes in (parts_bytes(problem, config), self.turned_bytes(problem)):
             us += _LAUNCH_US + 2 * moved_bytes / bytes_per_us if moved_bytes else 0.0
         return us
 

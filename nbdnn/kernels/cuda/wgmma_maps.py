@@ -53,10 +53,10 @@ def refusal(problem: ConvProblem) -> str:
 
 
 def image_map(problem: ConvProblem, place: int, pixels: int) -> TensorMap:
-    """Of what windows gather: a copy takes 64 channels of so many pixels."""
+    """Of what windows gather: a copy takes a line of channels of so many pixels."""
     n, channels, *extents = source_shape(problem)
-    shape = (channels, *extents[::-1], n)
-    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), (LINE_ELEMS, pixels), window(problem))
+    shape, box = (channels, *extents[::-1], n), (line_elems(problem.dtype), pixels)
+    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), box, window(problem))
 
 
 def line_elems(dtype: str) -> int:
@@ -77,6 +77,11 @@ def filter_map(problem: ConvProblem, place: int, filters: int) -> TensorMap:
     shape = (problem.w_shape[1], prod(problem.filter), problem.k)
     box = (line_elems(problem.dtype), 1, filters)
     return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), box)
+
+
+def filters_last(problem: ConvProblem) -> bool:
+    """Whether the filter is turned so that what is summed comes last: the instructions of TF32 know no other factor."""
+    return problem.op == "conv_bwd_data" and problem.dtype == "f32"
 
 
 def filters_last_map(problem: ConvProblem, place: int, channels: int) -> TensorMap:

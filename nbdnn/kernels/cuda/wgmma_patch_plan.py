@@ -13,7 +13,7 @@ from typing import NamedTuple
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import peaks
 from nbdnn.kernels.cuda.turn_channels import turned_bytes
-from nbdnn.kernels.cuda.wgmma_maps import line_elems, source_shape
+from nbdnn.kernels.cuda.wgmma_maps import filters_last, line_elems, source_shape
 from nbdnn.kernels.cuda.wgmma_patch import ASKERS, ROWS, PatchTile
 from nbdnn.kernels.cuda.wgmma_pipeline import LINE_BYTES
 from nbdnn.problem_conv import ConvProblem
@@ -52,11 +52,6 @@ def targets(problem: ConvProblem) -> tuple[int, int]:
     """Rows and columns of what is computed: y, or dx."""
     rows, columns = problem.operands[2].shape[2:]
     return rows, columns
-
-
-def filters_last(problem: ConvProblem) -> bool:
-    """Whether the filter is turned so that what is summed comes last: the instructions of TF32 know no other factor."""
-    return problem.op == "conv_bwd_data" and problem.dtype == "f32"
 
 
 def reaches(problem: ConvProblem) -> tuple[int, int]:
