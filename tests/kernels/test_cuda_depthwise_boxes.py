@@ -95,19 +95,22 @@ _SIZES = (
 )
 
 
-def _every(op: str) -> list[tuple[ConvProblem, Boxes]]:
+def _every(op: str, most: int = 100) -> list[tuple[ConvProblem, Boxes]]:
     problems = [parse(f"{op}:{text}") for text in _SIZES]
-    return [(problem, config) for problem in problems for config in CANDIDATES[op].configs(problem, H200)]
+    return [(problem, config) for problem in problems for config in CANDIDATES[op].configs(problem, H200)[:most]]
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "most",
+    [1, pytest.param(100, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("op", CANDIDATES)
-def test_every_config_stays_within_its_means(op: str, arch: str) -> None:
+def test_configs_stay_within_their_means(op: str, most: int) -> None:
     """No spills, no stack (so that the map is not copied there), and registers for all blocks."""
     library("numba_cuda")
-    for problem, config in _every(op):
+    for problem, config in _every(op, most):
         (launch,) = CANDIDATES[op].launches(problem, config, H200)
-        kernel = compile_kernel(launch.source, arch)
+        kernel = compile_kernel(launch.source, "sm_90a")
         what = f"{problem} {config}: {kernel._replace(cubin=b'')}"
         assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
         assert kernel.registers * launch.source.threads * config.blocks <= 65536, what
@@ -120,8 +123,7 @@ def test_configs_are_what_tma_and_blocks_take(op: str) -> None:
         v, (launch,) = plan.variant(problem, config), CANDIDATES[op].launches(problem, config, H200)
         assert v.threads <= 512 and max(v.box) <= 256 and v.pixel_bytes % 16 == 0, f"{problem} {config}"
         assert launch.grid[0] % launch.integers.slabs == 0, "every block has a slab"  # type: ignore[attr-defined]
-    for text in _SIZES:
-        assert CANDIDATES[op].configs(parse(f"{op}:{text}"), replace(H200, capability=(12, 0), sms=20)), text
+        assert plan.step(problem, config, H200) * launch.integers.slabs == launch.grid[0]  # type: ignore[attr-defined]
 
 
 def test_a_pixel_is_loaded_once_a_row() -> None:
@@ -158,6 +160,7 @@ def test_refusals_carry_the_number(op: str, text: str, reason: str) -> None:
     assert reason in support.reason
 
 
-def test_boxes_are_copied_from_hopper_on() -> None:
-    support = CANDIDATES["conv_fwd"].supports(parse(f"conv_fwd:{_SIZES[0]}"), replace(H200, capability=(8, 9)))
-    assert not support.ok and "(8, 9)" in support.reason
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_other_generations_are_refused(capability: tuple[int, int]) -> None:
+    support = CANDIDATES["conv_fwd"].supports(parse(f"conv_fwd:{_SIZES[0]}"), replace(H200, capability=capability))
+    assert not support.ok and str(capability) in support.reason

@@ -26,7 +26,6 @@ _CHUNK_BYTES = 16  # of which TMA copies a whole number
 _ALIGN_BYTES = 128  # of a box in shared memory
 _MOST_BOX = 256  # elements on an axis
 _MOST_TAPS = 5  # rows of a filter, and taps of a row
-_FIRST_CAPABILITY = (9, 0)
 _REGISTERS = 65536  # of a multiprocessor
 _MOST_THREADS = 512
 _STAGES = range(2, 7)
@@ -37,7 +36,7 @@ _ROWS, _STRIPS_H = (4, 5, 7, 8, 14), (1, 2, 4)
 _FEW_COLUMNS = 12  # of a tile
 _FLAT_ROWS = 16  # of a tile whose halo counts
 _WASTE = 1.08
-_CONFIGS = 6  # worth measuring
+_CONFIGS = 12  # worth measuring
 _WORTH_MEASURING = 1.3  # times the best guess
 _LAUNCH_US = 3.0
 _HALO_SHARE = 0.3  # of what reading it from memory would take: it is in cache
@@ -219,8 +218,8 @@ class Walk(NamedTuple):
 
 def refusal(problem: ConvProblem, device: Gpu) -> str:
     """Why no kernel of boxes is correct here, or ''."""
-    if device.capability < _FIRST_CAPABILITY:
-        return f"capability {device.capability} is below {_FIRST_CAPABILITY}"
+    if device.capability[0] != 9:
+        return f"compute capability {device.capability}: tensor maps are passed as compilers of 9.0 read them"
     if refused := unit_stride_refusal(problem, device, ("f16", "bf16", "f32"), _MOST_TAPS):
         return refused
     if not (problem.channels_last and problem.y_channels_last):
@@ -257,7 +256,7 @@ def configs(problem: ConvProblem, device: Gpu) -> tuple[Boxes, ...]:
     best: dict[tuple, tuple[float, Boxes]] = {}
     for boxes in _fitting(problem, device):
         guess = estimate_us(problem, boxes, device), boxes
-        kind = boxes.columns, boxes.channels, boxes.blocks, boxes.tile_rows > _FLAT_ROWS
+        kind = boxes.columns, boxes.rows, boxes.tile_rows > _FLAT_ROWS, boxes.channels, boxes.blocks
         best[kind] = min(best.get(kind, guess), guess)
     order = sorted(best.values())
     return tuple(boxes for us, boxes in order[:_CONFIGS] if us <= _WORTH_MEASURING * order[0][0])

@@ -155,11 +155,12 @@ def multiply_rows(rows: Rows, end: End | None = None):
 def _shared_row(builder, rows: Rows, image, first: int, pixel_bytes: int):
     """The elements of a row's vectors; image: a pointer to bytes, of which the row begins at the first."""
     part, count = parts_of(rows.dtype, rows.lanes)
-    vector, values = ir.VectorType(part, count), []
+    whole, values = part if count == 1 else ir.VectorType(part, count), []
     for offset in rows.offsets:
         where = builder.gep(image, [I32(first + offset * pixel_bytes)])
-        loaded = builder.load(builder.bitcast(where, vector.as_pointer(3)), align=rows.lanes * ITEMSIZE[rows.dtype])
-        values += widened(builder, rows.dtype, [builder.extract_element(loaded, I32(i)) for i in range(count)])
+        loaded = builder.load(builder.bitcast(where, whole.as_pointer(3)), align=rows.lanes * ITEMSIZE[rows.dtype])
+        parts = [loaded] if count == 1 else [builder.extract_element(loaded, I32(i)) for i in range(count)]
+        values += widened(builder, rows.dtype, parts)
     return values
 
 
