@@ -100,10 +100,7 @@ def _every(op: str, most: int = 100) -> list[tuple[ConvProblem, Boxes]]:
     return [(problem, config) for problem in problems for config in CANDIDATES[op].configs(problem, H200)[:most]]
 
 
-@pytest.mark.parametrize(
-    "most",
-    [1, pytest.param(100, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("most", [1, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", CANDIDATES)
 def test_configs_stay_within_their_means(op: str, most: int) -> None:
     """No spills, no stack (so that the map is not copied there), and registers for all blocks."""
