@@ -68,6 +68,7 @@ _OF_ROWS_FILTER = _OF_STEM._replace(layouts="nhwc", shapes="rows of words", ends
 _OF_GROUPED = _OF_STEM._replace(shapes="groups")
 _OF_BANDS = Covers("f16 bf16", "nchw nhwc", "depthwise, depthwise 7x7", "e:beta")
 _OF_LANES = _OF_BANDS._replace(dtypes="f32", layouts="nhwc")
+_OF_BOXES = Covers("f16 bf16 f32", "nhwc", "depthwise", _FORWARD_ENDS.removesuffix(" a4"))
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
 _OF_GPU_WINOGRAD = "3x3, conv mode, one pixel"
 _OF_FMA_GEMM = "3x3, 1x1, 5x5, stride, dilation, asymmetric, groups, conv mode, one pixel"
@@ -81,6 +82,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/mma_gemm": _MATRIX,
     "conv_fwd/numba/mma_gemm_tf32": _MATRIX_TF32,
     "conv_fwd/numba/depthwise": _FORWARD._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
+    "conv_fwd/numba/depthwise_boxes": _OF_BOXES,
     "conv_fwd/numba/depthwise_mma": _OF_BANDS._replace(ends=_FORWARD_ENDS.removesuffix(" a4")),
     "conv_fwd/numba/depthwise_lanes": _OF_LANES._replace(ends=_FORWARD_ENDS.removesuffix(" a4")),
     "conv_fwd/numba/direct": _FORWARD,
@@ -110,6 +112,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_data/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
     "conv_bwd_data/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
+    "conv_bwd_data/numba/depthwise_boxes": _OF_BOXES._replace(ends="e:beta"),
     "conv_bwd_data/numba/depthwise_mma": _OF_BANDS,
     "conv_bwd_data/numba/depthwise_lanes": _OF_LANES,
     "conv_bwd_data/numba/direct": _GRADIENT,

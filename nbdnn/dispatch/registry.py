@@ -111,6 +111,7 @@ def _cuda_lists() -> _Lists:
         bn_streamed,
         bn_teams,
         conv_depthwise,
+        conv_depthwise_boxes,
         conv_depthwise_filter,
         conv_depthwise_lanes,
         conv_depthwise_lanes_filter,
@@ -149,6 +150,7 @@ def _cuda_lists() -> _Lists:
     return {
         "conv_fwd": (
             conv_depthwise.FWD,
+            conv_depthwise_boxes.FWD,
             conv_depthwise_mma.FWD,
             conv_depthwise_lanes.FWD,
             conv_rows.FWD,
@@ -169,6 +171,7 @@ def _cuda_lists() -> _Lists:
         ),
         "conv_bwd_data": (
             conv_depthwise.BWD_DATA,
+            conv_depthwise_boxes.BWD_DATA,
             conv_depthwise_mma.BWD_DATA,
             conv_depthwise_lanes.BWD_DATA,
             conv_grouped.BWD_DATA,

@@ -17,6 +17,7 @@ import pytest
 from emulated import Block, Memory, Word, float_of
 from emulated_local import GridWords, LocalWords
 from emulated_tma import TmaWords, WgmmaWords
+from emulated_vector import RowWords, VectorWords
 from guarded import NUMPY_DTYPE
 
 import nbdnn.kernels.cuda as package
@@ -165,6 +166,8 @@ class Words:
             syncthreads=lambda: block.now.wait("block"),
             types=SimpleNamespace(uint32=self.WORD),
         )
+        meet_warp = self._collective("syncwarp", lambda brought: brought)
+        self.cuda.syncwarp = lambda: meet_warp(None)
         self.types = self.cuda.types
         self.LOAD_SHARED = {count: self._load_shared(count) for count in _COUNTS}
         self.STORE_SHARED = {count: self._store_shared(count) for count in _COUNTS}
@@ -353,6 +356,8 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     for name in ("ptx", "ptx_tile", "ptx_matrix"):
         monkeypatch.setitem(package.__dict__, name, words)
     monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))
+    monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))
+    monkeypatch.setitem(package.__dict__, "ptx_vector_rows", RowWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_grid", GridWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_tma", TmaWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_wgmma", WgmmaWords(block))

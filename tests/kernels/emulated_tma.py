@@ -121,13 +121,15 @@ class TmaWords:
                 n += 1
 
     def _start(self, shared: int, source: _Map, barrier: int, lines: list[tuple[int, ...]]) -> None:
-        assert shared % 1024 == 0
+        tensor, _ = source
+        line_bytes = tensor.box[0] * ITEMSIZE[tensor.dtype] if tensor.plain else _LINE_BYTES
+        assert shared % (128 if tensor.plain else 1024) == line_bytes % 16 == 0 and max(tensor.box) <= 256
 
         def arrive() -> None:
             for i, line in enumerate(lines):
-                self._store_line(shared + i * _LINE_BYTES, source, line)
+                self._store_line(shared + i * line_bytes, line_bytes, source, line)
             waited = self._barrier(barrier)
-            waited.missing_bytes -= len(lines) * _LINE_BYTES
+            waited.missing_bytes -= len(lines) * line_bytes
             waited.settle()
 
         if self._block.early:
@@ -135,17 +137,18 @@ class TmaWords:
         else:
             self._barrier(barrier).copies.append(arrive)
 
-    def _store_line(self, at: int, source: _Map, place: tuple[int, ...]) -> None:
-        """128 bytes from a place on, zeros outside of the tensor."""
+    def _store_line(self, at: int, count_bytes: int, source: _Map, place: tuple[int, ...]) -> None:
+        """So many bytes from a place on, zeros outside of the tensor."""
         tensor, memory = source
         each = ITEMSIZE[tensor.dtype]
         inside = all(0 <= p < extent for p, extent in zip(place[1:], tensor.extents[1:], strict=True))
         index = sum(p * stride // each for p, stride in zip(place[1:], tensor.strides_bytes, strict=True)) + place[0]
-        for number in range(_LINE_BYTES // 4):
+        for number in range(count_bytes // 4):
             element = number * 4 // each
             alive = inside and 0 <= place[0] + element < tensor.extents[0]
             (word,) = memory.load(index + element, 1) if alive else (0,)
-            self._block.shared[self._block.place_of(_word_at(at, number), 1)] = word
+            target = at + 4 * number if tensor.plain else _word_at(at, number)
+            self._block.shared[self._block.place_of(target, 1)] = word
 
 
 class WgmmaWords:

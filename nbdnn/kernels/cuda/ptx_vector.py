@@ -53,6 +53,20 @@ def repeated(count: int):
     return repeat
 
 
+@cache
+def scaled(count: int):
+    """Intrinsic (tuple of so many float32, factor) -> their products."""
+
+    @intrinsic
+    def scale(typingctx, values, factor):
+        def codegen(context, builder, sig, args):
+            return packed(builder, [builder.fmul(value, args[1]) for value in unpacked(builder, args[0], count)])
+
+        return signature(floats(count), floats(count), types.float32), codegen
+
+    return scale
+
+
 # ---- elements in memory and in registers -----------------------------------------------------------------------------
 
 

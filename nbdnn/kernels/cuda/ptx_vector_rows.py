@@ -10,13 +10,24 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from llvmlite import ir
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
 from nbdnn.kernels.cuda import epilogue
-from nbdnn.kernels.cuda.ptx import F32, packed, unpacked
-from nbdnn.kernels.cuda.ptx_vector import floats, load_vector, moved, narrowed, stepped, store_vector
+from nbdnn.kernels.cuda.ptx import F32, I32, packed, unpacked
+from nbdnn.kernels.cuda.ptx_vector import (
+    floats,
+    load_vector,
+    moved,
+    narrowed,
+    parts_of,
+    stepped,
+    store_vector,
+    widened,
+)
+from nbdnn.problem import ITEMSIZE
 
 
 class Rows(NamedTuple):
@@ -137,6 +148,44 @@ def multiply_rows(rows: Rows, end: End | None = None):
             return packed(builder, totals)
 
         return signature(sums, sums, weights, source, target), codegen
+
+    return multiply
+
+
+def _shared_row(builder, rows: Rows, image, first: int, pixel_bytes: int):
+    """The elements of a row's vectors; image: a pointer to bytes, of which the row begins at the first."""
+    part, count = parts_of(rows.dtype, rows.lanes)
+    whole, values = part if count == 1 else ir.VectorType(part, count), []
+    for offset in rows.offsets:
+        where = builder.gep(image, [I32(first + offset * pixel_bytes)])
+        loaded = builder.load(builder.bitcast(where, whole.as_pointer(3)), align=rows.lanes * ITEMSIZE[rows.dtype])
+        parts = [loaded] if count == 1 else [builder.extract_element(loaded, I32(i)) for i in range(count)]
+        values += widened(builder, rows.dtype, parts)
+    return values
+
+
+@cache
+def multiply_shared_rows(rows: Rows, end: End, row_bytes: int, pixel_bytes: int):
+    """Intrinsic (weights, address, target): stores the sums, from zero, after the steps of `rows`, whose vectors lie in
+    shared memory with borders of their own; row 0 and column 0 are at the address."""
+    count = len(end.columns) * end.lanes * (1 + max(row for *_, complete in rows.steps for row in complete))
+
+    @intrinsic
+    def multiply(typingctx, weights, address, target):
+        def codegen(context, builder, sig, args):
+            totals, factors = [F32(0.0)] * count, unpacked(builder, args[0], sig.args[0].count)
+            image, place = (
+                builder.inttoptr(args[1], ir.IntType(8).as_pointer(3)),
+                _fields(builder, args[2], sig.args[2]),
+            )
+            for row, table, complete in rows.steps:
+                values = _shared_row(builder, rows, image, row * row_bytes, pixel_bytes)
+                for i, j, k in table:
+                    totals[i] = builder.fma(values[j], factors[k], totals[i])
+                _end_rows(context, builder, end, totals, place, complete)
+            return context.get_dummy_value()
+
+        return signature(types.none, weights, types.uint32, target), codegen
 
     return multiply
 

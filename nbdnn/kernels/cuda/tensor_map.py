@@ -13,8 +13,9 @@ from nbdnn import driver
 
 MAP_BYTES = 128
 _KNOWN = 256
-# float32 is rounded on its way, as the matrix units want it: they would cut it.
+# float32 for matrix units is rounded on its way: they would cut it.
 _DATA_TYPE = {"f16": "FLOAT16", "bf16": "BFLOAT16", "f32": "TFLOAT32"}
+_PLAIN_DATA_TYPE = {**_DATA_TYPE, "f32": "FLOAT32"}
 
 
 class Window(NamedTuple):
@@ -30,7 +31,8 @@ class TensorMap(NamedTuple):
     """A dense tensor whose innermost axis comes first, and what one copy takes of it.
 
     place: where its address comes from, as a launch's `pointers` say. strides_bytes: of all axes but the first. box:
-    elements on each axis; with a window (elements of the innermost axis, pixels). The innermost has 128 bytes.
+    elements on each axis; with a window (elements of the innermost axis, pixels). The innermost has 128 bytes, swizzled
+    in shared memory, unless the copy is plain: then a multiple of 16 bytes, packed.
     """
 
     place: int
@@ -39,6 +41,7 @@ class TensorMap(NamedTuple):
     strides_bytes: tuple[int, ...]
     box: tuple[int, ...]
     window: Window | None = None
+    plain: bool = False
 
 
 @lru_cache(_KNOWN)
@@ -46,9 +49,9 @@ def encoded(tensor: TensorMap, address: int) -> bytes:
     """The map of the tensor at that address, as a kernel's parameter."""
     cuda = driver.bindings()
     word, short = cuda.cuuint64_t, cuda.cuuint32_t
-    rank = len(tensor.extents)
+    rank, data_type = len(tensor.extents), (_PLAIN_DATA_TYPE if tensor.plain else _DATA_TYPE)[tensor.dtype]
     common = (
-        getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_DATA_TYPE[tensor.dtype]}"),
+        getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{data_type}"),
         rank,
         address,
         [word(extent) for extent in tensor.extents],
@@ -56,7 +59,7 @@ def encoded(tensor: TensorMap, address: int) -> bytes:
     )
     kept = (
         cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        cuda.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        getattr(cuda.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{'NONE' if tensor.plain else '128B'}"),
         cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
