@@ -66,21 +66,27 @@ def tuned(
     left_out: LeftOut,
     again: bool = False,
 ) -> Iterator[tuple[Layer, TuneResult]]:
-    """Tune each layer in turn under a progress bar. Ctrl-C raises KeyboardInterrupt; what was measured is kept."""
+    """Tune each layer in turn under a progress bar, while other processes compile the kernels of the next ones. Ctrl-C
+    raises KeyboardInterrupt; what was measured is kept."""
+    from nbdnn.dispatch.ahead import Ahead
     from nbdnn.dispatch.interrupt import interruptible
     from nbdnn.dispatch.tuner import tune
 
     budget_s = config.current()["tune.budget_s"] if budget_s is None else budget_s
-    with interruptible() as check, progress_bar() as bar:
+    problems = [layer.problem for layer in wanted]
+    with interruptible() as check, progress_bar() as bar, Ahead(problems, device, database, again=again) as ahead:
         task = bar.add_task("", total=len(wanted))
         for index, layer in enumerate(wanted):
-            bar.update(task, description=layer.name or str(layer.problem))
+            what = layer.name or str(layer.problem)
 
             def progress(taken: int, expected: int, what: str, index: int = index) -> None:
                 check()
                 bar.update(task, completed=index + min(taken / max(expected, 1), 1.0))
 
             try:
+                bar.update(task, description=f"{what}: its kernels are compiled")
+                ahead.await_kernels(layer.problem, check)
+                bar.update(task, description=what)
                 result = tune(layer.problem, device, database, budget_s=budget_s, again=again, progress=progress)
             except (MemoryError, UnsupportedProblem) as error:
                 left_out.add(layer, error)

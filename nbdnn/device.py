@@ -167,8 +167,11 @@ def thread_count() -> int:
         return parallel._get_num_threads()  # what get_num_threads() returns, without its two locks: 1 us of each call
     if (numba := sys.modules.get("numba")) is not None:
         return numba.config.NUMBA_NUM_THREADS
-    if wanted := config.numba_threads():
-        return wanted
+    return config.numba_threads() or processors()
+
+
+def processors() -> int:
+    """How many processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -90,7 +90,7 @@ def survey(problem: Problem, device: Device, filters: Filters) -> tuple[list[Opt
     options: list[Option] = []
     refused: list[Refused] = []
     for candidate in candidates:
-        if reason := _refusal(candidate, problem, device, filters):
+        if reason := refusal(candidate, problem, device, filters):
             refused.append(Refused(candidate, reason))
             continue
         needs = [
@@ -109,7 +109,7 @@ def _needs(candidate: Candidate, problem: Problem, config: Hashable, device: Dev
     return candidate.workspace_bytes(problem, config, device)
 
 
-def _refusal(candidate: Candidate, problem: Problem, device: Device, filters: Filters) -> str:
+def refusal(candidate: Candidate, problem: Problem, device: Device, filters: Filters) -> str:
     if candidate.op != problem.op:
         return f"computes {candidate.op}, not {problem.op}"
     if (kind := registry.kind_of(candidate)) != device.kind:

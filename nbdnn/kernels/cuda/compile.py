@@ -114,6 +114,11 @@ def compile_kernel(source: Source, arch: str) -> Kernel:
         return known
 
 
+def is_kept(source: Source, arch: str) -> bool:
+    """Whether the kernel is on disk."""
+    return _path(source, arch).exists()
+
+
 def ptx_text(source: Source, arch: str) -> str:
     """The PTX that the machine code is made of: for reading, and for tests of what it must not contain."""
     ptx, _ = _link(_ltoir(source, arch), source, arch, "-ptx")
