@@ -8,6 +8,7 @@ the one that measures finds it. A GPU's kernels only: those of a CPU are timed o
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -58,7 +59,7 @@ class Ahead:
         if len(wanted) > 1:
             # No fork: this process has threads, and perhaps a context of CUDA.
             self._pool = ProcessPoolExecutor(
-                min(processes, _MOST_PROCESSES, len(wanted)), get_context("spawn"), initializer=_obey
+                min(processes, _MOST_PROCESSES, len(wanted)), get_context("spawn"), _obey, (os.getpid(),)
             )
             self._compiled = {source: self._pool.submit(_compile, source, device.arch) for source in wanted}
 
@@ -96,11 +97,13 @@ def _missing(problem: Problem, gpu: Gpu, database: Database, filters: Filters, a
                 yield from (source for source in sources if not is_kept(source, gpu.arch))
 
 
-def _obey() -> None:
+def _obey(parent: int) -> None:
     """Ctrl-C is for the process that measures, and none outlives it, however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended already
+            os._exit(1)
 
 
 def _compile(source: Source, arch: str) -> None:

@@ -16,12 +16,14 @@ from gpus import H200
 from libraries import library
 
 from nbdnn import config
-from nbdnn.dispatch import registry
+from nbdnn.cli_tuning import LeftOut, tuned
+from nbdnn.dispatch import ahead, registry, tuner
 from nbdnn.dispatch.ahead import Ahead
 from nbdnn.dispatch.database import Database
 from nbdnn.kernels.cuda import compile as cuda_compile
 from nbdnn.kernels.cuda.launch import LaunchedCandidate, chained
 from nbdnn.problem import Problem, parse
+from nbdnn.workloads import Layer
 
 _SOFTMAX = parse("softmax_fwd:f32:n40c96h1w1:accurate:channel:nchw")
 _DROPOUT = parse("dropout_fwd:f32:m4096")
@@ -59,14 +61,14 @@ def test_what_a_problem_needs_is_on_disk_when_it_is_tuned(kernels: Path, databas
     wanted = sources(_SOFTMAX) | sources(_DROPOUT)
     assert len(wanted) > 2 and not any(cuda_compile.is_kept(source, H200.arch) for source in wanted)
     checks: list[int] = []
-    with Ahead([_SOFTMAX, _DROPOUT], H200, database, processes=2) as ahead:
-        ahead.await_kernels(_SOFTMAX, lambda: checks.append(1))
+    with Ahead([_SOFTMAX, _DROPOUT], H200, database, processes=2) as begun:
+        begun.await_kernels(_SOFTMAX, lambda: checks.append(1))
         assert all(cuda_compile.is_kept(source, H200.arch) for source in sources(_SOFTMAX))
-        ahead.await_kernels(_DROPOUT, lambda: checks.append(1))
+        begun.await_kernels(_DROPOUT, lambda: checks.append(1))
     assert checks and len(list(kernels.glob("*.kernel"))) == len(wanted)
     assert all(cuda_compile.is_kept(source, H200.arch) for source in wanted)
-    with Ahead([_SOFTMAX, _DROPOUT], H200, database, processes=2) as ahead:
-        assert ahead._pool is None, "nothing is missing any more"
+    with Ahead([_SOFTMAX, _DROPOUT], H200, database, processes=2) as begun:
+        assert begun._pool is None, "nothing is missing any more"
 
 
 def test_what_is_measured_or_alone_or_of_a_cpu_needs_no_process(kernels: Path, database: Database) -> None:
@@ -89,6 +91,23 @@ def test_what_is_measured_or_alone_or_of_a_cpu_needs_no_process(kernels: Path, d
     assert not kernels.exists()
 
 
+def test_the_command_line_tunes_with_what_was_compiled(
+    kernels: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library("numba_cuda")
+    there: list[bool] = []
+
+    def tune(problem: Problem, *given: object, **named: object) -> str:
+        there.append(all(cuda_compile.is_kept(source, H200.arch) for source in sources(problem)))
+        return str(problem)
+
+    monkeypatch.setattr(tuner, "tune", tune)
+    monkeypatch.setattr(ahead, "processors", lambda: 2)
+    layers = [Layer(_DROPOUT, "first", 1), Layer(_SOFTMAX, "second", 1)]
+    found = list(tuned(layers, H200, database, 1.0, LeftOut()))
+    assert [result for _, result in found] == [str(_DROPOUT), str(_SOFTMAX)] and there == [True, True]
+
+
 _PROGRAM = """
 import os, sys, time
 sys.path[:0] = {paths!r}
@@ -104,7 +123,8 @@ if __name__ == "__main__":
 """
 
 
-def test_no_process_outlives_the_one_that_asked(kernels: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("delay_s", [0.0, 2.0])
+def test_no_process_outlives_the_one_that_asked(delay_s: float, kernels: Path, tmp_path: Path) -> None:
     library("numba_cuda")
     program = tmp_path / "program.py"
     paths, database = [str(Path(__file__).parents[1])], str(tmp_path / "tuning.db")
@@ -114,9 +134,9 @@ def test_no_process_outlives_the_one_that_asked(kernels: Path, tmp_path: Path) -
         assert asking.stdout is not None
         workers = [int(number) for number in asking.stdout.readline().split()]
         assert workers
-        time.sleep(2.0)  # they start
+        time.sleep(delay_s)  # they start
         asking.send_signal(signal.SIGKILL)
-    for _ in range(100):
+    for _ in range(300):
         alive = [worker for worker in workers if Path(f"/proc/{worker}").exists() and not _is_dead(worker)]
         if not alive:
             return
