@@ -22,7 +22,7 @@ interop: .venv/installed-interop
 
 # What can be tested of CUDA without a GPU: every kernel compiled for every architecture, and cuDNN's own library.
 test-cuda-libs: .venv/installed-cuda-libs
-	NBDNN_TEST_LIBRARIES=all $(PYTEST) tests/kernels tests/cudnn tests/test_bn_coverage.py
+	NBDNN_TEST_LIBRARIES=all $(PYTEST) tests/kernels tests/cudnn tests/dispatch/test_ahead.py tests/test_bn_coverage.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
