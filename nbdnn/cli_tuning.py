@@ -84,7 +84,7 @@ def tuned(
                 bar.update(task, completed=index + min(taken / max(expected, 1), 1.0))
 
             try:
-                bar.update(task, description=f"{what}: its kernels are compiled")
+                bar.update(task, description=f"{what}: compiling kernels")
                 ahead.await_kernels(layer.problem, check)
                 bar.update(task, description=what)
                 result = tune(layer.problem, device, database, budget_s=budget_s, again=again, progress=progress)

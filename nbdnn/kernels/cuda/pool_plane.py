@@ -152,7 +152,7 @@ def _backward_kernel(*specialised_on):
     integer, real, lanes = ptx.INTEGER[32], ptx.REAL["f32"], v.lanes
     load = ptx_pool_vector.load(v.dtype, lanes if v.channels_last else 1)
     repeat, store = ptx_vector.repeated(lanes), ptx_pool_vector.store(v.dtype, lanes)
-    scaled = ptx_pool_vector.scaled(lanes if v.channels_last else 1)
+    scaled = ptx_vector.scaled(lanes if v.channels_last else 1)
 
     if v.channels_last:
 

@@ -65,20 +65,6 @@ def store(dtype: str, lanes: int):
 
 
 @cache
-def scaled(count: int):
-    """Intrinsic (floats, a float32) -> their products."""
-
-    @intrinsic
-    def multiply(typingctx, values, scale):
-        def codegen(context, builder, sig, args):
-            return packed(builder, [builder.fmul(value, args[1]) for value in unpacked(builder, args[0], count)])
-
-        return signature(floats(count), floats(count), types.float32), codegen
-
-    return multiply
-
-
-@cache
 def join_vectors(is_max: bool, lanes: int):
     """Intrinsic (vector, vector) -> their sums, or the larger ones, lane by lane."""
     vector = floats(lanes)
