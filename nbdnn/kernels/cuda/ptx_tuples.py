@@ -123,17 +123,23 @@ def store(held: Held):
     return store_vectors
 
 
-@intrinsic
-def hidden(typingctx, parts, nothing):
-    """Parts as they were, if `nothing` is 0, which no compiler may know: what they are widened to is then made anew,
-    where it would else be kept in twice as many registers."""
+@cache
+def hidden(held: Held):
+    """Intrinsic (parts, 0) -> the parts as they were. No compiler may know the 0: what elements of 16 bits are widened
+    to is then made anew, where it would else be kept in twice as many registers."""
 
-    def codegen(context, builder, sig, args):
-        parts = unpacked(builder, args[0], sig.args[0].count)
-        mask = builder.trunc(args[1], parts[0].type) if parts[0].type.width < args[1].type.width else args[1]
-        return packed(builder, [builder.xor(part, mask) for part in parts])
+    @intrinsic
+    def hide(typingctx, parts, nothing):
+        def codegen(context, builder, sig, args):
+            if held.dtype == "f32":
+                return args[0]
+            given = unpacked(builder, args[0], sig.args[0].count)
+            mask = builder.trunc(args[1], given[0].type) if given[0].type.width < args[1].type.width else args[1]
+            return packed(builder, [builder.xor(part, mask) for part in given])
 
-    return signature(parts, parts, types.uint32), codegen
+        return signature(parts, parts, types.uint32), codegen
+
+    return hide
 
 
 # ---- vector by vector, of parts as they were loaded ------------------------------------------------------------------

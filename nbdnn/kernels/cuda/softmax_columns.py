@@ -221,7 +221,7 @@ def _backward_kernel(*specialised_on):
     load, summed = ptx_tuples.load(held, "zero"), ptx_tuples.across(ptx_tuples.total, v.config.columns, _WARP)
     dot = ptx_tuples.gather(held, ptx_tuples.itself if is_log else ptx_tuples.product, ptx_tuples.total, 2)
     finish = ptx_tuples.scatter(held, ptx_tuples.log_gradient if is_log else ptx_tuples.gradient, 2, 1)
-    zeros, word, widens, hidden = ptx_vector.zeros(v.lanes), ptx.WORD, v.dtype != "f32", ptx_tuples.hidden
+    zeros, word, hide = ptx_vector.zeros(v.lanes), ptx.WORD, ptx_tuples.hidden(held)
 
     def softmax_columns_gradient(dy, y, dx, f):
         at = cell(f)
@@ -229,9 +229,8 @@ def _backward_kernel(*specialised_on):
         sums = summed(dot(gradients, outputs, zeros()))
         if spread:
             _, sums = merged(at.column, at.split, zeros(), sums)
-        if widens:
-            nothing = word(f.length >> 31)
-            gradients, outputs = hidden(gradients, nothing), hidden(outputs, nothing)
+        nothing = word(f.length >> 31)
+        gradients, outputs = hide(gradients, nothing), hide(outputs, nothing)
         finish(placed(dx, at, f), gradients, outputs, sums)
 
     data = ptx.pointer(v.dtype)

@@ -217,7 +217,7 @@ def _backward_kernel(*specialised_on):
     dot = ptx_tuples.gather(held, ptx_tuples.itself if is_log else ptx_tuples.product, ptx_tuples.total, 2)
     finish = ptx_tuples.scatter(held, ptx_tuples.log_gradient if is_log else ptx_tuples.gradient, 2, 1)
     zeros = ptx_vector.zeros(1)
-    zero, word, widens, hidden = ptx.REAL["f32"](0.0), ptx.WORD, v.dtype != "f32", ptx_tuples.hidden
+    zero, word, hide = ptx.REAL["f32"](0.0), ptx.WORD, ptx_tuples.hidden(held)
 
     def softmax_rows_gradient(dy, y, dx, f):
         if blocks > 1:
@@ -228,9 +228,8 @@ def _backward_kernel(*specialised_on):
         if spread:
             _, whole = joined(g.rank, zero, sums[0])
             sums = (whole,)
-        if widens:
-            nothing = word(f.rows >> 31)
-            gradients, outputs = hidden(gradients, nothing), hidden(outputs, nothing)
+        nothing = word(f.rows >> 31)
+        gradients, outputs = hide(gradients, nothing), hide(outputs, nothing)
         finish(placed(dx, g, f), gradients, outputs, sums)
 
     data = ptx.pointer(v.dtype)
