@@ -314,6 +314,7 @@ _OF_CUDNN = "2x2/2 3x3/2 3x3 odd global large 2x2x2/2 3x3x3/2"
 COVERAGE: dict[str, Covers] = {
     "pool_fwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
     "pool_bwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
+    "pool_bwd/cpu/indices": Covers(_EVERY, "2x2/2 3x3/2 3x3 odd padding 2x2x2/2 3x3x3/2 huge", _MAX, ends="a4"),
     "pool_fwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
     "pool_bwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
     "pool_fwd/numba/window": Covers(_OF_GPU, _SMALL, ends="a4"),
@@ -357,13 +358,27 @@ def test_gradients_in_blocks_of_one_row(narrow: tuple[str, int], device: Cpu, mo
             check(registry.candidate("pool_bwd/cpu/rows"), problem, NoConfig(), narrower)
 
 
-def test_gradients_past_the_caches(device: Cpu) -> None:
-    """As of operands that are larger than the last-level cache, with vectors that operands are aligned to."""
+@pytest.mark.parametrize(("vector_bytes", "more_threads"), [(32, 1), (64, 64)], ids=["shorter vectors", "few planes"])
+def test_indices(vector_bytes: int, more_threads: int, device: Cpu) -> None:
+    """Where planes are few, all windows of all are searched before any gradient is given."""
+    candidate = registry.candidate("pool_bwd/cpu/indices")
+    vector_bytes, threads = min(vector_bytes, device.vector_bytes), more_threads * device.threads
+    other = replace(device, vector_bytes=vector_bytes, threads=threads)
     for problem in edges("pool_bwd", "cpu"):
-        if problem.dtype in ("f32", "bf16") and problem.is_max:
-            check(
-                registry.candidate("pool_bwd/cpu/rows"),
-                problem,
-                NoConfig(),
-                replace(device, llc_bytes=0, vector_bytes=16),
-            )
+        if (problem.dtype, problem.mode) == ("f32", "max") and candidate.supports(problem, other).ok:
+            check(candidate, problem, NoConfig(), other)
+
+
+@pytest.mark.parametrize(
+    ("id", "vector_bytes"), [("pool_bwd/cpu/rows", 16), ("pool_bwd/cpu/indices", 64)], ids=["rows", "indices"]
+)
+def test_gradients_past_the_caches(id: str, vector_bytes: int, device: Cpu) -> None:
+    """As of operands that are larger than the last-level cache, with vectors that operands are aligned to."""
+    candidate, small = registry.candidate(id), replace(device, llc_bytes=0, vector_bytes=vector_bytes)
+    for problem in edges("pool_bwd", "cpu"):
+        if (
+            problem.dtype in ("f32", "bf16")
+            and (problem.mode, problem.align) == ("max", 16)
+            and candidate.supports(problem, small).ok
+        ):
+            check(candidate, problem, NoConfig(), small)

@@ -15,7 +15,7 @@ Source: own.
 from __future__ import annotations
 
 from functools import cache
-from math import ceil
+from math import ceil, prod
 
 import numpy as np
 
@@ -145,7 +145,16 @@ class Rows(Candidate[NoConfig, Cpu]):
 
     def estimate(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> float:
         elements = sum(operand.size_elems for operand in problem.operands)
-        return kernel_us(device, 0.0, elements * _NS_PER_ELEM + problem.flops * _NS_PER_TAP, device.threads)
+        elem_ns, taps, tap_ns = _NS_PER_ELEM, prod(problem.window), _NS_PER_TAP
+        if self.op == "pool_bwd" and problem.is_max:
+            elem_ns, taps, tap_ns = self._maxima_ns(problem, axes_of(problem))
+        return kernel_us(device, 0.0, elements * elem_ns + prod(problem.y_shape) * taps * tap_ns, device.threads)
+
+    def _maxima_ns(self, problem: PoolProblem, axes: Axes) -> tuple[float, int, float]:
+        """Nanoseconds an element of all operands, taps an axis at a time, and nanoseconds a tap."""
+        if not problem.channels_last:
+            return (0.2, 0, 0.0) if tiles(axes) else (0.3, sum(axes.taps), 0.3)
+        return (0.4, sum(axes.taps), 0.3) if axes.taps[0] > 1 else (0.15, sum(axes.taps), 0.08)
 
     def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:
         vl, axes = device.lanes(problem.compute), axes_of(problem)

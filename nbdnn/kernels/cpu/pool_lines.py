@@ -1,0 +1,324 @@
+"""Which tap of a window of a plane is its maximum, and what of dy each element of a plane gets: lines of vectors.
+
+    chosen[p] = the first r at which x[p*u + r - pad] = y[p]; where y[p] is NaN the last r at which x is; else NONE
+    dx[i] = sum of dy[p] over the windows p that cover i and whose chosen[p] is i + pad - p*u
+
+y says what to look for, so that a tap costs a comparison and a selection, and waits for no other. A vector is that many
+windows of a line, or the `step` vectors of dx that begin at a multiple of it. Columns of vectors go down the rows: what
+only a line's ends need is decided once a column.
+
+A line of `chosen` has numbers of taps as bytes, with NONE on both sides for windows that do not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from nbdnn.kernels.cpu.vector import (
+    I8,
+    I32,
+    I64,
+    by_ends,
+    constant,
+    convert,
+    element,
+    lanes_between,
+    load,
+    row_types,
+    splat,
+    store,
+    store_past_caches,
+    vector_at,
+)
+from nbdnn.problem import DEFAULT_COMPUTE
+
+NONE = 255  # no tap: of windows that do not exist, or lie beside the image
+CAREFUL, SAFE, WHOLE, STREAM = range(4)  # how lines are met: what may be read, and what is known of them
+
+
+class Row(NamedTuple):
+    """What is known of windows along a row."""
+
+    dtype: str
+    vl: int
+    taps: int
+    step: int
+    pad: int
+    is_deep: bool  # windows have an axis of depths
+
+
+def counted(builder, counts: Sequence, forward: bool, body: Callable) -> None:
+    """body(*indices) of as many nested loops, or backwards; those whose count is known are written out."""
+
+    def nested(indices: tuple, counts: Sequence) -> None:
+        if not counts:
+            body(*indices)
+        elif isinstance(n := counts[0], int):
+            for i in range(n) if forward else reversed(range(n)):
+                nested((*indices, I64(i)), counts[1:])
+        else:
+            with cgutils.for_range(builder, n) as loop:
+                i = loop.index if forward else builder.sub(builder.sub(n, I64(1)), loop.index)
+                nested((*indices, i), counts[1:])
+
+    nested((), counts)
+
+
+def switched(builder, how, cases: Sequence[Callable]) -> None:
+    """cases[how]()"""
+    blocks = [builder.append_basic_block("case") for _ in cases]
+    done = builder.append_basic_block("done")
+    switch = builder.switch(how, blocks[0])
+    for number, (block, case) in enumerate(zip(blocks, cases, strict=True)):
+        if number:
+            switch.add_case(I64(number), block)
+        builder.position_at_end(block)
+        case()
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def moved(builder, start, *steps):
+    """start + the products of the pairs."""
+    for i, size_bytes in steps:
+        start = builder.add(start, builder.mul(i, size_bytes))
+    return start
+
+
+def _quotient(builder, value, divisor: int):
+    """Rounded down, of a value that is at least -8 * divisor."""
+    return builder.sub(builder.sdiv(builder.add(value, I64(8 * divisor)), I64(divisor)), I64(8))
+
+
+def _least(builder, a, b):
+    return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+
+def _merged(builder, parts: Sequence, places: Sequence[tuple[int, int]]):
+    """A vector whose lanes are (part, lane) of others."""
+    result = ir.Constant(parts[0].type, ir.Undefined)
+    vl = len(places)
+    for number, part in enumerate(parts):
+        if any(of == number for of, _ in places):
+            order = [vl + place if of == number else lane for lane, (of, place) in enumerate(places)]
+            result = builder.shuffle_vector(result, part, ir.Constant(ir.VectorType(I32, vl), order))
+    return result
+
+
+@cache
+def find_lines(row: Row, known: int):
+    """Intrinsic (how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines, plane_bytes,
+    line_bytes, number, plane_taps): what `count` lines of windows have chosen.
+
+    x: of the first window's taps, the first of `lines` lines in `planes` planes that are inside of the image, whose
+    first tap has that number; plane_taps more a plane. how: WHOLE where there are `known` lines; CAREFUL where nothing
+    may be read beside the lines.
+    """
+    dtype, vl, taps, step, pad, is_deep = row
+    compute = DEFAULT_COMPUTE[dtype]
+    read, _, itemsize, _ = row_types(dtype, compute, vl)
+    numbers, bits = ir.VectorType(I32, vl), ir.IntType(vl)
+
+    def codegen(context, builder, sig, args):
+        how, *args = args
+        switched(builder, how, [lambda kind=kind: find(builder, kind, *args) for kind in (CAREFUL, SAFE, WHOLE)])
+        return context.get_dummy_value()
+
+    def find(builder, kind, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,
+             plane_bytes, line_bytes, number, plane_taps):  # fmt: skip
+        def masks_at(q):
+            """By tap, which windows exist and have it inside of the image."""
+            for r in range(taps):
+                end = builder.add(_quotient(builder, builder.add(in_w, I64(pad - r - 1)), step), I64(1))
+                low = builder.sub(I64(-((r - pad) // step)), q)
+                yield lanes_between(builder, vl, 0, low, builder.sub(_least(builder, end, out_w), q))
+
+        def part_of(line, start, is_end: bool):
+            mask = None
+            if is_end and kind == CAREFUL:
+                mask = lanes_between(builder, vl, 0, builder.neg(start), builder.sub(in_w, start))
+            return load(builder, element(builder, line, start, read, itemsize), read, itemsize, mask)
+
+        def values_of(line, q, is_end: bool) -> Iterator:
+            """By tap, x of the windows from q on."""
+            groups: dict[int, list] = {}
+            for r in range(taps):
+                group, first = divmod(r - pad, step)
+                if group not in groups:
+                    begin = builder.mul(builder.add(q, I64(group)), I64(step))
+                    starts = [builder.add(begin, I64(part * vl)) for part in range(step)]
+                    groups[group] = [part_of(line, start, is_end) for start in starts]
+                value = _merged(builder, groups[group], [divmod(lane * step + first, vl) for lane in range(vl)])
+                yield convert(builder, value, dtype, compute, vl)
+
+        def column(q, is_end: bool) -> None:
+            masks = list(masks_at(q)) if is_end else [None] * taps
+            exist = lanes_between(builder, vl, 0, None, builder.sub(out_w, q)) if is_end else None
+            with cgutils.for_range(builder, count) as loop:
+                windows(q, loop.index, masks, exist)
+
+        def windows(q, p, masks, exist) -> None:
+            first_line, slot = (
+                moved(builder, x, (p, x_apart)),
+                element(builder, moved(builder, y, (p, y_apart)), q, read, itemsize),
+            )
+            wanted = load(builder, slot, read, itemsize, exist if kind == CAREFUL else None)
+            wanted = convert(builder, wanted, dtype, compute, vl)
+            found = cgutils.alloca_once_value(builder, constant(numbers, NONE))
+
+            def walk(forward: bool, planes, lines, hits: Callable) -> None:
+                def line_at(d, h):
+                    line = moved(builder, first_line, (d, plane_bytes), (h, line_bytes))
+                    first = moved(builder, number, (d, plane_taps), (h, I64(taps)))
+                    base = splat(builder, builder.trunc(first, I32), numbers)
+                    order = range(taps) if forward else reversed(range(taps))
+                    values = list(values_of(line, q, exist is not None))
+                    for r in order:
+                        hit = hits(values[r]) if masks[r] is None else builder.and_(hits(values[r]), masks[r])
+                        tap = builder.add(base, constant(numbers, r))
+                        builder.store(builder.select(hit, tap, builder.load(found)), found)
+
+                counted(builder, (planes, lines), forward, line_at)
+
+            walk(False, planes if is_deep else 1, known if kind == WHOLE else lines,
+                 lambda value: builder.fcmp_ordered("==", value, wanted))  # fmt: skip
+            are_nan = builder.fcmp_unordered("uno", wanted, wanted)
+            if exist is not None:
+                are_nan = builder.and_(are_nan, exist)
+            with builder.if_then(builder.icmp_signed("!=", builder.bitcast(are_nan, bits), bits(0)), likely=False):
+                is_nan = lambda value: builder.and_(builder.fcmp_unordered("uno", value, value), are_nan)  # noqa: E731
+                walk(True, planes, lines, is_nan)
+            narrow = builder.trunc(builder.load(found), ir.VectorType(I8, vl))
+            line = builder.add(moved(builder, chosen, (p, chosen_apart)), q)
+            builder.store(narrow, vector_at(builder, line, narrow.type), align=1)
+
+        # Windows between these have all their taps inside of a line.
+        first_inside, end = (
+            -(-pad // step),
+            builder.add(_quotient(builder, builder.add(in_w, I64(pad - taps)), step), I64(1)),
+        )
+        end = _least(builder, end, out_w)
+        with cgutils.for_range_slice(builder, I64(0), out_w, I64(vl), I64) as (q, _):
+            is_behind = builder.icmp_signed(">", builder.add(q, I64(vl)), end)
+            is_end = builder.or_(is_behind, builder.icmp_signed("<", q, I64(first_inside)))
+            with builder.if_else(is_end) as (then, otherwise):
+                with then:
+                    column(q, True)
+                with otherwise:
+                    column(q, False)
+
+    @intrinsic
+    def run(typingctx, how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,
+            plane_bytes, line_bytes, number, plane_taps):  # fmt: skip
+        return signature(types.none, *[types.int64] * 16), codegen
+
+    return run
+
+
+@cache
+def give_lines(row: Row, known: int, past_caches: bool):
+    """Intrinsic (how, count, dx, dx_apart, dy, dy_line, dy_plane, chosen, chosen_line, chosen_plane, in_w, planes,
+    lines, number, plane_taps, line_taps): `count` lines of dx, of the `lines` lines of windows in `planes` planes that
+    cover it.
+
+    Lines of windows are those of the first line; those of the next begin one later. number: of the first one's first
+    tap in this line of dx; plane_taps and line_taps less a plane and a line of windows. how: WHOLE where `known` lines
+    cover it, or one less and number and line_taps say so; STREAM as WHOLE, and past the caches; CAREFUL where nothing
+    may be read beside the lines of dy.
+    """
+    dtype, vl, taps, step, pad, is_deep = row
+    compute = DEFAULT_COMPUTE[dtype]
+    read, wide, itemsize, _ = row_types(dtype, compute, vl)
+    numbers = ir.VectorType(I8, vl)
+    # By phase of dx: (tap, how many windows away) of each that may reach it.
+    reaching = [
+        [(r, (phase + pad) // step - r // step) for r in range((phase + pad) % step, taps, step)]
+        for phase in range(step)
+    ]
+
+    def codegen(context, builder, sig, args):
+        how, *args = args
+        kinds = (CAREFUL, SAFE, WHOLE, STREAM) if past_caches else (CAREFUL, SAFE, WHOLE)
+        switched(builder, how, [lambda kind=kind: give(builder, kind, *args) for kind in kinds])
+        return context.get_dummy_value()
+
+    def give(builder, kind, count, dx, dx_apart, dy, dy_line, dy_plane, chosen, chosen_line, chosen_plane, in_w, planes,
+             lines, number, plane_taps, line_taps):  # fmt: skip
+        known_lines = known if kind in (WHOLE, STREAM) else lines
+
+        def column(k, is_end) -> None:
+            with cgutils.for_range(builder, count) as loop:
+                elements(k, loop.index, is_end)
+
+        def elements(k, i, is_end) -> None:
+            sums = [cgutils.alloca_once_value(builder, constant(wide, 0.0)) for _ in range(step)]
+
+            def take(d, p):
+                at_line = builder.add(p, i)
+                line = moved(builder, chosen, (d, chosen_plane), (at_line, chosen_line))
+                shares = moved(builder, dy, (d, dy_plane), (at_line, dy_line))
+                first = builder.sub(builder.sub(number, builder.mul(d, plane_taps)), builder.mul(p, line_taps))
+                base = splat(builder, builder.trunc(first, I8), numbers)
+                found: dict[int, ir.Value] = {}
+                for phase, windows in enumerate(reaching):
+                    for r, away in windows:
+                        at = builder.add(k, I64(away))
+                        if away not in found:
+                            found[away] = builder.load(vector_at(builder, builder.add(line, at), numbers), align=1)
+                        hit = builder.icmp_signed("==", found[away], builder.add(base, constant(numbers, r)))
+                        slot = element(builder, shares, at, read, itemsize)
+                        share = load(builder, slot, read, itemsize, hit if kind == CAREFUL else None)
+                        total = builder.load(sums[phase])
+                        more = builder.fadd(total, convert(builder, share, dtype, compute, vl))
+                        builder.store(builder.select(hit, more, total), sums[phase])
+
+            counted(builder, (planes if is_deep else 1, known_lines), True, take)
+            parts, to = [builder.load(total) for total in sums], moved(builder, dx, (i, dx_apart))
+            for part in range(step):
+                places = [divmod(lane, step)[::-1] for lane in range(part * vl, part * vl + vl)]
+                at = builder.add(builder.mul(k, I64(step)), I64(part * vl))
+                value = convert(builder, _merged(builder, parts, places), compute, dtype, vl)
+                write(value, element(builder, to, at, read, itemsize), builder.sub(in_w, at), is_end)
+
+        def write(value, slot, left, is_end) -> None:
+            """A vector of dx. left: elements up to the line's end, which may be too few where is_end says so."""
+
+            def whole() -> None:
+                if kind == STREAM:
+                    store_past_caches(builder, value, slot)
+                else:
+                    store(builder, value, slot, itemsize, None)
+
+            if is_end is None:
+                whole()
+                return
+            with builder.if_else(builder.icmp_signed(">=", left, I64(vl))) as (then, otherwise):
+                with then:
+                    whole()
+                with otherwise, builder.if_then(builder.icmp_signed(">", left, I64(0))):
+                    store(builder, value, slot, itemsize, lanes_between(builder, vl, 0, None, left))
+
+        if step == 1 and kind != STREAM:
+            by_ends(builder, in_w, vl, column)
+            return
+        whole = builder.and_(builder.sdiv(in_w, I64(step)), I64(-vl))
+        columns = builder.sdiv(builder.add(in_w, I64(step - 1)), I64(step))
+        with cgutils.for_range_slice(builder, I64(0), whole, I64(vl), I64) as (k, _):
+            column(k, None)
+        with builder.if_then(builder.icmp_signed("<", whole, columns)):
+            column(whole, True)
+
+    @intrinsic
+    def run(typingctx, how, count, dx, dx_apart, dy, dy_line, dy_plane, chosen, chosen_line, chosen_plane, in_w, planes,
+            lines, number, plane_taps, line_taps):  # fmt: skip
+        return signature(types.none, *[types.int64] * 16), codegen
+
+    return run

@@ -1,0 +1,244 @@
+"""The gradient of a maximum by indices (`pool_indices.py`) where neighbours are of one plane.
+
+Lines of vectors (`pool_lines.py`). A task is a run of planes: all that its windows have chosen, a byte each in the
+workspace, then its dx. Where planes are few, all windows of all planes are first, in runs of lines; then all of dx.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import ceil
+
+from numba import njit
+
+from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.compile import DEVICE, compile_task
+from nbdnn.kernels.cpu.cost import streams
+from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
+from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, STREAM, WHOLE, Row, find_lines, give_lines
+from nbdnn.kernels.cpu.pool_taps import ask_for
+from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_pool import PoolProblem
+
+_TASKS_PER_THREAD = 16
+_LEAST_LANES = 4
+_MOST_KNOWN = 25  # taps of a plane's window that are met without a loop
+_BLOCK_BYTES = 8192  # of x that is asked for at once
+_PLANE_BYTES = 128 << 10  # of x that is asked for while the plane before it is given its gradient
+_GUARD = 8  # bytes on each side of a line of what is chosen; as many as taps
+
+_FIELDS = record(
+    *("planes", "planes_a_task", "find_lines", "give_lines", "pitch", "chosen_bytes"),
+    *("in_d", "in_h", "in_w", "out_d", "out_h", "out_w", "taps_d", "taps_h", "taps_w", "step_d", "step_h", "step_w"),
+    *("pad_d", "pad_h", "pad_w"),
+)
+
+
+@cache
+def _find(row: Row, taps_h: int):
+    """Compiled-in function (f, pointers, chosen, first, end): what lines of windows have chosen."""
+    taps, i64, itemsize = row.taps, pointer("i64"), ITEMSIZE[row.dtype]
+    known = taps_h if taps_h * taps <= _MOST_KNOWN else 0
+    find_some = find_lines(row, known)
+    before, behind = -(-row.pad // row.step) * row.step * itemsize, (row.step * row.vl + taps) * itemsize
+
+    @njit(**DEVICE)
+    def find(f, pointers, chosen, plane, d, p, count):
+        """Of `count` lines of windows from (plane, d, p) on, if several all inside of the image."""
+        line_bytes, out_bytes = f.in_w * itemsize, f.out_w * itemsize
+        plane_bytes = f.in_h * line_bytes
+        first_d, first_h = d * f.step_d - f.pad_d, p * f.step_h - f.pad_h
+        low_d, end_d = max(first_d, 0), min(first_d + f.taps_d, f.in_d)
+        low_h, end_h = max(first_h, 0), min(first_h + f.taps_h, f.in_h)
+        planes, lines, number = (
+            max(0, end_d - low_d),
+            max(0, end_h - low_h),
+            (low_d - first_d) * f.taps_h + low_h - first_h,
+        )
+        x = pointers[0] + ((plane * f.in_d + low_d) * f.in_h + low_h) * line_bytes
+        x_end = x + max(0, planes - 1) * plane_bytes + (lines + (count - 1) * f.step_h) * line_bytes
+        window = (plane * f.out_d + d) * f.out_h + p
+        y, y_end = pointers[1] + window * out_bytes, pointers[1] + (window + count) * out_bytes
+        how = WHOLE if known > 0 and lines == known else SAFE
+        ends_x, ends_y = f.planes * f.in_d * plane_bytes, f.planes * f.out_d * f.out_h * out_bytes
+        if x - before < pointers[0] or x_end + behind > pointers[0] + ends_x or y_end + behind > pointers[1] + ends_y:
+            how = CAREFUL
+        find_some(how, count, x, f.step_h * line_bytes, y, out_bytes, chosen + window * f.pitch, f.pitch, f.in_w,
+                  f.out_w, planes, lines, plane_bytes, line_bytes, number * taps, f.taps_h * taps)  # fmt: skip
+
+    @njit(**DEVICE)
+    def find_run(f, pointers, chosen, line, end):
+        for i in range(line, end):  # on the right before what lies there
+            i64(chosen + i * f.pitch - _GUARD)[0] = -1
+            i64(chosen + i * f.pitch + f.out_w)[0] = -1
+        line_bytes = f.in_w * itemsize
+        few = max(1, _BLOCK_BYTES // (f.step_h * line_bytes))
+        first_whole = -(-f.pad_h // f.step_h)
+        end_whole = min(f.out_h, (f.in_h + f.pad_h - f.taps_h) // f.step_h + 1)
+        while line < end:
+            p, rest = line % f.out_h, line // f.out_h
+            d, plane = rest % f.out_d, rest // f.out_d
+            end_p = min(f.out_h, p + end - line)
+            line += end_p - p
+            while p < end_p:
+                next_p = min(end_p, end_whole, p + few) if first_whole <= p < end_whole else p + 1
+                depth, h = d * f.step_d, next_p * f.step_h + f.taps_h - f.pad_h
+                ask_for(
+                    pointers[0] + ((plane * f.in_d + depth) * f.in_h + h) * line_bytes,
+                    (next_p - p) * f.step_h * line_bytes,
+                )
+                find(f, pointers, chosen, plane, d, p, next_p - p)
+                p = next_p
+
+    return find_run
+
+
+@cache
+def _give(row: Row, taps_h: int, step_h: int, past_caches: bool):
+    """Compiled-in function (f, pointers, chosen, first, end): lines of dx."""
+    taps, itemsize = row.taps, ITEMSIZE[row.dtype]
+    most = (taps_h - 1) // step_h + 1 if taps_h * taps <= _MOST_KNOWN else 0
+    many, less = (give_lines(row, max(1, n), past_caches) for n in (most, most - 1))
+    slack = (2 * taps + row.vl) * itemsize
+    can_stream = past_caches and row.step * row.vl * itemsize % 64 == 0  # whole lines of the cache
+
+    @njit(**DEVICE)
+    def give(f, pointers, chosen, plane, depth, h, count):
+        """`count` lines of dx from (plane, depth, h) on, step_h apart, if several all covered by as many windows."""
+        line_bytes, out_bytes = f.in_w * itemsize, f.out_w * itemsize
+        dx = pointers[3] + ((plane * f.in_d + depth) * f.in_h + h) * line_bytes
+        depth, h = depth + f.pad_d, h + f.pad_h
+        from_d, to_d = max(0, (depth - f.taps_d) // f.step_d + 1), min(f.out_d, depth // f.step_d + 1)
+        from_p, to_p = max(0, (h - f.taps_h) // f.step_h + 1), min(f.out_h, h // f.step_h + 1)
+        planes, lines = max(0, to_d - from_d), max(0, to_p - from_p)
+        window = (plane * f.out_d + from_d) * f.out_h + from_p
+        dy = pointers[2] + window * out_bytes
+        dy_end = dy + (max(0, planes - 1) * f.out_h + lines + count - 1) * out_bytes
+        number = ((depth - from_d * f.step_d) * f.taps_h + h - from_p * f.step_h) * taps
+        how = SAFE
+        if lines > 0 and (lines == most or lines == most - 1):
+            how = STREAM if can_stream and (pointers[3] | line_bytes) % 64 == 0 else WHOLE
+        if dy - slack < pointers[2] or dy_end + slack > pointers[2] + f.planes * f.out_d * f.out_h * out_bytes:
+            how = CAREFUL
+        if lines == most:
+            many(how, count, dx, f.step_h * line_bytes, dy, out_bytes, f.out_h * out_bytes, chosen + window * f.pitch,
+                 f.pitch, f.out_h * f.pitch, f.in_w, planes, lines, number, f.step_d * f.taps_h * taps,
+                 f.step_h * taps)  # fmt: skip
+        else:
+            less(how, count, dx, f.step_h * line_bytes, dy, out_bytes, f.out_h * out_bytes, chosen + window * f.pitch,
+                 f.pitch, f.out_h * f.pitch, f.in_w, planes, lines, number, f.step_d * f.taps_h * taps,
+                 f.step_h * taps)  # fmt: skip
+
+    @njit(**DEVICE)
+    def give_run(f, pointers, chosen, line, end):
+        line_bytes = f.in_w * itemsize
+        plane_bytes = f.in_d * f.in_h * line_bytes
+        few = max(1, _BLOCK_BYTES // (f.step_h * line_bytes)) * f.step_h
+        while line < end:
+            first_h, rest = line % f.in_h, line // f.in_h
+            depth, plane = rest % f.in_d, rest // f.in_d
+            end_h = min(f.in_h, first_h + end - line, first_h + few)
+            if plane_bytes <= _PLANE_BYTES:
+                ask_for(pointers[0] + line * line_bytes + plane_bytes, (end_h - first_h) * line_bytes)
+            line += end_h - first_h
+            for phase in range(f.step_h):
+                h = first_h + phase
+                reach = (f.taps_h - 1 - (h + f.pad_h) % f.step_h) // f.step_h  # windows before the last that cover h
+                while h < end_h:
+                    last, count = (h + f.pad_h) // f.step_h, 1
+                    if reach <= last < f.out_h:
+                        count = min((end_h - h + f.step_h - 1) // f.step_h, f.out_h - last)
+                    give(f, pointers, chosen, plane, depth, h, count)
+                    h += count * f.step_h
+
+    return give_run
+
+
+@cache
+def _whole_task(row: Row, taps_h: int, step_h: int, past_caches: bool):
+    """A run of planes."""
+    i64, at, args_at = pointer("i64"), struct(_FIELDS), struct(ARGS)
+    find, give = _find(row, taps_h), _give(row, taps_h, step_h, past_caches)
+
+    def max_of_planes(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        out, lines = f.out_d * f.out_h, f.in_d * f.in_h
+        for plane in range(index * f.planes_a_task, min(f.planes, (index + 1) * f.planes_a_task)):
+            chosen = args_at(args).workspace + worker * f.chosen_bytes + _GUARD - plane * out * f.pitch
+            find(f, pointers, chosen, plane * out, (plane + 1) * out)
+            give(f, pointers, chosen, plane * lines, (plane + 1) * lines)
+
+    return compile_task(max_of_planes, (row, taps_h, step_h, past_caches))
+
+
+@cache
+def _find_task(row: Row, taps_h: int):
+    """A run of lines of windows."""
+    i64, at, args_at, find = pointer("i64"), struct(_FIELDS), struct(ARGS), _find(row, taps_h)
+
+    def find_maxima(args, ctx, index, worker):
+        f = at(ctx)
+        first, end = index * f.find_lines, min(f.planes * f.out_d * f.out_h, (index + 1) * f.find_lines)
+        find(f, i64(args), args_at(args).workspace + _GUARD, first, end)
+
+    return compile_task(find_maxima, (row, taps_h))
+
+
+@cache
+def _give_task(row: Row, taps_h: int, step_h: int, past_caches: bool):
+    """A run of lines of dx."""
+    i64, at, args_at, give = pointer("i64"), struct(_FIELDS), struct(ARGS), _give(row, taps_h, step_h, past_caches)
+
+    def give_gradient(args, ctx, index, worker):
+        f = at(ctx)
+        first, end = index * f.give_lines, min(f.planes * f.in_d * f.in_h, (index + 1) * f.give_lines)
+        give(f, i64(args), args_at(args).workspace + _GUARD, first, end)
+
+    return compile_task(give_gradient, (row, taps_h, step_h, past_caches))
+
+
+def _pitch(axes: Axes) -> int:
+    """Bytes of a line of what is chosen; vectors go beyond its end."""
+    return -(-axes.out[2] // 16) * 16 + 2 * _GUARD
+
+
+def _has_many(problem: PoolProblem, device: Cpu) -> bool:
+    return problem.n * problem.c >= 4 * device.threads
+
+
+def chosen_bytes(problem: PoolProblem, axes: Axes, device: Cpu) -> int:
+    """The workspace."""
+    planes = device.threads if _has_many(problem, device) else problem.n * problem.c
+    return planes * _plane_bytes(axes)
+
+
+def _plane_bytes(axes: Axes) -> int:
+    return whole_lines(axes.out[0] * axes.out[1] * _pitch(axes) + 64)
+
+
+def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
+    """The runner of a gradient of planes whose windows are short."""
+    is_deep, planes, wanted = axes.taps[0] * axes.step[0] > 1, problem.n * problem.c, device.threads * _TASKS_PER_THREAD
+    vl, widest = device.lanes(problem.compute), max(axes.out[2], ceil(axes.extent[2] / axes.step[2]))
+    while vl > _LEAST_LANES and widest <= vl // 2:
+        vl //= 2
+    row = Row(problem.dtype, vl, axes.taps[2], axes.step[2], axes.pad[2], is_deep)
+    of_windows, of_dx = (row, axes.taps[1]), (row, axes.taps[1], axes.step[1], streams(problem, device))
+    windows, lines = planes * axes.out[0] * axes.out[1], planes * axes.extent[0] * axes.extent[1]
+    planes_a_task, find_lines, give_lines = (ceil(n / wanted) for n in (planes, windows, lines))
+    ctx = filled(
+        _FIELDS,
+        **axes.fields(),
+        planes=planes,
+        planes_a_task=planes_a_task,
+        find_lines=find_lines,
+        give_lines=give_lines,
+        pitch=_pitch(axes),
+        chosen_bytes=_plane_bytes(axes),
+    )
+    if _has_many(problem, device):
+        return Program([Phase(_whole_task(*of_dx), ceil(planes / planes_a_task), ctx)])
+    find = Phase(_find_task(*of_windows), ceil(windows / find_lines), ctx)
+    return Program([find, Phase(_give_task(*of_dx), ceil(lines / give_lines), ctx)])
