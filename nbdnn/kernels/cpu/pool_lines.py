@@ -209,6 +209,8 @@ def find_lines(row: Row, known: int):
         with cgutils.for_range_slice(builder, I64(0), out_w, I64(vl), I64) as (q, _):
             is_behind = builder.icmp_signed(">", builder.add(q, I64(vl)), end)
             is_end = builder.or_(is_behind, builder.icmp_signed("<", q, I64(first_inside)))
+            if kind == CAREFUL:  # a stride's vectors go beyond the last tap
+                is_end = ir.Constant(ir.IntType(1), 1)
             with builder.if_else(is_end) as (then, otherwise):
                 with then:
                     column(q, True)
@@ -252,7 +254,11 @@ def give_lines(row: Row, known: int, past_caches: bool):
 
     def give(builder, kind, count, dx, dx_apart, dy, dy_line, dy_plane, chosen, chosen_line, chosen_plane, in_w, planes,
              lines, number, plane_taps, line_taps):  # fmt: skip
-        known_lines = known if kind in (WHOLE, STREAM) else lines
+        known_lines, out_w = known if kind in (WHOLE, STREAM) else lines, builder.sdiv(dy_line, I64(itemsize))
+
+        def existing(hit, at):
+            """Of windows that exist: what lies behind a line's guard may be any number."""
+            return builder.and_(hit, lanes_between(builder, vl, 0, builder.neg(at), builder.sub(out_w, at)))
 
         def column(k, is_end) -> None:
             with cgutils.for_range(builder, count) as loop:
@@ -275,7 +281,7 @@ def give_lines(row: Row, known: int, past_caches: bool):
                             found[away] = builder.load(vector_at(builder, builder.add(line, at), numbers), align=1)
                         hit = builder.icmp_signed("==", found[away], builder.add(base, constant(numbers, r)))
                         slot = element(builder, shares, at, read, itemsize)
-                        share = load(builder, slot, read, itemsize, hit if kind == CAREFUL else None)
+                        share = load(builder, slot, read, itemsize, existing(hit, at) if kind == CAREFUL else None)
                         total = builder.load(sums[phase])
                         more = builder.fadd(total, convert(builder, share, dtype, compute, vl))
                         builder.store(builder.select(hit, more, total), sums[phase])
