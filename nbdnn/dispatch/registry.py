@@ -88,7 +88,7 @@ def _cpu_lists() -> _Lists:
         "dropout_fwd": (dropout.FWD,),
         "dropout_bwd": (dropout.BWD,),
         "pool_fwd": (pool.FWD,),
-        "pool_bwd": (pool.BWD, pool_indices.BWD),
+        "pool_bwd": (pool_indices.BWD, pool.BWD),
         "rnn_fwd": (rnn_packed.FWD, rnn_direct.FWD),
         "rnn_bwd": (rnn_packed_gradient.BWD, rnn_direct.BWD),
         "spatialtf_fwd": (spatialtf_forward.CHANNELS, spatialtf_forward.PLANAR),
