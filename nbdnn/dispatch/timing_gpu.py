@@ -25,6 +25,8 @@ from nbdnn.problem_rnn import OwnTape, RnnProblem
 
 # A replay takes about this long: events resolve 0.5 us, and the first kernel's launch is in it.
 _REPLAY_US, _MAX_CALLS = 1500.0, 4096
+# An engine of cuDNN launches a kernel for each image and channel: graphs of 400,000 took minutes to make.
+_MAX_NODES = 1 << 14
 # Operands start on lines of this size, and as far beyond as the caller's do.
 _LINE_BYTES = 256
 
@@ -151,14 +153,18 @@ class GpuStopwatch(Samples):
         self.total_s += elapsed_us * 1e-6
 
     def _capture(self) -> None:
-        """Warm up, and settle how many calls a replay makes: every copy equally often."""
+        """Warm up, and settle how many calls a replay makes: every copy equally often, if a graph can hold that."""
         copies = len(self._operands.pointers)
         self._enqueue(1)
         once_us = self._timed(lambda: self._enqueue(2)) / 2
+        nodes = self._graph_of(1).nodes
         turns = max(1, ceil(min(_REPLAY_US / once_us, _MAX_CALLS) / copies))
-        self._calls = turns * copies
-        self._graph = driver.Graph(self._operands.stream, lambda _: self._enqueue(self._calls))
+        self._calls = min(turns * copies, max(1, _MAX_NODES // max(1, nodes)))
+        self._graph = self._graph_of(self._calls)
         self._timed(self._graph.replay)
+
+    def _graph_of(self, calls: int) -> driver.Graph:
+        return driver.Graph(self._operands.stream, lambda _: self._enqueue(calls))
 
     def _enqueue(self, calls: int) -> None:
         stream = int(self._operands.stream)
