@@ -172,7 +172,7 @@ class Memory:
 
 
 class Graph:
-    """Work captured once and replayed: what `record(stream)` puts on the given stream. nodes: kernels, copies."""
+    """Work captured once and replayed: what `record(stream)` puts on the given stream."""
 
     def __init__(self, stream: Any, record: Callable[[int], None]) -> None:
         driver = bindings()
@@ -189,7 +189,6 @@ class Graph:
         if status:
             raise CudaError(f"cuStreamEndCapture: {_described(driver, status)}")
         self._stream = stream
-        _, self.nodes = call("cuGraphGetNodes", graph)
         self._executable = call("cuGraphInstantiate", graph, 0)
         call("cuGraphDestroy", graph)
 

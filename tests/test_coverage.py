@@ -142,6 +142,9 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/winograd_4x4": _GRADIENT._replace(
         dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD
     ),
+    "conv_bwd_filter/numba/fft_tiling": _GRADIENT._replace(
+        dtypes="f32", layouts="nchw nhwc", shapes=f"{_OF_GPU_WINOGRAD}, 1x1, 5x5"
+    ),
     "conv_bwd_filter/numba/rows": _OF_ROWS_FILTER,
     "conv_bwd_filter/numba/rows_tf32": _OF_ROWS_FILTER._replace(dtypes="f32"),
     "conv_bwd_filter/numba/stem": _OF_STEM,

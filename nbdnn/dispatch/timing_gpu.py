@@ -1,12 +1,14 @@
 """Timing on a GPU: captured graphs of calls, replayed, on operands that the second-level cache has forgotten.
 
 A sample is the time between two events around one replay. A graph has no gaps between kernels for the host to fill: a
-kernel of 20 us that is launched alone is seen as 40. Every copy has its own output: what a call writes back would
-otherwise be in the cache for the next one.
+kernel of 20 us that is launched alone is seen as 40. What takes long is launched all the same: an engine of cuDNN that
+has a kernel for each image and channel takes minutes to be captured. Every copy has its own output: what a call writes
+back would otherwise be in the cache for the next one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, cached_property
 from itertools import cycle, islice
 from math import ceil
@@ -25,8 +27,7 @@ from nbdnn.problem_rnn import OwnTape, RnnProblem
 
 # A replay takes about this long: events resolve 0.5 us, and the first kernel's launch is in it.
 _REPLAY_US, _MAX_CALLS = 1500.0, 4096
-# An engine of cuDNN launches a kernel for each image and channel: graphs of 400,000 took minutes to make.
-_MAX_NODES = 1 << 14
+_LONG_US = 1e4  # of a call that is not captured
 # Operands start on lines of this size, and as far beyond as the caller's do.
 _LINE_BYTES = 256
 
@@ -138,37 +139,36 @@ class GpuStopwatch(Samples):
         super().__init__()
         self._runner, self._operands = runner, operands
         self._scalars, self._workspace_bytes = scalars, workspace_bytes
-        self._graph: driver.Graph | None = None
+        self._copies = cycle(operands.pointers)
+        self._replay: Callable[[], None] | None = None
         self._calls, self._workspace = 0, 0
 
     def sample(self) -> None:
         address = self._operands.workspace(self._workspace_bytes)
-        if self._graph is None or address != self._workspace:
+        if self._replay is None or address != self._workspace:
             self._workspace = address
-            self._capture()
-        assert self._graph is not None
-        elapsed_us = self._timed(self._graph.replay)
+            self._calls, self._replay = self._prepared()
+        elapsed_us = self._timed(self._replay)
         self.samples_us.append(elapsed_us / self._calls)
         self.disturbed.append(False)
         self.total_s += elapsed_us * 1e-6
 
-    def _capture(self) -> None:
-        """Warm up, and settle how many calls a replay makes: every copy equally often, if a graph can hold that."""
-        copies = len(self._operands.pointers)
+    def _prepared(self) -> tuple[int, Callable[[], None]]:
+        """(calls of a replay, what replays them) once warm: every copy equally often, or one call after the other."""
+        copies, stream = len(self._operands.pointers), self._operands.stream
         self._enqueue(1)
         once_us = self._timed(lambda: self._enqueue(2)) / 2
-        nodes = self._graph_of(1).nodes
+        if once_us > _LONG_US:
+            return 1, lambda: self._enqueue(1)
         turns = max(1, ceil(min(_REPLAY_US / once_us, _MAX_CALLS) / copies))
-        self._calls = min(turns * copies, max(1, _MAX_NODES // max(1, nodes)))
-        self._graph = self._graph_of(self._calls)
-        self._timed(self._graph.replay)
-
-    def _graph_of(self, calls: int) -> driver.Graph:
-        return driver.Graph(self._operands.stream, lambda _: self._enqueue(calls))
+        calls = turns * copies
+        graph = driver.Graph(stream, lambda _: self._enqueue(calls))
+        self._timed(graph.replay)
+        return calls, graph.replay
 
     def _enqueue(self, calls: int) -> None:
         stream = int(self._operands.stream)
-        for pointers in islice(cycle(self._operands.pointers), calls):
+        for pointers in islice(self._copies, calls):
             self._runner(pointers, self._scalars, self._workspace, stream)
 
     def _timed(self, enqueue: Any) -> float:

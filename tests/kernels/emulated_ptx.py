@@ -119,6 +119,22 @@ def _sandwich(matrix: tuple[tuple[float, ...], ...]) -> Callable:
     return transform
 
 
+class FourierWords:
+    """Stands in for `ptx_fourier`."""
+
+    @staticmethod
+    def fourier(real: list[float], imaginary: list[float]) -> None:
+        found = np.fft.fft(np.array(real) + 1j * np.array(imaginary))
+        real[:], imaginary[:] = found.real.tolist(), found.imag.tolist()
+
+    @staticmethod
+    def combined(matrix: tuple[tuple[float, ...], ...]) -> Callable:
+        def combine(source: list[float], target: list[float]) -> None:
+            target[:] = (np.array(matrix) @ source).tolist()
+
+        return combine
+
+
 class SharedArray:
     """A static array of integers or floats."""
 
@@ -355,6 +371,7 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     words = Words(block)
     for name in ("ptx", "ptx_tile", "ptx_matrix"):
         monkeypatch.setitem(package.__dict__, name, words)
+    monkeypatch.setitem(package.__dict__, "ptx_fourier", FourierWords)
     monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_vector_rows", RowWords(block, words))
