@@ -1,9 +1,9 @@
 """Timing on a GPU: captured graphs of calls, replayed, on operands that the second-level cache has forgotten.
 
 A sample is the time between two events around one replay. A graph has no gaps between kernels for the host to fill: a
-kernel of 20 us that is launched alone is seen as 40. What takes long is launched all the same: an engine of cuDNN that
-has a kernel for each image and channel takes minutes to be captured. Every copy has its own output: what a call writes
-back would otherwise be in the cache for the next one.
+kernel of 20 us that is launched alone is seen as 40. Calls of a thousand kernels are launched all the same: an engine
+of cuDNN has one for each image and channel, and the driver takes minutes for a graph of some ten thousand. Every copy
+has its own output: what a call writes back would otherwise be in the cache for the next one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cache, cached_property
 from itertools import cycle, islice
 from math import ceil
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from nbdnn.problem_rnn import OwnTape, RnnProblem
 
 # A replay takes about this long: events resolve 0.5 us, and the first kernel's launch is in it.
 _REPLAY_US, _MAX_CALLS = 1500.0, 4096
-_LONG_US = 1e4  # of a call that is not captured
+_MANY_LAUNCHES_S = 2e-3  # of the host's time: about a thousand
 # Operands start on lines of this size, and as far beyond as the caller's do.
 _LINE_BYTES = 256
 
@@ -156,15 +157,20 @@ class GpuStopwatch(Samples):
     def _prepared(self) -> tuple[int, Callable[[], None]]:
         """(calls of a replay, what replays them) once warm: every copy equally often, or one call after the other."""
         copies, stream = len(self._operands.pointers), self._operands.stream
-        self._enqueue(1)
-        once_us = self._timed(lambda: self._enqueue(2)) / 2
-        if once_us > _LONG_US:
+        if min(self._launching_s(), self._launching_s()) > _MANY_LAUNCHES_S:
             return 1, lambda: self._enqueue(1)
+        once_us = self._timed(lambda: self._enqueue(2)) / 2
         turns = max(1, ceil(min(_REPLAY_US / once_us, _MAX_CALLS) / copies))
         calls = turns * copies
         graph = driver.Graph(stream, lambda _: self._enqueue(calls))
         self._timed(graph.replay)
         return calls, graph.replay
+
+    def _launching_s(self) -> float:
+        """Seconds of the host's for one call."""
+        begun = perf_counter()
+        self._enqueue(1)
+        return perf_counter() - begun
 
     def _enqueue(self, calls: int) -> None:
         stream = int(self._operands.stream)

@@ -13,11 +13,23 @@ from nbdnn.dispatch.timing_gpu import GpuStopwatch
 COPIES = [(i,) for i in range(10)]
 
 
-@pytest.mark.parametrize(("once_us", "calls"), [(10.0, 150), (0.3, 4100), (1e3, 10), (9e3, 10), (2e4, 1)])
-def test_samples_are_replayed_graphs_but_of_long_calls(
-    once_us: float, calls: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("once_us", "first_us", "host_us", "calls"),
+    [
+        (10, 5, 5, 150),
+        (0.3, 5, 5, 4100),
+        (1e3, 5, 5, 10),
+        (1e5, 1999, 1999, 10),
+        (2e3, 2001, 2001, 1),
+        (10, 1e5, 5, 150),
+    ],
+)
+def test_samples_are_replayed_graphs_but_of_calls_with_many_launches(
+    once_us: float, first_us: float, host_us: float, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph has each copy equally often; long calls follow each other from copy to copy."""
+    """A graph has each copy equally often; calls that are launched follow each other from copy to copy. One call that
+    took the host long, as while it collects garbage, does not count."""
+    ends_us: list[float] = []
     launched: list[tuple[int, ...]] = []
     captured: list[list[tuple[int, ...]]] = []
 
@@ -38,14 +50,20 @@ def test_samples_are_replayed_graphs_but_of_long_calls(
     monkeypatch.setattr(timing_gpu.driver, "Graph", Graph)
     monkeypatch.setattr(GpuStopwatch, "_timed", timed)
     operands = SimpleNamespace(pointers=COPIES, stream=7, workspace=lambda size_bytes: 0)
-    watch = GpuStopwatch(lambda pointers, *_: launched.append(pointers), operands, (), 0)  # type: ignore[arg-type]
+
+    def run(pointers: tuple[int, ...], *_: object) -> None:
+        launched.append(pointers)
+        ends_us.append(ends_us[-1] + host_us if ends_us else first_us)
+
+    monkeypatch.setattr(timing_gpu, "perf_counter", lambda: ends_us[-1] * 1e-6 if ends_us else 0.0)
+    watch = GpuStopwatch(run, operands, (), 0)  # type: ignore[arg-type]
     sampled = []
     for _ in range(3):
         watch.sample()
         sampled.append(list(launched))
     assert watch.samples_us == pytest.approx([once_us] * 3)
     if calls == 1:
-        assert not captured and sampled == [COPIES[3:4], COPIES[4:5], COPIES[5:6]]  # three went to warm up
+        assert not captured and sampled == [[copy] for copy in COPIES[2:5]]  # two warmed up
     else:
         assert len(captured) == 1 and sampled == captured * 3 and len(captured[0]) == calls
         assert {captured[0].count(copy) for copy in COPIES} == {calls // 10}
