@@ -19,8 +19,9 @@ from libraries import library
 
 from nbdnn import reference_conv
 from nbdnn.kernels.cuda.compile import compile_kernel
-from nbdnn.kernels.cuda.conv_fft_filter import BWD_FILTER, Config
+from nbdnn.kernels.cuda.conv_fft_filter import BWD_FILTER
 from nbdnn.kernels.cuda.fft_filter_input import PLANES
+from nbdnn.kernels.cuda.filter_products import Config
 from nbdnn.kernels.cuda.fma_tile import Tile
 from nbdnn.kernels.cuda.launch import Launch
 from nbdnn.kernels.cuda.winograd_product import Fields

@@ -11,7 +11,8 @@ from gpus import H200
 from libraries import library
 
 from nbdnn.kernels.cuda.compile import compile_kernel
-from nbdnn.kernels.cuda.conv_winograd_filter import BWD_FILTER, Config
+from nbdnn.kernels.cuda.conv_winograd_filter import BWD_FILTER
+from nbdnn.kernels.cuda.filter_products import Config
 from nbdnn.kernels.cuda.fma_tile import Tile
 from nbdnn.problem import parse
 

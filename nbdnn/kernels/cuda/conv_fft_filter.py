@@ -8,7 +8,7 @@
 
 Multiplications: 1536 a tile of m^2 pixels, where direct sums have m^2 for each tap: 3.4 times as many for 3x3, 11.9
 for 5x5. Three launches; the products are those of the Winograd filter gradient, and find as many tiles as images where
-these are no larger than m. Traffic: V, D and M, six and four times what they are made of, written and read once.
+these are no larger than m. Traffic: V, D and M, 1536 words a tile or a pair of channels, written and read once.
 Error: eps * log2(32) times the largest root sum of squares of the result. Source: own; Mathieu, Henaff and LeCun,
 arXiv:1312.5851, with three real products for one of complex numbers (Gauss).
 """
@@ -22,32 +22,19 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import fft_filter_input, fft_filter_output, fma_plan, winograd_product
 from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.conv_winograd import refusal_of_steps
 from nbdnn.kernels.cuda.fft_filter_input import COLUMNS, EXTENT, PLANES
+from nbdnn.kernels.cuda.filter_products import STAGES_OF_START, TILES, ByProducts, Config, strides_2d
 from nbdnn.kernels.cuda.fma_tile import STAGE_K, Tile
 from nbdnn.kernels.cuda.geometry import filter_strides
-from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.winograd_product import Kinds
-from nbdnn.kernels.spatial import tensor_strides
-from nbdnn.problem import Operand
 from nbdnn.problem_conv import ConvProblem
 
-_TILES = (Tile(128, 128), Tile(64, 64))
 _MOST_TAPS = 11  # on an axis: what the last kernel's shared memory holds
-_STAGES_OF_START = 3  # what filling the pipeline and storing a tile cost, in stages
 # Planes of a block: a column of the spectrum has a multiple of each.
 _SHARES = tuple(planes for planes in range(1, 3 * EXTENT + 1) if PLANES // COLUMNS % planes == 0)
-_HOPELESS = 1.5  # times the best guess
-_INT32_END = 2**31 - 2**16
-
-
-class Config(NamedTuple):
-    """A block's tile of M."""
-
-    tile: Tile
-
-    def __str__(self) -> str:
-        return f"{self.tile.m}x{self.tile.n}"
 
 
 class _Plan(NamedTuple):
@@ -85,21 +72,14 @@ def _plan(problem: ConvProblem, tile: Tile, device: Gpu) -> _Plan:
     return _Plan((step_h, step_w), rows, columns, stages * STAGE_K, pitch_c, planes, blocks, product, end)
 
 
-class FftFilter(LaunchedCandidate[Config]):
+class FftFilter(ByProducts):
     """Filter gradient by Fourier transforms of tiles."""
 
-    op, algorithm, algo = "conv_bwd_filter", "fft_tiling", "fft_tiling"
+    algorithm = algo = "fft_tiling"
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
         reason = _refusal(problem, device)
         return Support(False, reason) if reason else YES
-
-    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
-        """By the guess; of tiles that are not mostly empty, and none without hope."""
-        fitting = [t for t in _TILES if t.m < 2 * problem.k and t.n < 2 * problem.c] or [_TILES[-1]]
-        guesses = {Config(tile): self.estimate(problem, Config(tile), device) for tile in fitting}
-        limit = _HOPELESS * min(guesses.values())
-        return tuple(sorted((c for c in guesses if guesses[c] <= limit), key=guesses.__getitem__))
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:
         return 4 * _plan(problem, config.tile, device).end
@@ -107,7 +87,7 @@ class FftFilter(LaunchedCandidate[Config]):
     def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
         plan = _plan(problem, config.tile, device)
         on_one = ceil(plan.blocks / device.sms)
-        stages = on_one * plan.planes * plan.product.tiles * (plan.tiles // STAGE_K + _STAGES_OF_START)
+        stages = on_one * plan.planes * plan.product.tiles * (plan.tiles // STAGE_K + STAGES_OF_START)
         moved_bytes = problem.min_bytes + 4 * (2 * plan.end - plan.product.c_start)
         product_us = stages * fma_plan.stage_us(config.tile, on_one, device)
         return 3 * fma_plan.LAUNCH_US + product_us + moved_bytes / copy_bytes_per_s(device) * 1e6
@@ -128,17 +108,9 @@ def _refusal(problem: ConvProblem, device: Gpu) -> str:
         return f"dtype is {problem.dtype}, this kernel multiplies f32"
     if len(problem.spatial) != 2 or not 1 <= min(problem.filter) <= max(problem.filter) <= _MOST_TAPS:
         return f"the filter is {'x'.join(map(str, problem.filter))}, not of 1 to {_MOST_TAPS} taps on two axes"
-    for name, steps in (("stride", problem.stride), ("dilation", problem.dilation)):
-        if steps != (1, 1):
-            return f"{name} {steps} is not (1, 1)"
-    if problem.groups != 1 or not problem.c or not problem.k:
-        return f"{problem.c} to {problem.k} channels in {problem.groups} groups, this kernel takes 1"
     if not problem.n * prod(problem.out_spatial):
         return f"{problem.n} images of {problem.out_spatial} have no pixel to sum over"
-    padded = [2 * (extent + sum(pad)) for extent, pad in zip(problem.spatial, problem.pad, strict=True)]
-    ends = [_plan(problem, tile, device).end for tile in _TILES]
-    largest = max(*(operand.size_elems for operand in problem.operands), *padded, *ends)
-    return f"an index reaches {largest}, this kernel's end at {_INT32_END}" if largest >= _INT32_END else ""
+    return refusal_of_steps(problem, max(_plan(problem, tile, device).end for tile in TILES))
 
 
 def _input_launch(problem: ConvProblem, plan: _Plan) -> Launch:
@@ -146,19 +118,14 @@ def _input_launch(problem: ConvProblem, plan: _Plan) -> Launch:
     groups_x, groups_y = (ceil(channels / fft_filter_input.CHANNELS) for channels in (problem.c, problem.k))
     fields = fft_filter_input.Fields._make((
         problem.n, plan.tiles, plan.tile_rows, plan.tile_columns, *plan.step,
-        plan.tiles * groups_x, groups_x, 0, plan.pitch_c, problem.c, *_strides(x, problem.channels_last),
+        plan.tiles * groups_x, groups_x, 0, plan.pitch_c, problem.c, *strides_2d(x, problem.channels_last),
         *problem.spatial, *(before for before, _ in problem.pad),
         groups_y, plan.product.a_start, plan.product.a_channels, problem.k,
-        *_strides(dy, problem.y_channels_last), *problem.out_spatial,
+        *strides_2d(dy, problem.y_channels_last), *problem.out_spatial,
     ))  # fmt: skip
     variant = fft_filter_input.Variant(problem.channels_last, problem.y_channels_last)
     source = Source(fft_filter_input.input_kernel, variant, fft_filter_input.THREADS, min_blocks=4)
     return Launch(source, (plan.tiles * (groups_x + groups_y), 1, 1), (0, 1, WORKSPACE), "", fields)
-
-
-def _strides(image: Operand, channels_last: bool) -> tuple[int, ...]:
-    n, c, _, h, w = tensor_strides(image.shape, channels_last)
-    return n, c, h, w
 
 
 def _output_launch(problem: ConvProblem, plan: _Plan, tile: Tile) -> Launch:

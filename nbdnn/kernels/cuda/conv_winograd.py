@@ -77,6 +77,11 @@ def refusal(problem: ConvProblem, workspace_elems: int) -> str:
         return f"dtype is {problem.dtype}, this kernel multiplies f32"
     if problem.filter != (3, 3):
         return f"the filter is {'x'.join(map(str, problem.filter))}, not 3x3"
+    return refusal_of_steps(problem, workspace_elems)
+
+
+def refusal_of_steps(problem: ConvProblem, workspace_elems: int) -> str:
+    """Why transforms of tiles are not correct on a problem, or reach too far; or ''."""
     for name, steps in (("stride", problem.stride), ("dilation", problem.dilation)):
         if steps != (1, 1):
             return f"{name} {steps} is not (1, 1)"

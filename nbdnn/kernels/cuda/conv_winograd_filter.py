@@ -21,32 +21,20 @@ from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
-from nbdnn.kernels.cpu.geometry import tensor_strides
 from nbdnn.kernels.cuda import fma_plan, winograd_filter_input, winograd_filter_output, winograd_product
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.conv_winograd import refusal
+from nbdnn.kernels.cuda.filter_products import STAGES_OF_START, TILES, ByProducts, Config, strides_2d
 from nbdnn.kernels.cuda.fma_tile import STAGE_K, Tile
 from nbdnn.kernels.cuda.geometry import filter_strides
-from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.winograd_filter_input import Side
 from nbdnn.kernels.cuda.winograd_product import Kinds
 from nbdnn.problem import Operand
 from nbdnn.problem_conv import ConvProblem
 
-_TILES = (Tile(128, 128), Tile(64, 64))
-_STAGES_OF_START = 3  # what filling the pipeline and storing a tile cost, in stages
-_HOPELESS = 1.5  # times the best guess
 _OUTPUT_BLOCKS = 3  # of the last kernel a multiprocessor; where they would be fewer, they take a row of dw, not 4
-
-
-class Config(NamedTuple):
-    """A block's tile of M."""
-
-    tile: Tile
-
-    def __str__(self) -> str:
-        return f"{self.tile.m}x{self.tile.n}"
 
 
 class _Plan(NamedTuple):
@@ -86,10 +74,10 @@ def _plan(problem: ConvProblem, m: int, tile: Tile, device: Gpu) -> _Plan:
     return _Plan(rows, columns, kept_rows, kept_columns, kinds, pitch_c, d_start, blocks, product, end)
 
 
-class WinogradFilter(LaunchedCandidate[Config]):
+class WinogradFilter(ByProducts):
     """Winograd filter gradient with dy tiles of m x m."""
 
-    op, algo = "conv_bwd_filter", "winograd_non_fused"
+    algo = "winograd_non_fused"
 
     def __init__(self, m: int) -> None:
         self._m = m
@@ -97,15 +85,8 @@ class WinogradFilter(LaunchedCandidate[Config]):
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
         is_2d = len(problem.spatial) == 2
-        reason = refusal(problem, max(_plan(problem, self._m, tile, device).end for tile in _TILES) if is_2d else 0)
+        reason = refusal(problem, max(_plan(problem, self._m, tile, device).end for tile in TILES) if is_2d else 0)
         return Support(False, reason) if reason else YES
-
-    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
-        """By the guess; of tiles that are not mostly empty, and none without hope."""
-        fitting = [t for t in _TILES if t.m < 2 * problem.k and t.n < 2 * problem.c] or [_TILES[-1]]
-        guesses = {Config(tile): self.estimate(problem, Config(tile), device) for tile in fitting}
-        limit = _HOPELESS * min(guesses.values())
-        return tuple(sorted((c for c in guesses if guesses[c] <= limit), key=guesses.__getitem__))
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:
         return 4 * _plan(problem, self._m, config.tile, device).end
@@ -113,7 +94,7 @@ class WinogradFilter(LaunchedCandidate[Config]):
     def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
         plan = _plan(problem, self._m, config.tile, device)
         on_one = ceil(plan.blocks / device.sms)
-        stages = on_one * (plan.product.share + _STAGES_OF_START)
+        stages = on_one * (plan.product.share + STAGES_OF_START)
         moved_bytes = problem.min_bytes + 4 * (2 * plan.end - plan.product.c_start)
         product_us = stages * fma_plan.stage_us(config.tile, on_one, device)
         return 3 * fma_plan.LAUNCH_US + product_us + moved_bytes / copy_bytes_per_s(device) * 1e6
@@ -135,9 +116,9 @@ def _input_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
     fields = winograd_filter_input.Fields._make((
         problem.n, tiles, plan.tile_rows, plan.tile_columns, plan.kept_rows, plan.kept_columns,
         *kinds.filled, product.at_1, product.at_2, product.at_3,
-        0, plan.pitch_c, problem.c, *_strides(x, problem.channels_last), *problem.spatial,
+        0, plan.pitch_c, problem.c, *strides_2d(x, problem.channels_last), *problem.spatial,
         *(before for before, _ in problem.pad),
-        plan.d_start, product.a_channels, problem.k, *_strides(dy, problem.y_channels_last), *problem.out_spatial,
+        plan.d_start, product.a_channels, problem.k, *strides_2d(dy, problem.y_channels_last), *problem.out_spatial,
     ))  # fmt: skip
     blocks = (_blocks(tiles, image.shape[1], side) for image, side in zip((x, dy), sides, strict=True))
     source = Source(
@@ -151,11 +132,6 @@ def _input_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
 
 def _side(problem: ConvProblem, image: Operand, channels_last: bool) -> Side:
     return Side(channels_last, 2 if channels_last and image.shape[1] % 2 == 0 and problem.align % 8 == 0 else 1)
-
-
-def _strides(image: Operand, channels_last: bool) -> tuple[int, ...]:
-    n, c, _, h, w = tensor_strides(image.shape, channels_last)
-    return n, c, h, w
 
 
 def _blocks(tiles: int, channels: int, side: Side) -> int:

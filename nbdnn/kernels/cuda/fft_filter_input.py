@@ -46,7 +46,7 @@ class Fields(NamedTuple):
 
     tiles: of all images, and as many more as fill the last stage of the products. x_blocks: of x, before those of dy.
     groups: of channels. start, pitch: where V or D begins in the workspace, and the channels from one tile to the next.
-    rows, columns: of the image that a tile takes. before: the image begins that far inside of the first tile.
+    before: x begins that far inside of its first tile.
     """
 
     images: int

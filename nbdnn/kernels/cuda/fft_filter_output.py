@@ -57,14 +57,11 @@ def output_kernel(*specialised_on):
     tile_m, tile_n, elements, planes = v.tile.m, v.tile.n, v.tile.m * v.tile.n, v.planes
     taps_h, taps_w = v.taps_h, v.taps_w
     put, get, floats, bits = ptx_tile.STORE_SHARED[2], ptx_tile.LOAD_SHARED[2], ptx_tile.float_of, ptx_tile.words_of
-    fetch, join_columns, combine = _fetched(elements, v.planes), _join_columns(), ptx_fourier.combined(_across(taps_w))
+    fetch, join_columns, combine = _fetched(elements, planes), _join_columns(), ptx_fourier.combined(_across(taps_w))
     store, shared_words = epilogue.store("f32", v.epilogue), 2 * COLUMNS * taps_h * CHANNELS
 
     def transform_output(products, dw, alpha, beta, f):
-        lane, column = (
-            integer(ptx.thread_x() & (CHANNELS - 1)),
-            ptx.divided(integer(ptx.thread_x()), integer(CHANNELS))[0],
-        )
+        column, lane = ptx.divided(integer(ptx.thread_x()), integer(CHANNELS))
         shared = ptx_tile.shared_address(ptx.cuda.shared.array(shared_words, real, 16))
         k, part = ptx.divided(integer(ptx.block_x()), f.blocks)
         c = integer(part * CHANNELS)
