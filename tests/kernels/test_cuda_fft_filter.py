@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import nan
+from typing import Any
 
 import numpy as np
 import pytest
 from emulated import SCALARS, Block, Memory, memory, operand_memory, run
-from emulated_ptx import install
+from emulated_ptx import FourierWords, install
 from gpus import H200
 from guarded import values
 from libraries import library
@@ -95,6 +96,36 @@ def test_refusals_have_numbers(body: str, reason: str) -> None:
 
 
 library("numba_cuda")
+
+
+class Arithmetic:
+    """Stands in for a builder of instructions: their results, on Python's numbers."""
+
+    def fadd(self, a: Any, b: Any) -> float:
+        return number(a) + number(b)
+
+    def fsub(self, a: Any, b: Any) -> float:
+        return number(a) - number(b)
+
+    def fmul(self, a: Any, b: Any) -> float:
+        return number(a) * number(b)
+
+    def fma(self, a: Any, b: Any, c: Any) -> float:
+        return number(a) * number(b) + number(c)
+
+
+def number(value: Any) -> float:
+    """Of a constant of the code as well."""
+    return getattr(value, "constant", value)
+
+
+def test_the_instructions_of_a_transform_compute_what_stands_in_for_it() -> None:
+    from nbdnn.kernels.cuda.ptx_fourier import EXTENT, _transformed
+
+    real, imaginary = np.random.default_rng(0).standard_normal((2, EXTENT)).tolist()
+    computed = _transformed(Arithmetic(), list(zip(real, imaginary, strict=True)))
+    FourierWords.fourier(real, imaginary)
+    np.testing.assert_allclose(np.transpose(computed), [real, imaginary], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
