@@ -1,8 +1,8 @@
 """Timing on a GPU: captured graphs of calls, replayed, on operands that the second-level cache has forgotten.
 
 A sample is the time between two events around one replay. A graph has no gaps between kernels for the host to fill: a
-kernel of 20 us that is launched alone is seen as 40. Calls of a thousand kernels are launched all the same: an engine
-of cuDNN has one for each image and channel, and the driver takes minutes for a graph of some ten thousand. Every copy
+kernel of 20 us that is launched alone is seen as 40. Calls of ten thousand kernels are launched all the same: there is
+an engine of cuDNN that makes them of depthwise layers, and the driver takes minutes for the graph of a few. Every copy
 has its own output: what a call writes back would otherwise be in the cache for the next one.
 """
 
@@ -28,7 +28,8 @@ from nbdnn.problem_rnn import OwnTape, RnnProblem
 
 # A replay takes about this long: events resolve 0.5 us, and the first kernel's launch is in it.
 _REPLAY_US, _MAX_CALLS = 1500.0, 4096
-_MANY_LAUNCHES_S = 2e-3  # of the host's time: about a thousand
+# Of the host's time for all launches of a graph, of which there are then some thousands: 2 us each within a library.
+_GRAPH_S = 20e-3
 # Operands start on lines of this size, and as far beyond as the caller's do.
 _LINE_BYTES = 256
 
@@ -155,13 +156,15 @@ class GpuStopwatch(Samples):
         self.total_s += elapsed_us * 1e-6
 
     def _prepared(self) -> tuple[int, Callable[[], None]]:
-        """(calls of a replay, what replays them) once warm: every copy equally often, or one call after the other."""
+        """(calls of a replay, what replays them) once warm: every copy equally often, where a graph has room for it; or
+        one call after the other, where it has none for one."""
         copies, stream = len(self._operands.pointers), self._operands.stream
-        if min(self._launching_s(), self._launching_s()) > _MANY_LAUNCHES_S:
+        most = int(_GRAPH_S / min(self._launching_s() for _ in range(3)))
+        if not most:
             return 1, lambda: self._enqueue(1)
         once_us = self._timed(lambda: self._enqueue(2)) / 2
         turns = max(1, ceil(min(_REPLAY_US / once_us, _MAX_CALLS) / copies))
-        calls = turns * copies
+        calls = min(turns * copies, most)
         graph = driver.Graph(stream, lambda _: self._enqueue(calls))
         self._timed(graph.replay)
         return calls, graph.replay
@@ -170,7 +173,7 @@ class GpuStopwatch(Samples):
         """Seconds of the host's for one call."""
         begun = perf_counter()
         self._enqueue(1)
-        return perf_counter() - begun
+        return max(perf_counter() - begun, 1e-6)
 
     def _enqueue(self, calls: int) -> None:
         stream = int(self._operands.stream)

@@ -17,18 +17,20 @@ COPIES = [(i,) for i in range(10)]
     ("once_us", "first_us", "host_us", "calls"),
     [
         (10, 5, 5, 150),
-        (0.3, 5, 5, 4100),
+        (0.3, 5, 4, 4100),
+        (0.3, 10, 10, 2000),  # the graph is full
         (1e3, 5, 5, 10),
-        (1e5, 1999, 1999, 10),
-        (2e3, 2001, 2001, 1),
+        (2e3, 1999, 1999, 10),
+        (2e3, 9000, 9000, 2),
+        (2e4, 20001, 20001, 1),  # is launched
         (10, 1e5, 5, 150),
     ],
 )
 def test_samples_are_replayed_graphs_but_of_calls_with_many_launches(
     once_us: float, first_us: float, host_us: float, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph has each copy equally often; calls that are launched follow each other from copy to copy. One call that
-    took the host long, as while it collects garbage, does not count."""
+    """A graph has each copy equally often, if the host launches so many calls in 20 ms; calls that are launched follow
+    each other from copy to copy. One that took the host long, as while it collects garbage, does not count."""
     ends_us: list[float] = []
     launched: list[tuple[int, ...]] = []
     captured: list[list[tuple[int, ...]]] = []
@@ -63,7 +65,7 @@ def test_samples_are_replayed_graphs_but_of_calls_with_many_launches(
         sampled.append(list(launched))
     assert watch.samples_us == pytest.approx([once_us] * 3)
     if calls == 1:
-        assert not captured and sampled == [[copy] for copy in COPIES[2:5]]  # two warmed up
+        assert not captured and sampled == [[copy] for copy in COPIES[3:6]]  # three warmed up
     else:
         assert len(captured) == 1 and sampled == captured * 3 and len(captured[0]) == calls
-        assert {captured[0].count(copy) for copy in COPIES} == {calls // 10}
+        assert {captured[0].count(copy) for copy in COPIES} <= {calls // 10, -(-calls // 10)}

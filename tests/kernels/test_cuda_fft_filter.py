@@ -34,6 +34,8 @@ SHAPES = (
     ("n1c9h34w40:k6r11s7:p0x3:u1x1:d1x1:g1:cross:nchw", "two tiles an axis, the most taps"),
     ("n1c33h6w5:k2r2s1:ba3.2x0.3:u1x1:d1x1:g1:conv:nhwc:kcrs:ynchw", "two layouts; two blocks of a row of dw"),
     ("n9c1h27w27:k1r1s1:p0x0:u1x1:d1x1:g1:cross:nchw:krsc:ynhwc", "more images than a stage has; one tap"),
+    ("n1c65h4w3:k2r2s3:ba40.1x1.0:u1x1:d1x1:g1:cross:nhwc", "two columns of tiles; more padding than image"),
+    ("n1c2h1w1:k65r1s1:p0x0:u1x1:d1x1:g1:cross:nchw", "two rows of tiles; one pixel"),
 )
 
 

@@ -6,11 +6,14 @@
                                          M[plane, k, c] = D[plane]^T V[plane], three for each frequency --inverse--> dw
     dy --transform--> D[plane, tile, k] /
 
-Multiplications: 1536 a tile of m^2 pixels, where direct sums have m^2 for each tap: 3.4 times as many for 3x3, 11.9
-for 5x5. Three launches; the products are those of the Winograd filter gradient, and find as many tiles as images where
-these are no larger than m. Traffic: V, D and M, 1536 words a tile or a pair of channels, written and read once.
-Error: eps * log2(32) times the largest root sum of squares of the result. Source: own; Mathieu, Henaff and LeCun,
-arXiv:1312.5851, with three real products for one of complex numbers (Gauss).
+Multiplications: 1536 a tile of m^2 pixels, where direct sums have m^2 for each tap: 5.3 times as many for 3x3, 12.8
+for 5x5, where images fill their tiles. Three launches; the products are those of the Winograd filter gradient. Traffic:
+V, D and M, 1536 words a tile or a pair of channels, written and read once.
+
+Error: on zero-mean data eps * log2(32) times the largest root sum of squares of the result; in general of the products
+of all pixels of a tile, also of those that no tap brings together. Spectra are not scaled: 4 times the sum of |x| over
+a tile, times that of |dy|, has to stay below 3e38. Source: own; Mathieu, Henaff and LeCun, arXiv:1312.5851, with three
+real products for one of complex numbers (Gauss).
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.winograd_product import Kinds
 from nbdnn.problem_conv import ConvProblem
 
-_MOST_TAPS = 11  # on an axis: what the last kernel's shared memory holds
+_MOST_TAPS = 11  # on an axis: of larger filters a tile has less than half of its pixels left
 # Planes of a block: a column of the spectrum has a multiple of each.
 _SHARES = tuple(planes for planes in range(1, 3 * EXTENT + 1) if PLANES // COLUMNS % planes == 0)
 
