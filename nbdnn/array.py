@@ -1,7 +1,8 @@
 """Views over the arrays of other libraries: NumPy, PyTorch, JAX, CuPy and Numba, in host memory and on GPUs.
 
 Every call reads each of its arrays once, with `Library.read_all`: addresses, and a key that is equal for arrays that
-can share a plan. The rest of this module runs once a plan, or where an operand must be copied.
+can share a plan; or knows arrays like those it read before by a `Library.recogniser`. The rest of this module runs once
+a plan, or where an operand must be copied.
 """
 
 from __future__ import annotations
@@ -117,16 +118,25 @@ class _Elsewhere:
         }
 
 
+Recogniser = Callable[[Sequence[Any]], "list[int] | None"]
+
+
 class Library(ABC):
-    """One array library: how its arrays are read, allocated, copied and given back."""
+    """One array library: how its arrays are read, allocated, copied and given back.
+
+    recognises: whether `recogniser` may make one. always_writable: no array of it is constant.
+    """
+
+    recognises = False
+    always_writable = False
 
     @abstractmethod
     def read(self, array: Any) -> tuple[int, Hashable]:
         """(address, key of shape, strides, dtype and alignment); no two libraries' are equal. In the path of a call."""
 
-    def read_all(self, arrays: Sequence[Any]) -> tuple[int, list[int], list[Hashable]]:
-        """(GPU of the first, addresses, keys) of a call's arrays, the first of them of this library; 0 and None for
-        those that are None. On the path of every call."""
+    def read_all(self, arrays: Sequence[Any]) -> tuple[list[int], list[Hashable]]:
+        """(addresses, keys) of a call's arrays, the first of them of this library; 0 and None for those that are None.
+        On the path of a call."""
         pointers: list[int] = []
         keys: list[Hashable] = []
         kind = type(arrays[0])
@@ -138,7 +148,12 @@ class Library(ABC):
                 pointer, key = self.read(array) if type(array) is kind else read(array)
                 pointers.append(pointer)
                 keys.append(key)
-        return self.gpu(arrays[0]), pointers, keys
+        return pointers, keys
+
+    def recogniser(self, arrays: Sequence[Any]) -> Recogniser | None:
+        """A function that is faster than `read_all`: the addresses of other arrays where their keys would be those of
+        `arrays`, else None. None where the library has no such thing for these arrays."""
+        return None
 
     @abstractmethod
     def view(self, array: Any) -> View: ...

@@ -6,7 +6,7 @@ and dtype and builds a `Call`; from then on a call is: read, look up, allocate, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -47,18 +47,17 @@ def compute(
     """
     try:
         library = library_of(arrays[0])
-        gpu, pointers, facts = library.read_all(arrays)
+        gpu = library.gpu(arrays[0])
     except InvalidType:
         _name_unreadable(family.names(arguments), arrays)
         raise
-    if gpu < 0:
-        context = dispatcher.context()
-        call = _call(context, facts, family, arguments, arrays, scalars)
-        return call.run(context, arrays, pointers, scalars, 0)
-    changed = driver.enter(gpu)
+    changed = gpu >= 0 and driver.enter(gpu)
     try:
         context = dispatcher.context(gpu)
-        call = _call(context, facts, family, arguments, arrays, scalars)
+        found = context.recognised(arguments, arrays) if library.recognises else None
+        call, pointers = found or _call(context, library, family, arguments, arrays, scalars)
+        if gpu < 0:
+            return call.run(context, arrays, pointers, scalars, 0)
         if stream is None:
             return call.run(context, arrays, pointers, scalars, library.stream(gpu))
         handle = stream_handle(stream)
@@ -71,22 +70,29 @@ def compute(
 
 def _call(
     context: dispatcher.Context,
-    facts: list[Hashable],
+    library: Library,
     family: Family,
     arguments: tuple,
     arrays: Sequence[Any],
     scalars: tuple[float, ...],
-) -> Call:
-    """What runs calls with these arguments on arrays with these facts: made of the first of them."""
+) -> tuple[Call, list[int]]:
+    """What runs calls with these arguments on arrays such as these, made of the first of them; and their addresses."""
+    try:
+        pointers, facts = library.read_all(arrays)
+    except InvalidType:
+        _name_unreadable(family.names(arguments), arrays)
+        raise
     key = (arguments, *facts)
     try:
         call = context.memo.get(key)
-    except TypeError:  # unhashable, as a list is: the checks say what should have been there
+    except TypeError:
         call = None
     if call is None:
         call = family.prepare(arguments, arrays, scalars)
         context.remember(key, call)
-    return call
+    if library.recognises:
+        context.recognise(arguments, arrays, library.recogniser(arrays), call)
+    return call, pointers
 
 
 class Made(NamedTuple):

@@ -18,6 +18,8 @@ import numpy as np
 
 from nbdnn.errors import CudaError
 
+_LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
 
 @cache
 def bindings() -> ModuleType:
@@ -95,10 +97,16 @@ _handles: dict[int, int] = {}  # of the primary contexts that were entered, by G
 def _currents() -> tuple[ctypes.c_void_p, Callable[[], int]]:
     """cuCtxGetCurrent without the objects that cuda-python makes of its result: 0.2 us instead of 1."""
     bindings()
-    library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     current = ctypes.c_void_p()
-    _thread.current = made = current, partial(library.cuCtxGetCurrent, ctypes.byref(current))
+    _thread.current = made = current, partial(ctypes.PyDLL(_LIBRARY).cuCtxGetCurrent, ctypes.byref(current))
     return made
+
+
+def launcher(config: Any, function: Any, parameters: int) -> Callable[[], int]:
+    """What starts a kernel as its CUlaunchConfig says, and returns the driver's status: cuLaunchKernelEx without the
+    objects that cuda-python makes, 3.4 us instead of 3.8. The config is to be kept as long."""
+    given = (config.getPtr(), int(function), parameters, 0)
+    return partial(ctypes.CDLL(_LIBRARY).cuLaunchKernelEx, *map(ctypes.c_void_p, given))
 
 
 def leave() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from operator import index
 from typing import Any
@@ -22,7 +23,7 @@ _MASK, _STATE = ("u8",), ("i64",)
 
 def compute(direction: str, given: tuple, dropout: float, options: tuple, stream: Any) -> Any:
     """The result of a call. given: x, seed, state and out; or dy, mask and out."""
-    scalars = _scalars(dropout)
+    scalars = _scalars(dropout if type(dropout) is float else _probability(dropout))
     if direction == "backward":
         return call.compute(_FAMILY, ("dropout_bwd", *options), given, scalars, stream)
     x, seed, state, out = given
@@ -34,12 +35,16 @@ def compute(direction: str, given: tuple, dropout: float, options: tuple, stream
     return y, mask, advanced if advanced is state else library_of(x).given(advanced)
 
 
-def _scalars(dropout: float) -> tuple[float, float]:
-    """(threshold, scale)."""
+def _probability(dropout: Any) -> float:
     try:
-        probability = float(dropout)
+        return float(dropout)
     except (TypeError, ValueError):
         raise InvalidProblem(f"dropout is {dropout!r}, expected a probability in [0, 1)") from None
+
+
+@lru_cache(64)
+def _scalars(probability: float) -> tuple[float, float]:
+    """(threshold, scale)."""
     if not 0 <= probability < 1:
         raise InvalidProblem(f"dropout is {probability}, expected a probability in [0, 1)")
     return float(round(probability * _WORDS)), 1 / (1 - probability)
@@ -80,6 +85,8 @@ def _writable(x: Any, state: Any) -> Any:
     """The state itself, or a copy of one that cannot be written: of JAX, or read-only and of NumPy, which JAX has where
     it knows no int64. Such a copy is on x's device."""
     library = library_of(state)
+    if library.always_writable:
+        return state
     seen = library.view(state)
     if seen.writable or (seen.shape, seen.dtype) != ((2,), "i64"):
         return state

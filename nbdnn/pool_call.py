@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
@@ -16,14 +17,6 @@ from nbdnn.problem_pool import MODES, PoolProblem
 
 _NAMES = {"pool_fwd": ("img", "out"), "pool_bwd": ("img", "out", "out_grad", "dx")}
 _AVERAGE = {"average": "average_inc_pad"}
-
-
-def compute(arguments: tuple, arrays: Sequence[Any], stream: Any = None) -> Any:
-    """The result of a call.
-
-    arguments: op, ws, stride, mode, pad and `call_setup.Options`. arrays: the inputs and the caller's output.
-    """
-    return call.compute(_FAMILY, arguments, arrays, (), stream)
 
 
 def _names(arguments: tuple) -> tuple[str, ...]:
@@ -86,4 +79,6 @@ def _axes(name: str, value: Any, ndim: int) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-_FAMILY = call.Family(_names, _prepare)
+# The result of a call: (arguments, arrays, scalars, stream). arguments: op, ws, stride, mode, pad and the fields of
+# `call_setup.Options`. arrays: the inputs and the caller's output.
+compute = partial(call.compute, call.Family(_names, _prepare))

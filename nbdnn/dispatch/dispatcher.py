@@ -7,9 +7,11 @@ state of the flags; its memo maps whatever a public function calls equal calls t
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from nbdnn import config
+from nbdnn.array import Recogniser
 from nbdnn.candidate import Runner
 from nbdnn.device import Device, cpu_device, gpu, thread_count
 from nbdnn.dispatch import events, policy, recording, workspace
@@ -21,6 +23,8 @@ from nbdnn.problem import Problem
 
 # A program whose shapes never repeat must not grow for ever.
 _MAX_MEMO, _MAX_CONTEXTS = 4096, 32
+# Recognisers of calls with equal arguments on first arrays of one shape, which are asked in turn.
+_MOST_ALIKE = 4
 
 
 class Plan:
@@ -75,21 +79,40 @@ class Context:
         self.device, self.database = device, database
         self.generation = database.generation
         self.memo: dict[Any, Any] = {}
+        self._recognisers: dict[Any, list[tuple[Recogniser, Any]]] = {}
         self._plans: dict[tuple[Problem, Request], Plan] = {}
         self._runners: dict[tuple, Runner] = {}
 
     def refresh(self) -> None:
         self.generation = self.database.generation
         self.memo.clear()
+        self._recognisers.clear()
 
     def remember(self, key: Any, call: Any) -> None:
         if len(self.memo) >= _MAX_MEMO:
             self.forget()
         self.memo[key] = call
 
+    def recognised(self, arguments: tuple, arrays: Sequence[Any]) -> tuple[Any, list[int]] | None:
+        """What runs a call on arrays as they were seen before, and their addresses: the memo without its key."""
+        try:
+            for recogniser, call in self._recognisers.get((arguments, len(arrays), arrays[0].shape), ()):
+                if (pointers := recogniser(arrays)) is not None:
+                    return call, pointers
+        except TypeError:  # unhashable, as a list is: the checks say what should have been there
+            pass
+        return None
+
+    def recognise(self, arguments: tuple, arrays: Sequence[Any], recogniser: Recogniser | None, call: Any) -> None:
+        """Have `recognised` find the call that is in the memo for these arrays."""
+        if recogniser is not None:
+            known = self._recognisers.setdefault((arguments, len(arrays), arrays[0].shape), [])
+            if len(known) < _MOST_ALIKE:
+                known.append((recogniser, call))
+
     def forget(self) -> None:
         """Drop every plan and runner."""
-        for memo in (self.memo, self._plans, self._runners):
+        for memo in (self.memo, self._recognisers, self._plans, self._runners):
             memo.clear()
 
     def plan(self, problem: Problem, request: Request, given: Given | None = None) -> Plan:

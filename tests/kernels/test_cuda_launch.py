@@ -47,8 +47,6 @@ class StandIn:
         )
         return SimpleNamespace(
             CUstream=int,
-            cuLaunchKernel=self.cuLaunchKernel,
-            cuLaunchKernelEx=self.cuLaunchKernelEx,
             CUfunction_attribute=attributes,
             CUlaunchConfig=SimpleNamespace,
             CUlaunchAttribute=lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace())),
@@ -75,19 +73,25 @@ class StandIn:
                 assert arguments[1] == "dynamic"
                 self.permitted.append(arguments[2])
                 return None
-            case "cuLaunchKernel" | "cuLaunchKernelEx":
+            case "cuLaunchKernelEx":
                 raise CudaError(f"{name}: {self.failure}")
         raise AssertionError(name)
 
-    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared_bytes, stream, parameters, extra):
-        addresses = (ctypes.c_void_p * len(self.types)).from_address(parameters)
-        arguments = tuple(t.from_address(at).value for t, at in zip(self.types, addresses, strict=True))
-        self.started.append(Started(function, (gx, gy, gz), (bx, by, bz), shared_bytes, stream, arguments))
-        assert extra == 0
-        return (self.failure,)
+    def launcher(self, config, function, parameters):
+        def start() -> int:
+            for attribute in config.attrs[: config.numAttrs]:
+                self.see(attribute)
+            grid = config.gridDimX, config.gridDimY, config.gridDimZ
+            block = config.blockDimX, config.blockDimY, config.blockDimZ
+            addresses = (ctypes.c_void_p * len(self.types)).from_address(parameters)
+            arguments = tuple(t.from_address(at).value for t, at in zip(self.types, addresses, strict=True))
+            given = config.sharedMemBytes, config.hStream, arguments
+            self.started.append(Started(function, grid, block, *given))
+            return self.failure
 
-    def cuLaunchKernelEx(self, config, function, parameters, extra):
-        (attribute,) = config.attrs[: config.numAttrs]
+        return start
+
+    def see(self, attribute) -> None:
         dimension = attribute.value.clusterDim
         if attribute.id == "cluster":
             self.clusters.append((dimension.x, dimension.y, dimension.z))
@@ -96,11 +100,6 @@ class StandIn:
         else:
             assert attribute.id == "cooperative"
             self.cooperative.append(attribute.value.cooperative)
-        grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        block = config.blockDimX, config.blockDimY, config.blockDimZ
-        return self.cuLaunchKernel(
-            function, *grid, *block, config.sharedMemBytes, config.hStream, parameters, extra
-        )  # fmt: skip
 
 
 @pytest.fixture
@@ -109,6 +108,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn((*[ctypes.c_void_p] * 3, *[ctypes.c_float] * 2, *[ctypes.c_int32] * 3))
     monkeypatch.setattr(driver, "bindings", stand_in.bindings)
     monkeypatch.setattr(driver, "call", stand_in.call)
+    monkeypatch.setattr(driver, "launcher", stand_in.launcher)
     monkeypatch.setattr(cuda_launch, "_functions", {})
     monkeypatch.setattr(cuda_launch, "_permitted_bytes", {})
     monkeypatch.setattr(cuda_launch, "compile_kernel", lambda source, arch: kernel(arch.encode()))
@@ -222,7 +222,7 @@ def test_launches_follow_each_other_and_empty_grids_are_left_out(stand_in: Stand
 def test_a_failure_is_an_error(stand_in: StandIn) -> None:
     run = Program([launch()], H200)
     stand_in.failure = 701
-    with pytest.raises(CudaError, match="cuLaunchKernel: 701"):
+    with pytest.raises(CudaError, match="cuLaunchKernelEx: 701"):
         run((X, W, Y), (1.0, 0.0))
 
 

@@ -13,6 +13,7 @@ import struct
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -99,21 +100,24 @@ class Program:
 
     def __init__(self, launches: Sequence[Launch], device: Gpu) -> None:
         self._prepared = [_prepared(launch, device.arch) for launch in chained(launches, device)]
-        self._stream, self._handle = -1, None
+        self._stream = -1
         self._packed: tuple[tuple[int, ...], tuple[float, ...], int] | None = None
 
     def __call__(
         self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int = 0, stream: int = 0
     ) -> None:
         if stream != self._stream:
-            self._stream, self._handle = stream, driver.bindings().CUstream(stream)
+            handle, self._stream = driver.bindings().CUstream(stream), stream
+            for prepared in self._prepared:
+                prepared.config.hStream = handle
         if self._packed != (wanted := (pointers, scalars, workspace)):
             given, self._packed = (*pointers, workspace, 0), None
             for prepared in self._prepared:
                 prepared.pack(given, scalars)
             self._packed = wanted
         for prepared in self._prepared:
-            prepared.start(self._handle)
+            if prepared.start():
+                prepared.fail()
 
 
 class LaunchedCandidate(Candidate[ConfigT, Gpu]):
@@ -130,11 +134,14 @@ class LaunchedCandidate(Candidate[ConfigT, Gpu]):
 
 
 class _Prepared(NamedTuple):
-    """pack: puts the addresses `given` (operands, workspace, 0), alpha and beta to the integers. start: runs the kernel
-    with what was packed last, on a stream."""
+    """pack: puts the addresses `given` (operands, workspace, 0), alpha and beta to the integers. config: how the driver
+    is to run the kernel, and on which stream. start: runs it with what was packed last; anything but 0 is an error,
+    which `fail`, in another try, raises with its name."""
 
     pack: Callable[[tuple[int, ...], tuple[float, ...]], None]
-    start: Callable[[Any], None]
+    config: Any
+    start: Callable[[], int]
+    fail: Callable[[], None]
 
 
 def _prepared(launch: Launch, arch: str) -> _Prepared:
@@ -156,39 +163,13 @@ def _prepared(launch: Launch, arch: str) -> _Prepared:
     def pack(given: tuple[int, ...], scalars: tuple[float, ...], _alive: object = addresses) -> None:
         pack_into(arguments, 0, *select(given), *scalars[:taken])
 
-    plain = launch.cluster == 1 and not launch.cooperative and not launch.early
-    start_on = _started if plain else _started_as_described
-    return _Prepared(pack, start_on(launch, function, ctypes.addressof(addresses)))
-
-
-def _started(launch: Launch, function: Any, parameters: int) -> Callable[[Any], None]:
-    """Starts the kernel with the arguments at these addresses."""
-    cu_launch, (x, y, z) = driver.bindings().cuLaunchKernel, launch.grid
-    threads, shared_bytes = launch.source.threads, launch.dynamic_shared_bytes
-
-    def start(stream: Any) -> None:
-        (status,) = cu_launch(function, x, y, z, threads, 1, 1, shared_bytes, stream, parameters, 0)
-        if status:  # once more, for an error with its name
-            driver.call("cuLaunchKernel", function, x, y, z, threads, 1, 1, shared_bytes, stream, parameters, 0)
-
-    return start
-
-
-def _started_as_described(launch: Launch, function: Any, parameters: int) -> Callable[[Any], None]:
-    """As `_started`, with attributes."""
-    cu_launch, config = driver.bindings().cuLaunchKernelEx, _described(launch)
-
-    def start(stream: Any) -> None:
-        config.hStream = stream
-        (status,) = cu_launch(config, function, parameters, 0)
-        if status:
-            driver.call("cuLaunchKernelEx", config, function, parameters, 0)
-
-    return start
+    config, at = _described(launch), ctypes.addressof(addresses)
+    fail = partial(driver.call, "cuLaunchKernelEx", config, function, at, 0)
+    return _Prepared(pack, config, driver.launcher(config, function, at), fail)
 
 
 def _described(launch: Launch) -> Any:
-    """The driver's description of a launch with attributes; the stream is set at every call."""
+    """The driver's description of a launch but for the stream, which calls set."""
     bindings, config = driver.bindings(), driver.bindings().CUlaunchConfig()
     names, attributes = bindings.CUlaunchAttributeID, []
 

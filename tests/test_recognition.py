@@ -1,0 +1,155 @@
+"""Arrays that are recognised without being read: the same results, and nothing that differs goes unnoticed."""
+
+from __future__ import annotations
+
+import weakref
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import library
+
+from nbdnn import config, dnn_batch_normalization_train, dnn_conv, dnn_pool, dnn_softmax
+from nbdnn.array import library_of
+from nbdnn.dispatch import dispatcher
+from nbdnn.errors import InvalidProblem, InvalidType
+
+SHAPE = 2, 4, 6, 6
+
+
+@pytest.fixture
+def torch() -> ModuleType:
+    found = library("torch")
+    if not library_of(found.zeros(1)).recognises:
+        pytest.skip(f"PyTorch {found.__version__} is not one whose guards are used")
+    return found
+
+
+def test_what_differs_is_noticed(torch: ModuleType) -> None:
+    x, y = torch.randn(SHAPE), torch.randn(SHAPE)
+    recognise = library_of(x).recogniser((x, None, y))
+    assert recognise((x, None, y)) == [x.data_ptr(), 0, y.data_ptr()]
+    other = torch.randn(SHAPE)
+    assert recognise((other, None, x)) == [other.data_ptr(), 0, x.data_ptr()]
+    aside = torch.randn(1 + other.numel())[1:].view(SHAPE)
+    assert aside.data_ptr() % 16
+    unlike = {
+        "shape": torch.randn(2, 4, 6, 7),
+        "rank": torch.randn(2, 4, 36),
+        "strides": other.transpose(2, 3),
+        "layout": other.to(memory_format=torch.channels_last),
+        "dtype": other.double(),
+        "device": other.to("meta"),
+        "type": torch.nn.Parameter(other),
+        "alignment": aside,
+        "sign": torch._neg_view(other),
+        "sparsity": other.to_sparse(),
+        "library": other.numpy(),
+        "absence": None,
+    }
+    for different in unlike.values():
+        assert recognise((different, None, y)) is None
+        assert recognise((x, None, different)) is None
+    assert recognise((x, other, y)) is None
+    assert recognise((x, None, y)) is not None
+
+
+def test_arrays_that_cannot_be_recognised(torch: ModuleType) -> None:
+    x, torch_library = torch.randn(SHAPE), library_of(torch.zeros(1))
+    assert torch_library.recogniser((x, x)) is None
+    assert torch_library.recogniser((x, x.numpy())) is None
+    assert torch_library.recogniser((torch.randn(1 + x.numel())[1:].view(SHAPE), x)) is None
+    assert not library_of(x.numpy()).recognises
+
+
+def test_calls_in_turn_have_their_own_results(torch: ModuleType) -> None:
+    """More kinds of arrays than are recognised, one shape among them in several."""
+    every = [torch.randn(SHAPE).to(memory_format=layout) for layout in (torch.contiguous_format, torch.channels_last)]
+    every += [each.double() for each in every] + [torch.randn(SHAPE).transpose(2, 3), torch.randn(3, 4, 6, 6)]
+    every += [torch.randn(SHAPE, dtype=torch.float64).transpose(2, 3), every[0].bfloat16()]
+    for _ in range(3):
+        for x in every:
+            torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
+            out = torch.empty_like(x)
+            assert dnn_softmax(x, out=out) is out
+            torch.testing.assert_close(out, torch.softmax(x, 1))
+
+
+def test_arrays_that_are_there_or_not(torch: ModuleType) -> None:
+    x, w, bias, residual = torch.randn(SHAPE), torch.randn(4, 4, 1, 1), torch.randn(4), torch.randn(SHAPE)
+    plain = torch.nn.functional.conv2d(x, w)
+    given: list[tuple[dict[str, Any], Any]] = [
+        ({}, plain), ({"bias": bias}, plain + bias[:, None, None]), ({"residual": residual}, plain + residual),
+        ({"bias": bias, "residual": residual}, plain + bias[:, None, None] + residual),
+    ]  # fmt: skip
+    for _ in range(2):
+        for options, expected in given:
+            torch.testing.assert_close(dnn_conv(x, w, **options), expected)
+            out = torch.empty_like(plain)
+            dnn_conv(x, w, out=out, **options)
+            torch.testing.assert_close(out, expected)
+    gamma, beta, mean, variance = (torch.rand(1, 4, 1, 1) for _ in range(4))
+    for _ in range(2):
+        assert len(dnn_batch_normalization_train(x, gamma, beta, "spatial")) == 3
+        running = {"running_mean": mean, "running_var": variance}
+        assert len(dnn_batch_normalization_train(x, gamma, beta, "spatial", **running)) == 5
+
+
+def test_errors_are_those_of_arrays_that_are_read(torch: ModuleType) -> None:
+    x = torch.randn(SHAPE)
+    out = torch.empty_like(x)
+    for _ in range(2):
+        dnn_softmax(x, out=out)
+        with pytest.raises(InvalidProblem, match="overlaps"):
+            dnn_softmax(x, out=x)
+        with pytest.raises(InvalidProblem, match=r"\(2, 4, 6, 7\)"):
+            dnn_softmax(x, out=torch.empty(2, 4, 6, 7))
+        with pytest.raises(InvalidProblem, match=r"ws is \[2, 2\]"):
+            dnn_pool(x, [2, 2])
+        with pytest.raises(InvalidType, match="x: a tensor that PyTorch has yet to negate"):
+            dnn_softmax(torch._neg_view(x))
+        with pytest.raises(InvalidType, match="out: a tensor that PyTorch has yet to negate"):
+            dnn_softmax(x, out=torch._neg_view(out))
+
+
+def test_an_output_that_moves_onto_its_input_is_refused(torch: ModuleType) -> None:
+    both = torch.randn(2 * 2 * 4 * 6 * 6)
+    x, size = both[:288].view(SHAPE), 288
+    dnn_softmax(x, out=both[size:].view(SHAPE))
+    with pytest.raises(InvalidProblem, match="overlaps"):
+        dnn_softmax(x, out=both[size - 32 : -32].view(SHAPE))
+
+
+def test_flags_and_threads_have_their_own_plans(torch: ModuleType) -> None:
+    x = torch.randn(SHAPE)
+    dnn_softmax(x)
+    first = dispatcher.context()
+    with config.change(dnn__deterministic=True):
+        dnn_softmax(x)
+        assert dispatcher.context() is not first
+    torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
+
+
+def test_tensors_are_not_kept_and_memos_stay_small(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(SHAPE)
+    seen = weakref.ref(x)
+    dnn_softmax(x)
+    dnn_softmax(x)
+    del x
+    assert seen() is None
+    monkeypatch.setattr(dispatcher, "_MAX_MEMO", 3)
+    for height in range(5, 12):
+        dnn_softmax(torch.randn(1, 2, height, 5))
+        assert len(dispatcher.context()._recognisers) <= 3
+
+
+def test_a_recognised_call_reads_no_array(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this the tests above could pass by reading."""
+    x = torch.randn(SHAPE)
+    expected = dnn_softmax(x)
+    kind = type(library_of(x))
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "read_all", lambda self, arrays: pytest.fail("read"))
+        again = dnn_softmax(torch.empty_like(x).copy_(x))
+    assert np.array_equal(again, expected)
