@@ -34,7 +34,9 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # releases that the tests have seen.
 _TensorGuards: Any = None
 if "2.11" <= torch.__version__ < "2.14":  # as versions
-    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
+    from torch._C._dynamo import guards
+
+    _TensorGuards = guards.TensorGuards
 
 
 class Torch(Library):

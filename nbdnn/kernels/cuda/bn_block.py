@@ -87,21 +87,42 @@ def scale_one(v: Variant, streams: bool = False):
 
 @cache
 def coefficients_of(v: Variant):
-    """Device function (params, column, epsilon, factor): four local arrays."""
+    """Device function (params, slab, column, epsilon, factor, f): of inference, from its parameters, four local arrays
+    of v.sums. All threads of a block are to come here.
+
+    Gradients, whose registers are few threads' then, have a thread find each channel for its block, in shared memory:
+    n4c64d16h56w56 channels-last in f16 26.4 us, not 27.6 (H200). Forwards are a percent faster where every thread finds
+    its own.
+    """
     from nbdnn.kernels.cuda import ptx
 
-    integer, real, sums, finish = ptx.INTEGER[v.bits], ptx.REAL[v.compute], v.sums, bn_channel.finish(v)
-    four_arrays_of_sums = four_arrays(sums, v.compute)
+    integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
+    sums, columns, channels, finish = v.sums, v.columns, v.columns * v.sums, bn_channel.finish(v)
+    four_arrays_of_sums, table_size, (_, taken) = four_arrays(sums, v.compute), 4 * channels, bn_channel.coefficients(v)
 
     @ptx.inline
-    def coefficients_of(params, column, epsilon, factor):
-        """Of inference, from its parameters: local arrays of v.sums."""
+    def of_channel(params, channel, epsilon, factor):
+        return finish(params, channel, real(0.0), real(1.0), real(0.0), real(0.0), epsilon, factor, False)
+
+    @ptx.inline
+    def own(params, slab, column, epsilon, factor, f):
         center, second, scale, offset = four_arrays_of_sums()
         for i in range(sums):
             channel = integer(column * sums + i)
-            center[i], second[i], scale[i], offset[i] = finish(
-                params, channel, real(0.0), real(1.0), real(0.0), real(0.0), epsilon, factor, False
-            )
+            center[i], second[i], scale[i], offset[i] = of_channel(params, channel, epsilon, factor)
         return center, second, scale, offset
 
-    return coefficients_of
+    @ptx.inline
+    def shared(params, slab, column, epsilon, factor, f):
+        table, thread = ptx.cuda.shared.array(table_size, real), small(ptx.thread_x())
+        channel = integer(slab * channels + thread)
+        if thread < channels and channel < f.channels:
+            four = of_channel(params, channel, epsilon, factor)
+            for i in range(4):
+                table[integer(i * channels + thread)] = four[i]
+        ptx.cuda.syncthreads()
+        center, second, scale, offset = four_arrays_of_sums()
+        taken(table, integer(thread & (columns - 1)), center, second, scale, offset)
+        return center, second, scale, offset
+
+    return shared if v.op == "bn_infer_bwd" and sums > 1 else own

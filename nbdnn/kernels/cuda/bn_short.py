@@ -85,7 +85,7 @@ def short_kernel(*specialised_on):
         six, seven, eight, _, _ = load_up_to_four(values, gradients, at_once, x, dy, five, place, after, f)
         a[0], b[0], origin[0] = real(0.0), real(0.0), widen(mean[column])
         params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
-        coefficients = coefficients_of(params, column, epsilon, factor)
+        coefficients = coefficients_of(params, slab, column, epsilon, factor, f)
         count = take_up_to_four(
             a, b, origin, coefficients, values, gradients, 0, out, at, two, three, four, left
         ) + take_up_to_four(
