@@ -69,6 +69,7 @@ EDGES_2D = (
     Edge("n1c4h11w13:k5r3s3:p2x2:u1x1:d2x2:g1", "dilation keeps the extents"),
     Edge("n1c4h20w21:k5r3s3:p3x3:u2x2:d3x3:g1", "dilation and stride, coprime"),
     Edge("n1c3h29w31:k9r11s11:p2x2:u4x4:d1x1:g1", "11x11 with stride 4"),
+    Edge("n1c9h34w40:k6r11s9:p5x4:u1x1:d1x1:g1", "11x9 with stride 1, what transforms of large tiles are for"),
     Edge("n1c8h9w10:k8r5s5:p2x2:u1x1:d1x1:g1", "5x5: an FFT's and a larger Winograd's home"),
     Edge("n2c3h22w37:k5r17s14:p8x7:u1x1:d1x1:g1", "a filter as large as a tile"),
     Edge("n1c2h45w33:k3r33s35:p16x20:u1x1:d1x1:g1", "a filter too large for tiles"),
