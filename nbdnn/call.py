@@ -91,7 +91,7 @@ def _call(
         call = family.prepare(arguments, arrays, scalars)
         context.remember(key, call)
     if library.recognises:
-        context.recognise(arguments, arrays, library.recogniser(arrays), call)
+        context.recognise(arguments, arrays, library, call)
     return call, pointers
 
 

@@ -144,6 +144,18 @@ def test_tensors_are_not_kept_and_memos_stay_small(torch: ModuleType, monkeypatc
         assert len(dispatcher.context()._recognisers) <= 3
 
 
+def test_what_cannot_be_recognised_is_not_tried_at_every_call(
+    torch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(1 + 210)[1:].view(2, 3, 5, 7)
+    made: list[Any] = []
+    kind, tried = type(library_of(x)), type(library_of(x)).recogniser
+    monkeypatch.setattr(kind, "recogniser", lambda self, arrays: made.append(tried(self, arrays)))
+    for _ in range(20):
+        torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
+    assert made == [None] * dispatcher._MOST_ALIKE
+
+
 def test_a_recognised_call_reads_no_array(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this the tests above could pass by reading."""
     x = torch.randn(SHAPE)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbdnn import config
-from nbdnn.array import Recogniser
+from nbdnn.array import Library, Recogniser
 from nbdnn.candidate import Runner
 from nbdnn.device import Device, cpu_device, gpu, thread_count
 from nbdnn.dispatch import events, policy, recording, workspace
@@ -64,6 +64,10 @@ class Plan:
         self.take(policy.choose(self.problem, self._context.device, self._context.database, smaller))
 
 
+def _unknown(arrays: Sequence[Any]) -> None:
+    """A recogniser of nothing."""
+
+
 def _described(choice: Choice) -> str:
     option = choice.option
     return ", ".join(filter(None, (choice.source, str(option.config), f"workspace {option.workspace_bytes} bytes")))
@@ -103,12 +107,12 @@ class Context:
             pass
         return None
 
-    def recognise(self, arguments: tuple, arrays: Sequence[Any], recogniser: Recogniser | None, call: Any) -> None:
-        """Have `recognised` find the call that is in the memo for these arrays."""
-        if recogniser is not None:
-            known = self._recognisers.setdefault((arguments, len(arrays), arrays[0].shape), [])
-            if len(known) < _MOST_ALIKE:
-                known.append((recogniser, call))
+    def recognise(self, arguments: tuple, arrays: Sequence[Any], library: Library, call: Any) -> None:
+        """Have `recognised` find the call that is in the memo for these arrays. Where they cannot be recognised that
+        counts as one of the few kinds of them, so that it is not tried at every call."""
+        known = self._recognisers.setdefault((arguments, len(arrays), arrays[0].shape), [])
+        if len(known) < _MOST_ALIKE:
+            known.append((library.recogniser(arrays) or _unknown, call))
 
     def forget(self) -> None:
         """Drop every plan and runner."""
