@@ -133,15 +133,19 @@ def _factor(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}x"
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def _summary(results: Sequence[Tuned], database: Database) -> str:
     measured = sum(result.measured for result in results)
     unfinished = sum(not result.complete for result in results)
     if not measured:
         return f"Nothing was measured: {database.path} already has all of it."
-    measurements = f"{measured} measurements of {len(results)} problems"
+    measurements = f"{_counted(measured, 'measurement')} of {_counted(len(results), 'problem')}"
     if database.why_unsaved:
-        return f"{measurements} are lost with the end of this command: {database.why_unsaved}."
-    text = f"{measurements} are kept in {database.path}."
+        return f"{measurements}, lost with the end of this command: {database.why_unsaved}."
+    text = f"{measurements}, kept in {database.path}."
     if unfinished:
         text += f" The budget, in which kernels are compiled, ended {unfinished} early: the same command goes on."
     return text
