@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ settings.load_profile("nbdnn")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before anything of nbdnn is imported: flags and paths of the machine must not reach the tests."""
+    # What a shell starts in the background ignores Ctrl-C, and so would what the tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="nbdnn-tests-"))
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     for name in ("NBDNN_FLAGS", "NBDNN_RECORD"):
