@@ -27,7 +27,8 @@ from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cuda import depthwise_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
-from nbdnn.kernels.cuda.depthwise_tile import Tile, Tiles, Variant
+from nbdnn.kernels.cuda.depthwise_tile import Reciprocals, Tile, Tiles, Variant
+from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.geometry import filter_strides, index_bits
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.problem_conv import ConvProblem
@@ -57,9 +58,9 @@ def _kernel(*specialised_on):
         turn = depthwise_weights.turned_weights(v)
 
         @ptx.inline
-        def place(w, f):
-            block, slab = ptx.divided(integer(ptx.block_x()), f.slabs)
-            in_block, vector = ptx.divided(integer(ptx.thread_x()), f.vectors)
+        def place(w, f, r):
+            block, slab = ptx.split(integer(ptx.block_x()), f.slabs, r.slabs, r.slabs_shift)
+            in_block, vector = ptx.split(integer(ptx.thread_x()), f.vectors, r.vectors, r.vectors_shift)
             shared, first = ptx_tile.dynamic_shared(), integer(slab * f.vectors * lanes)
             turn(w, first, shared, f)
             tile, channel = integer(block * f.block_tiles + in_block), integer(first + vector * lanes)
@@ -78,10 +79,10 @@ def _kernel(*specialised_on):
     else:
 
         @ptx.inline
-        def place(w, f):
+        def place(w, f, r):
             thread = integer(integer(ptx.block_x()) * THREADS + ptx.thread_x())
-            image, tile = ptx.divided(thread, f.image_tiles)
-            n, channel = ptx.divided(image, f.out_c)
+            image, tile = ptx.split(thread, f.image_tiles, r.image_tiles, r.image_tiles_shift)
+            n, channel = ptx.split(image, f.out_c, r.out_c, r.out_c_shift)
             return integer(n * f.image_tiles + tile) if thread < f.tiles else integer(-1), channel, f.w_first
 
         @ptx.inline
@@ -90,11 +91,10 @@ def _kernel(*specialised_on):
 
     # 2. What it sums of one plane of taps: (depth, -1 where there is none; the image and where its weights are).
     @ptx.inline
-    def plane_at(n, channel, d, plane, start, f):
+    def plane_at(first, channel, d, plane, start, f):
         summed, t = ptx.divided(plane, f.taps_d)
-        group, _ = ptx.divided(channel, f.group_out)
         at_d = d if flat else reached(d, t, f.stride_d, f.pad_d, f.dilation_d, f.extent_d)
-        at = integer(n * f.in_n + (group * f.group_in + summed) * f.in_c + at_d * f.in_d)
+        at = integer(first + summed * f.in_c + at_d * f.in_d)
         return at_d, at, weights_at(start, channel, summed, t, plane, f)
 
     @ptx.inline
@@ -109,38 +109,41 @@ def _kernel(*specialised_on):
         tile_of = depthwise_tile.rows_in_turn(v, end)
 
         @ptx.inline
-        def gather(image, w, n, channel, d, start, row, column, target, f):
-            _, at, where = plane_at(n, channel, d, integer(0), start, f)
+        def gather(image, w, first, channel, d, start, row, column, target, f):
+            _, at, where = plane_at(first, channel, d, integer(0), start, f)
             tile_of(zeros(), w, where, f, source_of(image, at, row, column, f), target)
     else:
         plane_of = depthwise_tile.rows_in_turn(v) if v.unrolled else depthwise_tile.taps_in_turn(v)
         store = ptx_vector_rows.store_rows(end, tile_h)
 
         @ptx.inline
-        def gather(image, w, n, channel, d, start, row, column, target, f):
+        def gather(image, w, first, channel, d, start, row, column, target, f):
             sums, plane = zeros(), integer(0)
             while plane < f.planes:
-                at_d, at, where = plane_at(n, channel, d, plane, start, f)
+                at_d, at, where = plane_at(first, channel, d, plane, start, f)
                 if at_d >= 0:
                     sums = plane_of(sums, w, where, f, source_of(image, at, row, column, f), target)
                 plane = integer(plane + 1)
             store(sums, target)
 
-    def depthwise(image, w, out, bias, residual, alpha, beta, f):
-        tile, channel, start = place(w, f)
+    def depthwise(image, w, out, bias, residual, alpha, beta, f, r):
+        tile, channel, start = place(w, f, r)
         if tile < 0:
             return
-        rest, column = ptx.divided(tile, f.tiles_w)
-        rest, row = ptx.divided(rest, f.tiles_h)
-        n, d = ptx.divided(rest, f.out_d)
+        rest, column = ptx.split(tile, f.tiles_w, r.tiles_w, r.tiles_w_shift)
+        rest, row = ptx.split(rest, f.tiles_h, r.tiles_h, r.tiles_h_shift)
+        n, d = ptx.split(rest, f.out_d, r.out_d, r.out_d_shift)
+        group, _ = ptx.split(channel, f.group_out, r.group_out, r.group_out_shift)
+        first = integer(n * f.in_n + group * f.group_in * f.in_c)
         at = integer(n * f.y_n + channel * f.y_c + d * f.y_d)
         step = integer(1) if planar_out else f.y_w
         out_row, out_column, shift = integer(row * tile_h), integer(column * tile_w), bias_at(bias, channel)
         target = target_type(out, residual, at, out_row, f.y_h, f.out_h, out_column, step, f.out_w, shift, alpha, beta)
-        gather(image, w, n, channel, d, start, row, column, target, f)
+        gather(image, w, first, channel, d, start, row, column, target, f)
 
     data, real = ptx.pointer(v.dtype), ptx.REAL["f32"]
-    return depthwise, (data, data, data, data, data, real, real, ptx.record(Tiles, v.bits))
+    integers = tuple(ptx.record(fields, v.bits) for fields in (Tiles, Reciprocals))
+    return depthwise, (data, data, data, data, data, real, real, *integers)
 
 
 def _lanes(problem: ConvProblem) -> int:
@@ -212,6 +215,11 @@ def _tiles(problem: ConvProblem, v: Variant) -> Tiles:
     )
 
 
+def _reciprocals(f: Tiles) -> Reciprocals:
+    divisors = f.slabs, f.vectors, f.image_tiles, f.out_c, f.tiles_w, f.tiles_h, f.out_d, f.group_out
+    return Reciprocals(*(number for divisor in divisors for number in reciprocal(divisor)))
+
+
 def _pitch(vectors: int, lanes: int) -> int:
     """Floats between a block's weights of neighbouring taps: a vector more than there are, against bank conflicts."""
     return (vectors + 1) * lanes
@@ -268,7 +276,7 @@ class Depthwise(LaunchedCandidate[Tile]):
                 ),
                 pointers=gather_pointers(problem),
                 scalars="f32",
-                integers=integers,
+                integers=(*integers, *_reciprocals(integers)),
                 integer_bits=v.bits,
                 dynamic_shared_bytes=4 * integers.planes * v.taps * integers.pitch
                 if v.out_last and not v.direct

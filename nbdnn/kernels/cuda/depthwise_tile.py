@@ -176,6 +176,27 @@ class Tiles(NamedTuple):
     w_step: int
 
 
+class Reciprocals(NamedTuple):
+    """What `ptx.split` takes of the divisors among them: multipliers and shifts."""
+
+    slabs: int
+    slabs_shift: int
+    vectors: int
+    vectors_shift: int
+    image_tiles: int
+    image_tiles_shift: int
+    out_c: int
+    out_c_shift: int
+    tiles_w: int
+    tiles_w_shift: int
+    tiles_h: int
+    tiles_h_shift: int
+    out_d: int
+    out_d_shift: int
+    group_out: int
+    group_out_shift: int
+
+
 def end_of(v: Variant):
     """How the tile's rows are stored."""
     from nbdnn.kernels.cuda.ptx_vector_rows import End

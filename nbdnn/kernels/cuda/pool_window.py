@@ -93,7 +93,7 @@ def _kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_pool
 
     v = Variant._make(specialised_on)
-    integer, box, narrow = ptx.INTEGER[v.bits], ptx_pool.Box, v.bits == 32
+    integer, box, split = ptx.INTEGER[v.bits], ptx_pool.Box, ptx.split
     compute, forward, is_max, lanes = ptx_pool.tile(v), v.op == "pool_fwd", v.is_max, v.lanes_x
     # First elements of neighbouring tiles, in x and in y.
     depth, rows, columns = (
@@ -101,10 +101,6 @@ def _kernel(*specialised_on):
         for extent, axis in zip(v.tile.extents, v.axes, strict=True)
     )
     (x_d, y_d), (x_h, y_h), (x_w, y_w) = depth, rows, columns
-
-    @ptx.inline
-    def split(dividend, divisor, multiplier, shift):
-        return ptx.split(dividend, divisor, multiplier, shift) if narrow else ptx.divided(dividend, divisor)
 
     # 1. Where a thread is: (n, channel, depth, row and column of its tile); n is -1 where it has none.
     if v.channels_last:

@@ -106,17 +106,19 @@ def divided(typingctx, dividend, divisor):
 
 @intrinsic
 def split(typingctx, dividend, divisor, multiplier, shift):
-    """`divided` of int32 by a divisor whose `reciprocal` the host worked out: four instructions, not twenty."""
+    """`divided` by a divisor whose `reciprocal` the host worked out: of int32 four instructions, not twenty."""
     wide = ir.IntType(64)
 
     def codegen(context, builder, sig, args):
+        if args[0].type == wide:
+            quotient = builder.udiv(*args[:2])
+            return packed(builder, [quotient, builder.sub(args[0], builder.mul(quotient, args[1]))])
         twice = builder.shl(args[0], I32(1))
         product = builder.mul(builder.zext(twice, wide), builder.zext(args[2], wide))
         quotient = builder.lshr(builder.trunc(builder.lshr(product, wide(32)), I32), args[3])
         return packed(builder, [quotient, builder.sub(args[0], builder.mul(quotient, args[1]))])
 
-    word = types.int32
-    return signature(types.UniTuple(word, 2), word, word, word, word), codegen
+    return signature(types.UniTuple(dividend, 2), *[dividend] * 4), codegen
 
 
 @intrinsic

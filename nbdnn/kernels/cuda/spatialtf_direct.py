@@ -30,7 +30,6 @@ from nbdnn.kernels.cuda.spatialtf_position import (
     nearest,
     output_place,
     position,
-    quotient,
     tile_columns,
     vector_lanes,
 )
@@ -225,7 +224,7 @@ def _grid_kernel(*specialised_on):
     compute = DEFAULT_COMPUTE[dtype]
     integer, real, widen, along = ptx.INTEGER[bits], ptx.REAL[compute], ptx.WIDEN[dtype], along_axis(compute, bits)
     lanes = 2 * together if together > 1 else 1
-    store, size, divided = ptx_local.store(dtype, lanes), 2 * together, quotient(bits)
+    store, size = ptx_local.store(dtype, lanes), 2 * together
 
     @ptx.inline
     def coefficient(theta, image, k):
@@ -235,8 +234,8 @@ def _grid_kernel(*specialised_on):
         item = integer(integer(ptx.block_x()) * THREADS + ptx.thread_x())
         if item >= f.items:
             return
-        image, of_image = divided(item, f.of_an_image, f.by_image, f.shift_image)
-        band, column = divided(of_image, f.columns, f.by_columns, f.shift_columns)
+        image, of_image = ptx.split(item, f.of_an_image, f.by_image, f.shift_image)
+        band, column = ptx.split(of_image, f.columns, f.by_columns, f.shift_columns)
         a, b, c = coefficient(theta, image, 0), coefficient(theta, image, 1), coefficient(theta, image, 2)
         d, e, g = coefficient(theta, image, 3), coefficient(theta, image, 4), coefficient(theta, image, 5)
         u, values = ptx.cuda.local.array(together, real), ptx.cuda.local.array(size, real)

@@ -36,7 +36,6 @@ from nbdnn.kernels.cuda.spatialtf_position import (
     nearest,
     output_place,
     position,
-    quotient,
     thread_place,
 )
 from nbdnn.kernels.cuda.spatialtf_theta import SUMS, along_axis, store_sums, theta_launch
@@ -190,7 +189,7 @@ def _gradient_kernel(*specialised_on):
     integer, real, narrow = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], ptx.NARROW[kind.param_dtype]
     of_output, along = _of_output(v), along_axis(kind.compute, kind.bits)
     gathers, threads = v.dx == "gather", kind.threads
-    place, output_of, split = thread_place(kind, THREADS), output_place(kind, THREADS), quotient(kind.bits)
+    place, output_of = thread_place(kind, THREADS), output_place(kind, THREADS)
     of_pixel = _of_pixel(v) if gathers else None
     store = store_sums(kind.compute, kind.bits, THREADS)
 
@@ -198,7 +197,7 @@ def _gradient_kernel(*specialised_on):
     def found_by(x, places, dy, total, f):
         if gathers:
             image, output, vector, end = place(f)
-            i, j = split(output, f.out_w, f.by_out_w, f.shift_out_w)
+            i, j = ptx.split(output, f.out_w, f.by_out_w, f.shift_out_w)
         else:
             image, i, j, vector, end = output_of(f)
         s, t = real(0.0), real(0.0)

@@ -144,18 +144,6 @@ def index_bits(problem: SpatialtfProblem) -> int:
 
 
 @cache
-def quotient(bits: int):
-    """Device function (dividend, divisor, multiplier, shift) -> (quotient, remainder)."""
-    from nbdnn.kernels.cuda import ptx
-
-    @ptx.inline
-    def wide(dividend, divisor, multiplier, shift):
-        return ptx.divided(dividend, divisor)
-
-    return ptx.split if bits == 32 else wide
-
-
-@cache
 def affine(param_dtype: str, compute: str, bits: int):
     """Device function (theta, image, f) -> (s, s_column, s_row, t, t_column, t_row).
 
@@ -260,11 +248,10 @@ def thread_place(kind: Kind, block_threads: int):
     from nbdnn.kernels.cuda import ptx
 
     integer, threads, at_once = ptx.INTEGER[kind.bits], kind.threads, block_threads // kind.threads
-    split = quotient(kind.bits)
 
     @ptx.inline
     def place(f):
-        image, block = split(integer(ptx.block_x()), f.blocks, f.by_blocks, f.shift_blocks)
+        image, block = ptx.split(integer(ptx.block_x()), f.blocks, f.by_blocks, f.shift_blocks)
         local, lane = ptx.divided(integer(ptx.thread_x()), integer(threads))
         first = integer(ptx.block_y() * f.group)
         end = integer(first + f.group)
@@ -289,21 +276,20 @@ def output_place(kind: Kind, block_threads: int):
     from nbdnn.kernels.cuda import ptx
 
     integer, threads, at_once = ptx.INTEGER[kind.bits], kind.threads, block_threads // kind.threads
-    columns, split = kind.tile_columns, quotient(kind.bits)
-    rows = TILE // max(columns, 1)
+    columns, rows = kind.tile_columns, TILE // max(kind.tile_columns, 1)
 
     @ptx.inline
     def place(f):
-        image, block = split(integer(ptx.block_x()), f.blocks, f.by_blocks, f.shift_blocks)
+        image, block = ptx.split(integer(ptx.block_x()), f.blocks, f.by_blocks, f.shift_blocks)
         local, lane = ptx.divided(integer(ptx.thread_x()), integer(threads))
         index = integer(block * at_once + local)
         if columns:
             tile, index = ptx.divided(index, integer(TILE))
-            tile_row, tile_column = split(tile, f.tiles_w, f.by_tiles_w, f.shift_tiles_w)
+            tile_row, tile_column = ptx.split(tile, f.tiles_w, f.by_tiles_w, f.shift_tiles_w)
             row, column = ptx.divided(index, integer(columns))
             row, column = integer(tile_row * rows + row), integer(tile_column * columns + column)
         else:
-            row, column = split(index, f.out_w, f.by_out_w, f.shift_out_w)
+            row, column = ptx.split(index, f.out_w, f.by_out_w, f.shift_out_w)
         first = integer(ptx.block_y() * f.group)
         end = integer(first + f.group)
         end = end if end < f.vectors else f.vectors
