@@ -89,6 +89,17 @@ def _kernel(*specialised_on):
         def weights_at(start, channel, summed, t, plane, f):
             return integer(start + (channel * f.group_in + summed) * f.taps + f.w_step * t * taps)
 
+    @ptx.inline
+    def first_of_group(channel, f, r):
+        group, _ = ptx.split(channel, f.group_out, r.group_out, r.group_out_shift)
+        return integer(group * f.group_in)
+
+    @ptx.inline
+    def itself(channel, f, r):
+        return channel
+
+    first_read = itself if flat and not v.forward else first_of_group
+
     # 2. What it sums of one plane of taps: (depth, -1 where there is none; the image and where its weights are).
     @ptx.inline
     def plane_at(first, channel, d, plane, start, f):
@@ -133,8 +144,7 @@ def _kernel(*specialised_on):
         rest, column = ptx.split(tile, f.tiles_w, r.tiles_w, r.tiles_w_shift)
         rest, row = ptx.split(rest, f.tiles_h, r.tiles_h, r.tiles_h_shift)
         n, d = ptx.split(rest, f.out_d, r.out_d, r.out_d_shift)
-        group, _ = ptx.split(channel, f.group_out, r.group_out, r.group_out_shift)
-        first = integer(n * f.in_n + group * f.group_in * f.in_c)
+        first = integer(n * f.in_n + first_read(channel, f, r) * f.in_c)
         at = integer(n * f.y_n + channel * f.y_c + d * f.y_d)
         step = integer(1) if planar_out else f.y_w
         out_row, out_column, shift = integer(row * tile_h), integer(column * tile_w), bias_at(bias, channel)

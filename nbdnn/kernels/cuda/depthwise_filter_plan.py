@@ -17,6 +17,7 @@ from nbdnn.problem_conv import ConvProblem
 
 _PIECE = 8  # taps of a filter row that a thread sums
 _BLOCK_ROLES = 8  # rows or pieces of a filter in a block, at most
+_MOST_PLANAR = 200  # registers held and loaded by a thread of planes: 209 were spilled
 _TILES = ((2, 4), (4, 4), (1, 4), (4, 2), (1, 7), (1, 8))
 
 
@@ -162,7 +163,11 @@ def variants(problem: ConvProblem) -> list[Variant]:
         return Variant(*taken, 1, 32)
 
     every = [variant(*tile) for tile in _TILES if tile[0] == 1 or all_rows]
-    fitting = [v for v in every if v.held.fits and v.instructions <= plan.MOST_PRODUCTS]
+    fitting = [
+        v
+        for v in every
+        if v.held.fits and v.instructions <= plan.MOST_PRODUCTS and (last or sum(v.held) <= _MOST_PLANAR)
+    ]
     return list(dict.fromkeys(fitting)) or [variant(1, 1)]
 
 

@@ -15,6 +15,7 @@ from nbdnn.kernels.cuda import depthwise_weights
 from nbdnn.kernels.cuda.depthwise_plan import Axis
 from nbdnn.kernels.cuda.geometry import input_reached
 
+_LOOP = 8  # registers of a thread that goes from plane to plane of taps
 _PIECE = 8  # taps of a filter row at a time
 _WAITING = 2.0  # times what issuing taps in turn takes: each row is waited for
 
@@ -114,8 +115,8 @@ class Variant(NamedTuple):
         inputs, sums = len(self.row.offsets) * self.lanes, self.live_rows * self.tile.columns * self.width
         if not self.unrolled:
             return plan.Held(sums + self.piece * self.width + inputs, of_row)
-        positions = {reach.position for reach in self.row_reaches}
-        return plan.Held(sums + self.taps * self.width + 2 * inputs, len(positions) * of_row)
+        positions, loop = {reach.position for reach in self.row_reaches}, 0 if self.flat else _LOOP
+        return plan.Held(sums + self.taps * self.width + 2 * inputs + loop, len(positions) * of_row)
 
     @property
     def instructions(self) -> float:
