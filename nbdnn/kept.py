@@ -12,18 +12,23 @@ from nbdnn.errors import warn_once
 _log = logging.getLogger("nbdnn")
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write the file, and its folder, where nobody sees less than all of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
 def keep(path: Path, content: bytes) -> None:
     """Write the file. Where that cannot be done the folder is named in one warning, and each process compiles anew."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            try:
-                file.write(content)
-                file.flush()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        write_whole(path, content)
     except OSError as error:
         warn_once(path.parent, f"what is compiled cannot be kept in {path.parent}: {error.strerror}")
     else:

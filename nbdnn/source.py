@@ -2,6 +2,8 @@
 
 The hash is of the parsed source without docstrings, so a comment, a reformatting or a better docstring keeps
 measurements and compiled kernels valid, and any change of behaviour, also in an imported kernel module, does not.
+
+Parsing takes a second for all kernels, so what it found is kept on disk beside a hash of the file's bytes.
 """
 
 from __future__ import annotations
@@ -9,14 +11,29 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import json
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
+
+from nbdnn import config
+from nbdnn.kept import write_whole
 
 _STARTED_S = time.time()
 _KERNEL_PACKAGES = ("nbdnn.kernels", "nbdnn.cudnn")
+
+
+class _Parsed(NamedTuple):
+    """What a module's source says: hashes of its bytes and of its syntax tree without docstrings; what it imports, as
+    pairs of a module and the names taken from it."""
+
+    bytes_hash: str
+    tree_hash: str
+    imports: list[tuple[str, list[str]]]
 
 
 def transitive_hash(module: ModuleType) -> str:
@@ -33,7 +50,8 @@ def changed_since_start(module: ModuleType) -> bool:
 def _hash_of(name: str) -> str:
     digest = hashlib.sha256()
     for reached in sorted(_reachable(name)):
-        digest.update(reached.encode() + b"\0" + _parsed(reached)[0].encode() + b"\0")
+        digest.update(f"{reached} {_parsed(reached).tree_hash} ".encode())
+    _keep_parsed()
     return digest.hexdigest()[:16]
 
 
@@ -44,22 +62,54 @@ def _reachable(name: str) -> set[str]:
         current = todo.pop()
         if current not in seen:
             seen.add(current)
-            todo.extend(_parsed(current)[1])
+            todo.extend(name for module, names in _parsed(current).imports for name in _modules_of(module, names))
     return seen
 
 
 @cache
-def _parsed(name: str) -> tuple[str, tuple[str, ...]]:
-    """(dump of the syntax tree without docstrings, kernel modules imported) of a module."""
-    tree = ast.parse(_source_path(name).read_bytes())
-    imported: set[str] = set()
+def _parsed(name: str) -> _Parsed:
+    content = _source_path(name).read_bytes()
+    bytes_hash = hashlib.sha256(content).hexdigest()
+    known = _on_disk().get(name)
+    return known if known and known.bytes_hash == bytes_hash else _new.setdefault(name, _parse(bytes_hash, content))
+
+
+def _parse(bytes_hash: str, content: bytes) -> _Parsed:
+    tree = ast.parse(content)
+    imports: list[tuple[str, list[str]]] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            imported.update(_modules_of(node.module, [alias.name for alias in node.names]))
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0 and _is_kernel(node.module):
+            imports.append((node.module, [alias.name for alias in node.names]))
         elif isinstance(node, ast.Import):
-            imported.update(alias.name for alias in node.names if _is_kernel(alias.name))
+            imports += [(alias.name, []) for alias in node.names if _is_kernel(alias.name)]
         _drop_docstring(node)
-    return ast.dump(tree), tuple(sorted(imported))
+    return _Parsed(bytes_hash, hashlib.sha256(ast.dump(tree).encode()).hexdigest(), imports)
+
+
+_new: dict[str, _Parsed] = {}  # parsed by this process, and not on disk yet
+
+
+def _path() -> Path:
+    """One for each Python, whose syntax trees are its own."""
+    return config.cache_dir() / f"sources-{sys.hexversion:x}.json"
+
+
+@cache
+def _on_disk() -> dict[str, _Parsed]:
+    """What processes before this one parsed; nothing where that cannot be read."""
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        return {name: _Parsed(*found) for name, found in json.loads(_path().read_bytes()).items()}
+    return {}
+
+
+def _keep_parsed() -> None:
+    """Kept for the next process; where that cannot be done it parses as well."""
+    if _new:
+        _on_disk.cache_clear()
+        with suppress(OSError):
+            write_whole(_path(), json.dumps({**_on_disk(), **_new}).encode())
+        _on_disk().update(_new)
+        _new.clear()
 
 
 def _source_path(name: str) -> Path:
@@ -73,11 +123,10 @@ def _source_path(name: str) -> Path:
 
 
 def _modules_of(package: str, names: list[str]) -> list[str]:
-    if not _is_kernel(package):
-        return []
+    """The modules of `from package import names`, or of `import package` where there are none."""
     submodules = [f"{package}.{name}" for name in names]
     found = [m for m in submodules if _is_module(m)]
-    return found if len(found) == len(names) else [package, *found]
+    return found if names and len(found) == len(names) else [package, *found]
 
 
 def _is_module(name: str) -> bool:

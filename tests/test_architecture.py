@@ -92,7 +92,12 @@ def test_importing_nbdnn_loads_no_compiler_and_no_array_library_but_numpy() -> N
 
 def test_the_list_of_candidates_loads_nothing_of_cuda() -> None:
     """Also where there is no CUDA: its candidates import what they need when they prepare."""
-    code = "import sys, nbdnn.dispatch.registry; print([n for n in ('cuda', 'numba.cuda') if n in sys.modules])"
+    code = """if True:
+        import sys
+        from nbdnn.dispatch import registry
+        from nbdnn.problem import FAMILIES
+        assert all(registry.table("cuda", family).by_id for family in FAMILIES)
+        print([name for name in ("cuda", "numba") if name in sys.modules])"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 

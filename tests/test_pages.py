@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from nbdnn.dispatch import registry
+from nbdnn.problem import OPS
 
-_IDS = [candidate.id for candidates in registry.table("cpu").lists.values() for candidate in candidates]
+_IDS = [candidate.id for op in OPS for candidate in registry.candidates(op)]
 
 
 @pytest.mark.parametrize("id", _IDS)

@@ -10,6 +10,7 @@ time_once              complete measurements of this very problem, else the laye
 from __future__ import annotations
 
 import threading
+from functools import cached_property
 from typing import NamedTuple
 
 from nbdnn import config
@@ -23,6 +24,7 @@ from nbdnn.dispatch.selection import (
     Refused,
     Rows,
     fastest,
+    fastest_of_all,
     ranked,
     survey,
     unsupported,
@@ -105,9 +107,18 @@ class _Choosing:
     ) -> None:
         self._problem, self._device, self._database = problem, device, database
         self._request, self._given = request, given
-        self._options, self._refused = survey(problem, device, request.filters)
-        if not self._options:
-            raise unsupported(problem, self._refused)
+
+    @cached_property
+    def _surveyed(self) -> tuple[list[Option], list[Refused]]:
+        """What may run, which is not nothing, and what may not."""
+        options, refused = survey(self._problem, self._device, self._request.filters)
+        if not options:
+            raise unsupported(self._problem, refused)
+        return options, refused
+
+    @property
+    def _options(self) -> list[Option]:
+        return self._surveyed[0]
 
     def by_policy(self) -> Choice:
         match self._request.policy:
@@ -131,12 +142,12 @@ class _Choosing:
         return valid_rows(self._problem, self._device, self._database)
 
     def _best(self, rows: Rows) -> Choice:
-        if option := fastest(self._options, rows):
+        if option := fastest_of_all(self._problem, self._device, self._request.filters, rows):
             return Choice(option, "measured")
         if working_options := working(self._options, rows):
             return Choice(ranked(working_options, self._problem, self._device)[0], "cost model")
         failed = [Refused(o.candidate, f"failed when measured: {rows[o.key].reason}") for o in self._options]
-        raise unsupported(self._problem, [*self._refused, *failed])
+        raise unsupported(self._problem, [*self._surveyed[1], *failed])
 
     def _is_complete(self, rows: Rows) -> bool:
         return all(option.key in rows for option in self._options)
@@ -207,7 +218,9 @@ class _Choosing:
         for option in working(self._options, rows):
             if option.key == recalled:
                 return Choice(option, "layer")
-        reason = next((r.reason for r in self._refused if r.candidate.id == recalled[0]), "this config does not apply")
+        reason = next(
+            (r.reason for r in self._surveyed[1] if r.candidate.id == recalled[0]), "this config does not apply"
+        )
         events.emit("replaced", self._problem, recalled[0], reason)
         return None
 

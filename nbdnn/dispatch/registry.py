@@ -1,26 +1,25 @@
 """THE ordered lists: every candidate of every op, in the order that breaks ties. Each ends with one that runs all.
 
-There is one table for each kind of device, and it is made when a problem of that kind is asked for: the CPU's loads its
-kernels and with them Numba, which a program on a GPU that finds its kernels on disk never needs.
+Every kind of device has a table for each family of ops, made when a problem of theirs is asked for: a program loads the
+modules of no other family, and the CPU's kernels, and with them Numba, are not loaded for a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 
 from nbdnn.candidate import Candidate
 from nbdnn.errors import InvalidProblem
+from nbdnn.problem import FAMILIES, OPS
 
 _Lists = Mapping[str, tuple[Candidate, ...]]
 # The kind of device that a provider's candidates run on; others are for the CPU.
 _KINDS = {"cudnn": "cuda", "numba": "cuda"}
 
 
-def _cpu_lists() -> _Lists:
+def _cpu_conv() -> _Lists:
     from nbdnn.kernels.cpu import (
-        bn_planes,
-        bn_rows,
         conv_channel_gemm,
         conv_depthwise,
         conv_depthwise_filter,
@@ -32,17 +31,6 @@ def _cpu_lists() -> _Lists:
         conv_pointwise,
         conv_winograd,
         conv_winograd_filter,
-        dropout,
-        pool,
-        pool_indices,
-        rnn_direct,
-        rnn_packed,
-        rnn_packed_gradient,
-        softmax_columns,
-        softmax_rows,
-        spatialtf_backward,
-        spatialtf_forward,
-        spatialtf_grid,
     )
 
     return {
@@ -79,18 +67,60 @@ def _cpu_lists() -> _Lists:
             conv_im2col.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
+    }
+
+
+def _cpu_softmax() -> _Lists:
+    from nbdnn.kernels.cpu import softmax_columns, softmax_rows
+
+    return {
         "softmax_fwd": (softmax_rows.FWD, softmax_columns.FWD_SHORT_ROWS, softmax_columns.FWD),
         "softmax_bwd": (softmax_rows.BWD, softmax_columns.BWD_SHORT_ROWS, softmax_columns.BWD),
+    }
+
+
+def _cpu_bn() -> _Lists:
+    from nbdnn.kernels.cpu import bn_planes, bn_rows
+
+    return {
         "bn_train": (bn_rows.TRAIN, bn_planes.TRAIN),
         "bn_infer": (bn_rows.INFER, bn_planes.INFER),
         "bn_bwd": (bn_rows.BWD, bn_planes.BWD),
         "bn_infer_bwd": (bn_rows.INFER_BWD, bn_planes.INFER_BWD),
+    }
+
+
+def _cpu_dropout() -> _Lists:
+    from nbdnn.kernels.cpu import dropout
+
+    return {
         "dropout_fwd": (dropout.FWD,),
         "dropout_bwd": (dropout.BWD,),
+    }
+
+
+def _cpu_pool() -> _Lists:
+    from nbdnn.kernels.cpu import pool, pool_indices
+
+    return {
         "pool_fwd": (pool.FWD,),
         "pool_bwd": (pool_indices.BWD, pool.BWD),
+    }
+
+
+def _cpu_rnn() -> _Lists:
+    from nbdnn.kernels.cpu import rnn_direct, rnn_packed, rnn_packed_gradient
+
+    return {
         "rnn_fwd": (rnn_packed.FWD, rnn_direct.FWD),
         "rnn_bwd": (rnn_packed_gradient.BWD, rnn_direct.BWD),
+    }
+
+
+def _cpu_spatialtf() -> _Lists:
+    from nbdnn.kernels.cpu import spatialtf_backward, spatialtf_forward, spatialtf_grid
+
+    return {
         "spatialtf_fwd": (spatialtf_forward.CHANNELS, spatialtf_forward.PLANAR),
         "spatialtf_bwd": (spatialtf_backward.CHANNELS, spatialtf_backward.PLANAR),
         "spatialtf_grid_fwd": (spatialtf_grid.FWD,),
@@ -100,17 +130,9 @@ def _cpu_lists() -> _Lists:
     }
 
 
-def _cuda_lists() -> _Lists:
-    from nbdnn.cudnn import bn_legacy, conv_graph, conv_legacy
-    from nbdnn.cudnn import pool as cudnn_pool
-    from nbdnn.cudnn import rnn as cudnn_rnn
-    from nbdnn.cudnn import softmax as cudnn_softmax
-    from nbdnn.cudnn import spatialtf as cudnn_spatialtf
+def _cuda_conv() -> _Lists:
+    from nbdnn.cudnn import conv_graph, conv_legacy
     from nbdnn.kernels.cuda import (
-        bn_held,
-        bn_resident,
-        bn_streamed,
-        bn_teams,
         conv_depthwise,
         conv_depthwise_boxes,
         conv_depthwise_filter,
@@ -132,20 +154,6 @@ def _cuda_lists() -> _Lists:
         conv_wgmma_patch,
         conv_winograd,
         conv_winograd_filter,
-        dropout,
-        pool_direct,
-        pool_plane,
-        pool_window,
-        rnn_direct,
-        rnn_persistent,
-        rnn_persistent_gradient,
-        softmax_columns,
-        softmax_direct,
-        softmax_rows,
-        softmax_staged,
-        spatialtf_direct,
-        spatialtf_gradient,
-        spatialtf_theta,
         unfused,
     )
 
@@ -207,6 +215,14 @@ def _cuda_lists() -> _Lists:
             conv_fma_gemm_filter.BWD_FILTER,
             conv_direct.BWD_FILTER,
         ),
+    }
+
+
+def _cuda_softmax() -> _Lists:
+    from nbdnn.cudnn import softmax as cudnn_softmax
+    from nbdnn.kernels.cuda import softmax_columns, softmax_direct, softmax_rows, softmax_staged
+
+    return {
         "softmax_fwd": (
             softmax_rows.FWD,
             softmax_staged.FWD,
@@ -221,16 +237,55 @@ def _cuda_lists() -> _Lists:
             cudnn_softmax.BWD,
             softmax_direct.BWD,
         ),
+    }
+
+
+def _cuda_bn() -> _Lists:
+    from nbdnn.cudnn import bn_legacy
+    from nbdnn.kernels.cuda import bn_held, bn_resident, bn_streamed, bn_teams
+
+    return {
         "bn_train": (bn_held.TRAIN, bn_teams.TRAIN, bn_resident.TRAIN, *bn_legacy.TRAIN, bn_streamed.TRAIN),
         "bn_infer": (*bn_legacy.INFER, bn_streamed.INFER),
         "bn_bwd": (bn_held.BWD, bn_teams.BWD, bn_resident.BWD, *bn_legacy.BWD, bn_streamed.BWD),
         "bn_infer_bwd": (bn_streamed.INFER_BWD,),
+    }
+
+
+def _cuda_dropout() -> _Lists:
+    from nbdnn.kernels.cuda import dropout
+
+    return {
         "dropout_fwd": (dropout.FWD,),
         "dropout_bwd": (dropout.BWD,),
+    }
+
+
+def _cuda_pool() -> _Lists:
+    from nbdnn.cudnn import pool as cudnn_pool
+    from nbdnn.kernels.cuda import pool_direct, pool_plane, pool_window
+
+    return {
         "pool_fwd": (pool_plane.FWD, pool_window.FWD, cudnn_pool.FWD, pool_direct.FWD),
         "pool_bwd": (pool_plane.BWD, pool_window.BWD, cudnn_pool.BWD, pool_direct.BWD),
+    }
+
+
+def _cuda_rnn() -> _Lists:
+    from nbdnn.cudnn import rnn as cudnn_rnn
+    from nbdnn.kernels.cuda import rnn_direct, rnn_persistent, rnn_persistent_gradient
+
+    return {
         "rnn_fwd": (rnn_persistent.FWD, cudnn_rnn.FWD, cudnn_rnn.FWD_TF32, rnn_direct.FWD),
         "rnn_bwd": (rnn_persistent_gradient.BWD, cudnn_rnn.BWD, cudnn_rnn.BWD_TF32, rnn_direct.BWD),
+    }
+
+
+def _cuda_spatialtf() -> _Lists:
+    from nbdnn.cudnn import spatialtf as cudnn_spatialtf
+    from nbdnn.kernels.cuda import spatialtf_direct, spatialtf_gradient, spatialtf_theta
+
+    return {
         "spatialtf_fwd": (cudnn_spatialtf.ALL["spatialtf_fwd"], spatialtf_direct.FWD),
         "spatialtf_bwd": (spatialtf_gradient.ATOMIC, cudnn_spatialtf.ALL["spatialtf_bwd"], spatialtf_gradient.GATHER),
         "spatialtf_grid_fwd": (cudnn_spatialtf.ALL["spatialtf_grid_fwd"], spatialtf_direct.GRID_FWD),
@@ -244,17 +299,39 @@ def _cuda_lists() -> _Lists:
     }
 
 
+_LISTS: Mapping[str, Mapping[str, Callable[[], _Lists]]] = {
+    "cpu": {
+        "conv": _cpu_conv,
+        "softmax": _cpu_softmax,
+        "bn": _cpu_bn,
+        "dropout": _cpu_dropout,
+        "pool": _cpu_pool,
+        "rnn": _cpu_rnn,
+        "spatialtf": _cpu_spatialtf,
+    },
+    "cuda": {
+        "conv": _cuda_conv,
+        "softmax": _cuda_softmax,
+        "bn": _cuda_bn,
+        "dropout": _cuda_dropout,
+        "pool": _cuda_pool,
+        "rnn": _cuda_rnn,
+        "spatialtf": _cuda_spatialtf,
+    },
+}
+
+
 class Table:
-    """The candidates for one kind of device.
+    """The candidates of a family of ops for one kind of device.
 
     lists: by op. lowerings: the forward through a gradient's candidates, by direction hint: these race only where the
     caller asks for them; their transposes run on the CPU. by_id: all of them.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.lists = dict(_cpu_lists() if kind == "cpu" else _cuda_lists())
+    def __init__(self, kind: str, family: str) -> None:
+        self.lists = dict(_LISTS[kind][family]())
         self.lowerings: dict[str, tuple[Candidate, ...]] = {}
-        if kind == "cpu":
+        if (kind, family) == ("cpu", "conv"):
             from nbdnn.kernels.cpu.conv_lowered import AsBwdData, AsBwdFilter
 
             self.lowerings = {
@@ -266,9 +343,9 @@ class Table:
 
 
 @cache
-def table(kind: str) -> Table:
-    """The candidates for devices of a kind: 'cpu' or 'cuda'."""
-    return Table(kind)
+def table(kind: str, family: str) -> Table:
+    """The candidates for devices of a kind, 'cpu' or 'cuda', and a family of ops such as 'conv'."""
+    return Table(kind, family)
 
 
 def kind_of(candidate: Candidate) -> str:
@@ -279,17 +356,18 @@ def kind_of(candidate: Candidate) -> str:
 def candidates(op: str, hint: str = "", kind: str = "cpu") -> tuple[Candidate, ...]:
     """The candidates of `op` for a kind of device, in order; with a direction hint, that lowering's come before the
     last of them."""
-    listed = table(kind).lists.get(op, ())
-    return (*listed[:-1], *table(kind).lowerings.get(hint, ()), *listed[-1:])
+    of_family = table(kind, op.partition("_")[0])
+    listed = of_family.lists[op]
+    return (*listed[:-1], *of_family.lowerings.get(hint, ()), *listed[-1:])
 
 
 def candidate(id: str) -> Candidate:
     """The candidate of that id; InvalidProblem lists those of its op and provider, or what it may be short for."""
     op, _, rest = id.partition("/")
-    by_id = table(_KINDS.get(rest.partition("/")[0], "cpu")).by_id
-    if found := by_id.get(id):
+    kind, family = _KINDS.get(rest.partition("/")[0], "cpu"), op.partition("_")[0]
+    if op in OPS and (found := table(kind, family).by_id.get(id)):
         return found
-    every = [known for kind in ("cpu", "cuda") for known in table(kind).by_id]
+    every = [known for kind in _LISTS for family in FAMILIES for known in table(kind, family).by_id]
     if known := [known for known in every if known.startswith(f"{op}/")]:
         provided = [each for each in known if each.startswith(id.rpartition("/")[0] + "/")]
         raise InvalidProblem(f"no candidate {id!r}; there are {', '.join(provided or known)}")

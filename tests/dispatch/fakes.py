@@ -99,9 +99,10 @@ def register(monkeypatch: pytest.MonkeyPatch, *candidates: Candidate) -> None:
     """Make `candidates` the whole list of their op; whatever their provider, they run on the CPU."""
     monkeypatch.setattr(registry, "kind_of", lambda candidate: "cpu")
     monkeypatch.setattr(registry, "_KINDS", {})
-    monkeypatch.setitem(registry.table("cpu").lists, candidates[0].op, candidates)
+    table = registry.table("cpu", candidates[0].op.partition("_")[0])
+    monkeypatch.setitem(table.lists, candidates[0].op, candidates)
     for candidate in candidates:
-        monkeypatch.setitem(registry.table("cpu").by_id, candidate.id, candidate)
+        monkeypatch.setitem(table.by_id, candidate.id, candidate)
 
 
 def ids(log: list, kind: str) -> list[str]:

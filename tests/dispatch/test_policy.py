@@ -10,6 +10,7 @@ from fakes import SMALL, TALL, Fake, ids, register
 
 from nbdnn import config, events
 from nbdnn.dispatch import dispatcher
+from nbdnn.dispatch.measurement import Measurement
 from nbdnn.errors import UnsupportedProblem
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -17,7 +18,7 @@ Call = Callable
 FAST, SLOW = 50.0, 1000.0  # far enough apart for a busy machine
 
 
-def rows() -> dict[str, object]:
+def rows() -> dict[str, Measurement]:
     """What the database holds of SMALL, by algorithm."""
     from nbdnn.device import cpu_device
 
@@ -43,6 +44,43 @@ class TestGuessOnShapeChange:
             call(SMALL)
             call(TALL)
         assert ids(log, "selected") == ["dear", "cheap"]  # TALL has no measurements
+
+    def test_asks_only_what_was_measured_as_fast(
+        self, monkeypatch: pytest.MonkeyPatch, call: Call, restart: Callable[[], None]
+    ) -> None:
+        fast, slow = Fake("fast", FAST, estimate=9.0), Fake("slow", SLOW, estimate=1.0)
+        asked: list[str] = []
+        register(monkeypatch, slow, fast)
+        call(SMALL, algo="time_on_shape_change")
+        for fake in (fast, slow):
+            supports = type(fake).supports
+
+            def counted(problem: object, device: object, fake: Fake = fake, supports: Callable = supports) -> object:
+                asked.append(fake.algorithm)
+                return supports(fake, problem, device)
+
+            fake.supports = counted
+        restart()
+        with events() as log:
+            call(SMALL)
+            fast.refuses_height = 6
+            restart()
+            call(SMALL)
+        assert ids(log, "selected") == ["fast", "slow"]
+        assert asked == ["fast", "fast", "slow"]
+
+    def test_near_ties_go_to_the_smaller_workspace_and_then_to_the_first(
+        self, monkeypatch: pytest.MonkeyPatch, call: Call
+    ) -> None:
+        big = Fake("big", workspace_bytes=4096)
+        register(monkeypatch, big, Fake("first"), Fake("second"), Fake("slow", SLOW))
+        call(SMALL, algo="time_on_shape_change")
+        found = rows()
+        for name, us in (("big", 100.0), ("first", 100.9), ("second", 100.8)):
+            dispatcher.database().store([found[name]._replace(median_us=us, spread=0.0)])
+        with events() as log:
+            call(SMALL)
+        assert ids(log, "selected") == ["first"]
 
     def test_never_takes_what_failed(
         self, monkeypatch: pytest.MonkeyPatch, call: Call, restart: Callable[[], None]

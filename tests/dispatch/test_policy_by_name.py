@@ -186,10 +186,10 @@ def test_a_lowering_computes_the_forward(hint: str, border: str, mode: str, last
     if last:
         x, w = np.moveaxis(x, -1, 1), np.moveaxis(w, -1, 1)
     expected = dnn_conv(x, w, border, conv_mode=mode, algo="conv_fwd/cpu/direct")
-    for candidate in registry.table("cpu").lowerings[hint]:
+    for candidate in registry.table("cpu", "conv").lowerings[hint]:
         with contextlib.suppress(UnsupportedProblem):
             np.testing.assert_allclose(dnn_conv(x, w, border, conv_mode=mode, algo=candidate.id), expected, atol=1e-12)
-    general = registry.table("cpu").lowerings[hint][-1].id
+    general = registry.table("cpu", "conv").lowerings[hint][-1].id
     np.testing.assert_allclose(dnn_conv(x, w, border, conv_mode=mode, algo=general), expected, atol=1e-12)
 
 

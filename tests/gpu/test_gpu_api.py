@@ -270,8 +270,8 @@ def test_a_workspace_that_cannot_be_had_falls_to_the_next(monkeypatch: pytest.Mo
     torch = library("torch")
     x, w = (torch.from_numpy(a).cuda() for a in (X, W))
     needy = Needy("conv_fwd")
-    monkeypatch.setitem(registry.table("cuda").lists, "conv_fwd", (needy, conv_direct.FWD))
-    monkeypatch.setitem(registry.table("cuda").by_id, needy.id, needy)
+    monkeypatch.setitem(registry.table("cuda", "conv").lists, "conv_fwd", (needy, conv_direct.FWD))
+    monkeypatch.setitem(registry.table("cuda", "conv").by_id, needy.id, needy)
     with config.change(tune__mode="off"), events() as log:  # without what other tests measured
         assert_close(dnn_conv(x, w, 1).cpu().numpy(), Y)
         nbdnn.empty_cache()
