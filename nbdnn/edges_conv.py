@@ -101,6 +101,7 @@ EDGES_2D = (
     Edge("n3c5h41w43:k6r3s3:p1x1:u1x1:d1x1:g1", "the long reduction of bwd_filter"),
     Edge("n3c5h14w15:k16r1s1:p0x0:u1x1:d1x1:g1", "1x1: blocks of 49 pixels, which no two tiles of 13 or 14 make up"),
     Edge("n1c40h7w7:k42r1s1:p0x0:u1x1:d1x1:g1", "1x1: 49 pixels in equal tiles, three vectors of channels"),
+    Edge("n2c40h9w11:k72r1s1:p0x0:u1x1:d1x1:g1", "1x1: channels in whole vectors, more pixels than a stage or a tile"),
 )
 EDGES_3D = (
     *CORE_3D,

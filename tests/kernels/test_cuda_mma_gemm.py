@@ -29,6 +29,7 @@ _SHAPES = (
     ("n1c8h6w8:k8r2s2:p0x0:u3x3:d1x1:g1:cross:nhwc", "gradients that no tap reaches"),
     ("n1c16h8w11:k8r3s3:p2x2:u2x4:d2x2:g1:conv:nhwc", "stride and dilation with a common factor"),
     ("n2c16h5w5:k24r1s1:p0x0:u2x2:d1x1:g1:cross:nhwc", "one tap"),
+    ("n2c32h7w5:k48r1s1:p0x0:u1x1:d1x1:g2:cross:nhwc", "one tap that meets every pixel, groups"),
     ("n2c16d3h4w5:k16t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2:cross:ndhwc", "3-D, asymmetric in every parameter"),
     ("n2c16h5w6:k24r3s3:p1x1:u1x1:d1x1:g1:conv:nchw", "planar: pixels of 16 bits two at a time, taps one"),
     ("n2c24h4w7:k16r3s2:ba1.2x0.3:u2x1:d1x2:g1:cross:nchw", "planar, four pixels of a plane at a time, residues"),

@@ -283,6 +283,7 @@ class MmaGemm(MmaCandidate):
             staged(128, 64, 2, 2, k_bytes, 3),
             staged(64, 64, 2, 2, k_bytes, 4),
             staged(128, 32, 4, 1, k_bytes, 4),
+            *([staged(128, 128, 2, 4, 64, 2)] if k_bytes == 128 else []),
         )
         return fitting(every, pixels(problem), group_out)
 

@@ -6,7 +6,8 @@
 
 A stage of the pipeline is k_bytes of pixels: a row a pixel with the tile's filters (of dy) or taps and channels (of x),
 copied in 16-byte chunks, those beyond a border as zeros; both operands lie turned. A thread copies the same chunk,
-which is of one tap, of each `step`-th pixel, and walks from one to the next without dividing.
+which is of one tap, of each `step`-th pixel, and walks from one to the next without dividing; where the one tap meets
+every pixel, those of x are those of dy.
 
 There are few tiles and many pixels, which are cut into parts, as many as fill the multiprocessors: their float32 sums
 go to the workspace and are added in order. Planar images and dy are turned first; a dw with its taps last is written by
@@ -41,10 +42,11 @@ from nbdnn.problem_conv import ConvProblem
 
 
 class _Variant(NamedTuple):
-    """What the kernel is compiled for."""
+    """What the kernel is compiled for. plain: one tap, which meets every pixel."""
 
     dtype: str
     ndim: int
+    plain: bool
     epilogue: tuple[str, ...]
     tile: Tile
 
@@ -123,6 +125,44 @@ def _kernel(*specialised_on):
         _, t, r, s = located(tap, f.taps_d, f.taps_h, f.taps_w)
         return channel, t, r, s
 
+    if variant.plain:
+
+        @ptx.inline
+        def pixel_of(number, f):
+            return number
+
+        @ptx.inline
+        def copy_x(shared, x, pixel, of_x, step, f):
+            to, start, alive, _ = of_x
+            for i in range(rows_b):
+                at = integer(pixel + i * step_b)
+                size_bytes = integer(CHUNK_BYTES) if alive and at < f.positions else integer(0)
+                copy(word(shared + to + i * step_b_bytes), ptx.address(x, integer(at * f.x_w + start)), size_bytes)
+            return integer(pixel + k_elems)
+
+    else:
+
+        @ptx.inline
+        def pixel_of(number, f):
+            return located(number, f.out_d, f.out_h, f.out_w)
+
+        @ptx.inline
+        def copy_x(shared, x, pixel, of_x, step, f):
+            to, start, alive, origin = of_x
+            for i in range(rows_b):
+                n, d, h, w = pixel
+                at_h, at_w = integer(h * f.stride_h + origin[1]), integer(w * f.stride_w + origin[2])
+                inside = ptx.inside(at_h, f.extent_h) & ptx.inside(at_w, f.extent_w) & ptx.inside(n, f.n)
+                at = integer(start + n * f.x_n + at_h * f.x_h + at_w * f.x_w)
+                if deep:
+                    at_d = integer(d * f.stride_d + origin[0])
+                    inside = inside & ptx.inside(at_d, f.extent_d)
+                    at = integer(at + at_d * f.x_d)
+                size_bytes = integer(CHUNK_BYTES) if alive and inside else integer(0)
+                copy(word(shared + to + i * step_b_bytes), ptx.address(x, at), size_bytes)
+                pixel = moved(pixel, step, f.out_d, f.out_h, f.out_w)
+            return pixel
+
     @ptx.inline
     def first_stage(thread, f):
         """State of the first stage of this part: (this thread's first pixel of dy, that of x); and its stages."""
@@ -131,7 +171,7 @@ def _kernel(*specialised_on):
         first = integer(ptx.block_y() * a_part)
         row_a, _ = ptx.divided(thread, integer(chunks_a))
         row_b, _ = ptx.divided(thread, integer(chunks_b))
-        pixel = located(integer(first * k_elems + row_b), f.out_d, f.out_h, f.out_w)
+        pixel = pixel_of(integer(first * k_elems + row_b), f)
         return (integer(first * k_elems + row_a), pixel), integer(min(a_part, integer(every - first)))
 
     @ptx.inline
@@ -164,20 +204,7 @@ def _kernel(*specialised_on):
             at = integer(y_pixel + i * step_a)
             size_bytes = integer(CHUNK_BYTES) if alive and at < f.positions else integer(0)
             copy(word(shared + to + i * step_a_bytes), ptx.address(dy, integer(at * f.k + start)), size_bytes)
-        to, start, alive, origin = of_x
-        for i in range(rows_b):
-            n, d, h, w = pixel
-            at_h, at_w = integer(h * f.stride_h + origin[1]), integer(w * f.stride_w + origin[2])
-            inside = ptx.inside(at_h, f.extent_h) & ptx.inside(at_w, f.extent_w) & ptx.inside(n, f.n)
-            at = integer(start + n * f.x_n + at_h * f.x_h + at_w * f.x_w)
-            if deep:
-                at_d = integer(d * f.stride_d + origin[0])
-                inside = inside & ptx.inside(at_d, f.extent_d)
-                at = integer(at + at_d * f.x_d)
-            size_bytes = integer(CHUNK_BYTES) if alive and inside else integer(0)
-            copy(word(shared + to + i * step_b_bytes), ptx.address(x, at), size_bytes)
-            pixel = moved(pixel, step, f.out_d, f.out_h, f.out_w)
-        return integer(y_pixel + k_elems), pixel
+        return integer(y_pixel + k_elems), copy_x(shared, x, pixel, of_x, step, f)
 
     product = gemm_pipeline.tile_product(tile, side_a, side_b, copy_stage)
 
@@ -241,6 +268,7 @@ class MmaGemmFilter(MmaCandidate):
             staged(64, 128, 2, 2, 128, 3),
             staged(128, 64, 2, 2, 128, 3),
             staged(64, 64, 2, 2, 128, 4),
+            staged(64, 64, 2, 2, 128, 2, 6),
         )
         return fitting(every, *_extents(problem))
 
@@ -252,7 +280,8 @@ class MmaGemmFilter(MmaCandidate):
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         chosen, start_bytes, parts = config.tile, parts_bytes(problem, config), added_parts(problem, config)
-        variant = _Variant(problem.dtype, problem.ndim, problem.epilogue, chosen)
+        plain = {*problem.filter, *problem.stride} == {1} and not any(map(sum, problem.pad))
+        variant = _Variant(problem.dtype, problem.ndim, plain, problem.epilogue, chosen)
         product = Launch(
             source=Source(_kernel, variant, chosen.threads, chosen.min_blocks),
             grid=(self.work(problem, chosen).blocks, config.parts, 1),

@@ -38,8 +38,9 @@ class Config(NamedTuple):
     parts: int
 
     def __str__(self) -> str:
-        parts = f"/{self.parts}" if self.parts > 1 else ""
-        return f"{self.tile.m}x{self.tile.n}x{self.tile.k_bytes}{parts}"
+        m, n, k_bytes, *_, stages, _ = self.tile
+        deep = f"s{stages}" if stages > _stages(k_bytes) else ""
+        return f"{m}x{n}x{k_bytes}{deep}" + (f"/{self.parts}" if self.parts > 1 else "")
 
 
 class Work(NamedTuple):
@@ -49,9 +50,14 @@ class Work(NamedTuple):
     stages: float
 
 
-def staged(m: int, n: int, warps_m: int, warps_n: int, k_bytes: int, min_blocks: int) -> Tile:
-    """A tile with as many stages as hide the memory: three of 128 bytes, four of 64."""
-    return Tile(m, n, k_bytes, warps_m, warps_n, 3 if k_bytes == 128 else 4, min_blocks)
+def _stages(k_bytes: int) -> int:
+    """As many as hide the memory where a multiprocessor has a few blocks: three of 128 bytes, four of 64."""
+    return 3 if k_bytes == 128 else 4
+
+
+def staged(m: int, n: int, warps_m: int, warps_n: int, k_bytes: int, min_blocks: int, stages: int = 0) -> Tile:
+    """A tile with as many stages as hide the memory, or so many."""
+    return Tile(m, n, k_bytes, warps_m, warps_n, stages or _stages(k_bytes), min_blocks)
 
 
 def fitting(tiles: tuple[Tile, ...], rows: int, columns: int) -> tuple[Tile, ...]:
