@@ -282,7 +282,7 @@ class MmaGemm(MmaCandidate):
             staged(256, 64, 4, 1, 64, 2),
             staged(128, 64, 2, 2, k_bytes, 3),
             staged(64, 64, 2, 2, k_bytes, 4),
-            staged(128, 32, 4, 1, k_bytes, 4),
+            staged(128, 32, 4, 1, k_bytes, 4) if group_out < 64 else staged(64, 64, 2, 2, k_bytes, 2, deep=True),
             *([staged(128, 128, 2, 4, 64, 2)] if k_bytes == 128 else []),
         )
         return fitting(every, pixels(problem), group_out)

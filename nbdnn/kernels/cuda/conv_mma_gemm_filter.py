@@ -268,7 +268,7 @@ class MmaGemmFilter(MmaCandidate):
             staged(64, 128, 2, 2, 128, 3),
             staged(128, 64, 2, 2, 128, 3),
             staged(64, 64, 2, 2, 128, 4),
-            staged(64, 64, 2, 2, 128, 2, 6),
+            staged(64, 64, 2, 2, 128, 2, deep=True),
         )
         return fitting(every, *_extents(problem))
 

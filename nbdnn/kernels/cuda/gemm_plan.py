@@ -18,6 +18,7 @@ from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _FIRST_CAPABILITY = (8, 0)  # of bf16 and TF32 in mma.sync, and of asynchronous copies
+_DEEP = 6  # stages that a config's name tells
 _LEAST_STAGES = 4  # of a part: below, filling the pipeline costs as much as the products
 _MOST_PARTS = 128
 _MOST_CONFIGS = 6
@@ -38,9 +39,9 @@ class Config(NamedTuple):
     parts: int
 
     def __str__(self) -> str:
-        m, n, k_bytes, *_, stages, _ = self.tile
-        deep = f"s{stages}" if stages > _stages(k_bytes) else ""
-        return f"{m}x{n}x{k_bytes}{deep}" + (f"/{self.parts}" if self.parts > 1 else "")
+        deep = f"s{self.tile.stages}" if self.tile.stages >= _DEEP else ""
+        parts = f"/{self.parts}" if self.parts > 1 else ""
+        return f"{self.tile.m}x{self.tile.n}x{self.tile.k_bytes}{deep}{parts}"
 
 
 class Work(NamedTuple):
@@ -50,14 +51,11 @@ class Work(NamedTuple):
     stages: float
 
 
-def _stages(k_bytes: int) -> int:
-    """As many as hide the memory where a multiprocessor has a few blocks: three of 128 bytes, four of 64."""
-    return 3 if k_bytes == 128 else 4
-
-
-def staged(m: int, n: int, warps_m: int, warps_n: int, k_bytes: int, min_blocks: int, stages: int = 0) -> Tile:
-    """A tile with as many stages as hide the memory, or so many."""
-    return Tile(m, n, k_bytes, warps_m, warps_n, stages or _stages(k_bytes), min_blocks)
+def staged(m: int, n: int, warps_m: int, warps_n: int, k_bytes: int, min_blocks: int, *, deep: bool = False) -> Tile:
+    """A tile with as many stages as hide the memory, three of 128 bytes, four of 64; deep: where few blocks share a
+    multiprocessor, twice as many."""
+    stages = (3 if k_bytes == 128 else 4) * (2 if deep else 1)
+    return Tile(m, n, k_bytes, warps_m, warps_n, stages, min_blocks)
 
 
 def fitting(tiles: tuple[Tile, ...], rows: int, columns: int) -> tuple[Tile, ...]:
