@@ -20,7 +20,7 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import depthwise_plan as plan
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.depthwise_filter_plan import Split, Sums, Variant, sums, variants
+from nbdnn.kernels.cuda.depthwise_filter_plan import Reciprocals, Split, Sums, Variant, reciprocals, sums, variants
 from nbdnn.kernels.cuda.depthwise_plan import THREADS
 from nbdnn.kernels.cuda.filter_parts import sum_of_parts
 from nbdnn.kernels.cuda.geometry import index_bits, input_reached
@@ -45,11 +45,11 @@ def _partial_sums(*specialised_on):
     load_dy = ptx_vector_rows.load_rows(v.dtype, lanes, dy_offsets, tile_h)
 
     @ptx.inline
-    def digits(number, f):
+    def digits(number, f, by):
         """(image, depth, row, column) of a tile, or of a number of tiles."""
-        rest, column = ptx.divided(number, f.tiles_w)
-        rest, row = ptx.divided(rest, f.tiles_h)
-        n, d = ptx.divided(rest, f.out_d)
+        rest, column = ptx.split(number, f.tiles_w, by.tiles_w, by.tiles_w_shift)
+        rest, row = ptx.split(rest, f.tiles_h, by.tiles_h, by.tiles_h_shift)
+        n, d = ptx.split(rest, f.out_d, by.out_d, by.out_d_shift)
         return n, d, row, column
 
     @ptx.inline
@@ -57,10 +57,10 @@ def _partial_sums(*specialised_on):
         return (integer(digit - base), integer(1)) if digit >= base else (digit, integer(0))
 
     @ptx.inline
-    def tap_of(role, f):
+    def tap_of(role, f, by):
         """First (depth, row, column) of the taps of a role."""
-        rest, piece = ptx.divided(role, f.role_w)
-        t, group = ptx.divided(rest, f.role_h)
+        rest, piece = ptx.split(role, f.role_w, by.role_w, by.role_w_shift)
+        t, group = ptx.split(rest, f.role_h, by.role_h, by.role_h_shift)
         return t, integer(group * rows), integer(piece * columns)
 
     @ptx.inline
@@ -77,11 +77,10 @@ def _partial_sums(*specialised_on):
         return sums
 
     @ptx.inline
-    def store_part(total, result, cells, slab, role_block, split, parts, f):
-        """A tap's sum of a block. A result is (row, column, lane) of a thread's sums in one of a block's cells."""
-        m, cell = ptx.divided(result, cells)
-        role, vector = ptx.divided(cell, f.vectors)
-        t, r, s = tap_of(integer(role_block * f.block_roles + role), f)
+    def store_part(total, m, cell, slab, role_block, split, parts, f, by):
+        """A tap's sum of a block: m is (row, column, lane) of a thread's sums."""
+        role, vector = ptx.split(cell, f.vectors, by.vectors, by.vectors_shift)
+        t, r, s = tap_of(integer(role_block * f.block_roles + role), f, by)
         tap, lane = ptx.divided(m, integer(width))
         down, along = ptx.divided(tap, integer(columns))
         channel = integer((slab * f.vectors + vector) * width + lane)
@@ -89,14 +88,13 @@ def _partial_sums(*specialised_on):
             at = integer(channel * f.taps + (t * f.taps_h + r + down) * f.taps_w + s + along)
             parts[integer(at * f.splits + split)] = total
 
-    def partial_sums(x, dy, parts, f):
+    def partial_sums(x, dy, parts, f, by):
         # 1. Where a thread is.
         thread = integer(ptx.thread_x())
-        rest, slab = ptx.divided(integer(ptx.block_x()), f.slabs)
-        split, role_block = ptx.divided(rest, f.role_blocks)
-        cells = integer(f.block_roles * f.vectors)
-        in_block, cell = ptx.divided(thread, cells)
-        role, vector = ptx.divided(cell, f.vectors)
+        rest, slab = ptx.split(integer(ptx.block_x()), f.slabs, by.slabs, by.slabs_shift)
+        split, role_block = ptx.split(rest, f.role_blocks, by.role_blocks, by.role_blocks_shift)
+        in_block, cell = ptx.split(thread, f.cells, by.cells, by.cells_shift)
+        role, vector = ptx.split(cell, f.vectors, by.vectors, by.vectors_shift)
         role = integer(role_block * f.block_roles + role)
         channel = integer((slab * f.vectors + vector) * width)
         i, stop = integer(split * f.chunk + in_block), integer(min(f.tiles, integer((split + 1) * f.chunk)))
@@ -105,11 +103,11 @@ def _partial_sums(*specialised_on):
 
         # 2. Its tiles.
         sums = zeros()
-        t, r, s = tap_of(role, f)
+        t, r, s = tap_of(role, f, by)
         down, along = integer(r * dilation_h), integer(s * dilation_w)
-        x_channel, _ = ptx.divided(channel, f.group_k)
-        n, d, row, column = digits(i, f)
-        step_n, step_d, step_row, step_column = digits(f.block_tiles, f)
+        x_channel, _ = ptx.split(channel, f.group_k, by.group_k, by.group_k_shift)
+        n, d, row, column = digits(i, f, by)
+        step_n, step_d, step_row, step_column = digits(f.block_tiles, f, by)
         while i < stop:
             at_d = reached(d, t, f.stride_d, f.pad_d, f.dilation_d, f.extent_d)
             x_at = integer(n * f.x_n + x_channel * f.x_c)
@@ -125,24 +123,24 @@ def _partial_sums(*specialised_on):
         shared = ptx_tile.dynamic_shared()
         ptx_vector.store_shared_floats(u32(shared + u32(4 * thread)), u32(4 * THREADS), sums)
         ptx.cuda.syncthreads()
-        results, member = integer(sums_held * cells), integer(thread % team)
+        results, member = integer(sums_held * f.cells), integer(thread % team)
         first = integer(0)
         while first < results:
             result = integer(min(integer(first + thread // team), integer(results - 1)))
-            m, cell = ptx.divided(result, cells)
+            m, cell = ptx.split(result, f.cells, by.cells, by.cells_shift)
             total, j = real(0.0), member
             while j < f.block_tiles:
-                where = u32(shared + u32(4 * (m * THREADS + j * cells + cell)))
+                where = u32(shared + u32(4 * (m * THREADS + j * f.cells + cell)))
                 total = total + ptx_tile.float_of(load_shared(where))
                 j = integer(j + team)
             for exchange in range(exchanges):
                 total = total + ptx.shuffle_xor(total, 1 << exchange)
             if member == 0 and first + thread // team < results:
-                store_part(total, result, cells, slab, role_block, split, parts, f)
+                store_part(total, m, cell, slab, role_block, split, parts, f, by)
             first = integer(first + THREADS // team)
 
     data, floats = ptx.pointer(v.dtype), ptx.pointer("f32")
-    return partial_sums, (data, data, floats, ptx.record(Sums, v.bits))
+    return partial_sums, (data, data, floats, ptx.record(Sums, v.bits), ptx.record(Reciprocals, v.bits))
 
 
 class DepthwiseFilter(LaunchedCandidate[Split]):
@@ -155,7 +153,7 @@ class DepthwiseFilter(LaunchedCandidate[Split]):
         return Support(False, refused) if refused else YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Split, ...]:
-        splits = [Split(*v.tile, waves) for v in variants(problem) for waves in _WAVES]
+        splits = [Split(*v.tile, waves) for waves in _WAVES for v in variants(problem)]
         guesses = [(self.estimate(problem, split, device), split) for split in splits]
         return plan.worth_measuring(guesses)
 
@@ -183,7 +181,7 @@ class DepthwiseFilter(LaunchedCandidate[Split]):
             grid=(integers.splits * integers.slabs * integers.role_blocks, 1, 1),
             pointers=(0, 1, WORKSPACE),
             scalars="",
-            integers=integers,
+            integers=(*integers, *reciprocals(integers)),
             integer_bits=v.bits,
             dynamic_shared_bytes=4 * THREADS * v.sums,
         )

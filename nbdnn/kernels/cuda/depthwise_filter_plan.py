@@ -13,12 +13,14 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cuda import depthwise_plan as plan
 from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
+from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.problem_conv import ConvProblem
 
 _PIECE = 8  # taps of a filter row that a thread sums
 _BLOCK_ROLES = 8  # rows or pieces of a filter in a block, at most
-_MOST_PLANAR = 200  # registers held and loaded by a thread of planes: 209 were spilled
-_TILES = ((2, 4), (4, 4), (1, 4), (4, 2), (1, 7), (1, 8))
+_MOST_KEPT = 132  # registers that a thread holds by name: 136 were spilled in 3-D
+_MOST_PLANAR = 200  # held and loaded by a thread of planes: 209 were spilled
+_TILES = ((2, 4), (4, 4), (1, 4), (4, 2), (6, 2), (1, 7), (1, 8))
 
 
 class Split(NamedTuple):
@@ -103,7 +105,7 @@ class Sums(NamedTuple):
 
     tiles of dy, tiles_h x tiles_w of a plane, are split into runs of `chunk`. A block takes one of `slabs` slabs of
     `vectors` vectors of channels and `block_roles` of `roles` roles: one of role_w pieces of one of role_h groups of
-    rows of a depth tap of the filter.
+    rows of a depth tap of the filter; of both there are `cells`.
     """
 
     tiles: int
@@ -116,6 +118,7 @@ class Sums(NamedTuple):
     block_tiles: int
     role_blocks: int
     block_roles: int
+    cells: int
     roles: int
     role_h: int
     role_w: int
@@ -145,6 +148,39 @@ class Sums(NamedTuple):
     dilation_d: int
 
 
+class Reciprocals(NamedTuple):
+    """What `ptx.split` takes of the divisors among them: multipliers and shifts."""
+
+    slabs: int
+    slabs_shift: int
+    role_blocks: int
+    role_blocks_shift: int
+    cells: int
+    cells_shift: int
+    vectors: int
+    vectors_shift: int
+    role_w: int
+    role_w_shift: int
+    role_h: int
+    role_h_shift: int
+    tiles_w: int
+    tiles_w_shift: int
+    tiles_h: int
+    tiles_h_shift: int
+    out_d: int
+    out_d_shift: int
+    group_k: int
+    group_k_shift: int
+
+
+def reciprocals(f: Sums) -> Reciprocals:
+    divisors = (
+        *(f.slabs, f.role_blocks, f.cells, f.vectors, f.role_w, f.role_h),
+        *(f.tiles_w, f.tiles_h, f.out_d, f.group_k),
+    )
+    return Reciprocals(*(number for divisor in divisors for number in reciprocal(divisor)))
+
+
 def _lanes(problem: ConvProblem) -> int:
     return plan.vector_lanes(problem, 4 if problem.y_channels_last else 8)
 
@@ -166,7 +202,8 @@ def variants(problem: ConvProblem) -> list[Variant]:
     fitting = [
         v
         for v in every
-        if v.held.fits and v.instructions <= plan.MOST_PRODUCTS and (last or sum(v.held) <= _MOST_PLANAR)
+        if v.held.fits and v.held.kept <= _MOST_KEPT and (last or sum(v.held) <= _MOST_PLANAR)
+        if v.instructions <= plan.MOST_PRODUCTS
     ]
     return list(dict.fromkeys(fitting)) or [variant(1, 1)]
 
@@ -196,6 +233,7 @@ def sums(problem: ConvProblem, v: Variant, config: Split, device: Gpu) -> Sums:
         block_tiles=block_tiles,
         role_blocks=role_blocks,
         block_roles=block_roles,
+        cells=block_roles * vectors,
         roles=roles,
         role_h=role_h,
         role_w=role_w,
