@@ -163,7 +163,7 @@ def parts_bytes(problem: ConvProblem, config: Config) -> int:
 
 
 def _parts(tile: Tile, work: Work, device: Gpu) -> list[int]:
-    """One part, and as many as fill the multiprocessors once."""
-    fill = device.sms * tile.min_blocks // work.blocks
-    most = min(fill, int(work.stages) // _LEAST_STAGES, _MOST_PARTS)
-    return [1, most] if most > 1 else [1]
+    """One part, and as many as fill the multiprocessors once; of deep tiles also as many as leave each with a block."""
+    resident = {tile.min_blocks, 1} if tile.stages >= _DEEP else {tile.min_blocks}
+    most = min(int(work.stages) // _LEAST_STAGES, _MOST_PARTS)
+    return sorted({1, *(max(1, min(device.sms * blocks // work.blocks, most)) for blocks in resident)})
