@@ -19,7 +19,7 @@ Source: own.
 
 from __future__ import annotations
 
-from math import ceil, prod
+from math import ceil, lcm, prod
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
@@ -36,7 +36,11 @@ from nbdnn.problem_conv import ConvProblem
 _MOST_STRIDE_W = 8  # of bwd_data, where a tile is a multiple of it
 _MOST_WEIGHT_BYTES = 96 << 10  # of shared memory in a block
 _MOST_VECTORS = {True: 16, False: 8}  # of channels in a block: few where a block has many weights to turn
-_WHOLE_PIXEL = 36  # vectors, all of which a block of a forward with a stride takes: bf16 96x112x112 25.2 us, not 27.1
+_WHOLE_PIXEL = 36  # vectors, all of which a block with a stride takes: bf16 96x112x112 25.2 us forward, not 27.1
+# Threads of a block of a 16-bit bwd_data with a stride, none idle: about so many, at most, and of how many in all. bf16
+# 144x56x56 11.2 us, not 11.4; 96x112x112 26.6, not 27.0. A forward and float32 are as fast or slower; so is one image.
+_FULL_WARPS, _MOST_FULL_WARPS, _LEAST_FULL = 192, 288, 1 << 16
+_WARP = 32
 _ROWS_IN_TURN = ((4, 4), (8, 4), (4, 2), (8, 2), (2, 4), (2, 2))
 _TAPS_IN_TURN = ((1, 7), (1, 8), (1, 4))
 
@@ -193,9 +197,10 @@ def _tiles(problem: ConvProblem, v: Variant) -> Tiles:
     out_d, out_h, out_w = spatial3(target.shape[2:])
     tiles_h, tiles_w = ceil(out_h / v.tile.rows), ceil(out_w / v.tile.columns)
     planes = depth.taps * (1 if forward else multiplier)
-    vectors = _vectors(target.shape[1], v, planes) if v.out_last else 1
     start, _, _, _, _, w_s = filter_strides(problem)
     image_tiles = out_d * tiles_h * tiles_w
+    full = _full_warps(v, problem.n * image_tiles * ceil(target.shape[1] / v.lanes))
+    vectors = _vectors(target.shape[1], v, planes, full) if v.out_last else 1
     return Tiles(
         tiles=problem.n * image_tiles * (1 if v.out_last else target.shape[1]),
         image_tiles=image_tiles,
@@ -203,7 +208,7 @@ def _tiles(problem: ConvProblem, v: Variant) -> Tiles:
         tiles_w=tiles_w,
         slabs=ceil(target.shape[1] / (vectors * v.lanes)),
         vectors=vectors,
-        block_tiles=THREADS // vectors,
+        block_tiles=_threads(vectors, full) // vectors,
         pitch=_pitch(vectors, v.lanes),
         planes=planes,
         group_out=multiplier if forward else 1,
@@ -235,14 +240,32 @@ def _pitch(vectors: int, lanes: int) -> int:
     return (vectors + 1) * lanes
 
 
-def _vectors(channels: int, v: Variant, planes: int) -> int:
+def _vectors(channels: int, v: Variant, planes: int, full: bool) -> int:
     """Vectors of channels of a block."""
-    if v.direct and v.forward and v.columns.stride > 1 and channels <= _WHOLE_PIXEL * v.lanes:
-        return ceil(channels / v.lanes)
-    most = _MOST_VECTORS[v.unrolled]
+    whole, most = ceil(channels / v.lanes), _MOST_VECTORS[v.unrolled]
+    if v.direct and v.columns.stride > 1 and whole <= _WHOLE_PIXEL and (v.forward or (full and _fills_warps(whole))):
+        return whole
     while most > 1 and 4 * planes * v.taps * _pitch(most, v.lanes) > plan.WEIGHTS_BYTES:
         most //= 2
-    return plan.vectors_a_block(ceil(channels / v.lanes), most)
+    return plan.vectors_a_block(whole, most)
+
+
+def _full_warps(v: Variant, threads: int) -> bool:
+    """Whether blocks shall have no idle threads, of so many that have work."""
+    strided = v.direct and not v.forward and v.columns.stride > 1
+    return strided and v.dtype != "f32" and threads >= _LEAST_FULL
+
+
+def _fills_warps(vectors: int) -> bool:
+    return lcm(vectors, _WARP) <= _MOST_FULL_WARPS
+
+
+def _threads(vectors: int, full: bool) -> int:
+    """Threads of a block."""
+    if not full or not _fills_warps(vectors):
+        return THREADS
+    filled = lcm(vectors, _WARP)
+    return filled * max(1, _FULL_WARPS // filled)
 
 
 class Depthwise(LaunchedCandidate[Tile]):
@@ -275,10 +298,12 @@ class Depthwise(LaunchedCandidate[Tile]):
         v = self._variant(problem, config)
         integers = _tiles(problem, v)
         v = v._replace(bits=index_bits(problem, integers))
+        full = _full_warps(v, integers.tiles * ceil(integers.out_c / v.lanes))
+        threads = _threads(integers.vectors, full)
         a_block = integers.block_tiles if v.out_last else THREADS
         return [
             Launch(
-                source=Source(_kernel, v, THREADS, v.held.min_blocks),
+                source=Source(_kernel, v, threads, max(1, v.held.min_blocks * THREADS // threads)),
                 grid=(
                     integers.slabs * ceil(integers.tiles / a_block) if v.out_last else ceil(integers.tiles / a_block),
                     1,
