@@ -15,6 +15,7 @@ from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda import depthwise_plan as plan
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.depthwise_plan import Axis
+from nbdnn.kernels.cuda.depthwise_tile import Tiles
 from nbdnn.kernels.cuda.launch import Launch
 from nbdnn.problem import parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem
@@ -165,3 +166,17 @@ def test_filter_gradients_of_a_gpu_with_more_multiprocessors_are_split_more() ->
     config = candidate.configs(problem, H200)[0]
     half = replace(H200, sms=H200.sms // 2)
     assert candidate.workspace_bytes(problem, config, half) * 2 == candidate.workspace_bytes(problem, config, H200)
+
+
+@pytest.mark.parametrize("channels, block", [(144, (36, 8)), (96, (24, 8)), (576, (16, 12)), (240, (15, 8))])
+def test_16_bit_gradients_with_a_stride_leave_no_thread_idle(channels: int, block: tuple[int, int]) -> None:
+    problem = parse(f"conv_bwd_data:bf16:n32c{channels}h56w56:k{channels}r3s3:p1x1:u2x2:d1x1:g{channels}:cross:nhwc")
+    candidate, (vectors, tiles) = _candidate(problem.op), block
+    for config in candidate.configs(problem, H200):
+        (launch,) = candidate.launches(problem, config, H200)
+        integers = Tiles(*launch.integers[: len(Tiles._fields)])
+        assert (integers.vectors, integers.block_tiles) == block
+        assert integers.slabs * vectors * 4 >= channels
+        assert launch.grid[0] * tiles >= integers.slabs * integers.tiles
+        # 15 vectors share no whole number of warps: 120 of 128 threads.
+        assert launch.source.threads == (vectors * tiles if channels != 240 else 128)
