@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import tempfile
@@ -10,6 +11,17 @@ from pathlib import Path
 from nbdnn.errors import warn_once
 
 _log = logging.getLogger("nbdnn")
+
+
+def sealed(text: bytes) -> bytes:
+    """What goes into a file so that `unsealed` notices damage: the hash of the text, a line break, and the text."""
+    return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
+
+
+def unsealed(content: bytes) -> bytes | None:
+    """The text of what `sealed` made; None where it is damaged."""
+    _, _, text = content.partition(b"\n")
+    return text if content == sealed(text) else None
 
 
 def write_whole(path: Path, content: bytes) -> None:

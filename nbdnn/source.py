@@ -3,7 +3,8 @@
 The hash is of the parsed source without docstrings, so a comment, a reformatting or a better docstring keeps
 measurements and compiled kernels valid, and any change of behaviour, also in an imported kernel module, does not.
 
-Parsing takes a second for all kernels, so what it found is kept on disk beside a hash of the file's bytes.
+Parsing takes a second for all kernels, so what it found is kept on disk beside a hash of the file's bytes, sealed: it
+stands between a user and stale kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from nbdnn import config
-from nbdnn.kept import write_whole
+from nbdnn.kept import sealed, unsealed, write_whole
 
 _STARTED_S = time.time()
 _KERNEL_PACKAGES = ("nbdnn.kernels", "nbdnn.cudnn")
@@ -90,15 +91,17 @@ _new: dict[str, _Parsed] = {}  # parsed by this process, and not on disk yet
 
 
 def _path() -> Path:
-    """One for each Python, whose syntax trees are its own."""
-    return config.cache_dir() / f"sources-{sys.hexversion:x}.json"
+    """One for each Python, whose syntax trees are its own, and each text of this module, which reads them."""
+    reader = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    return config.cache_dir() / f"sources-{sys.hexversion:x}-{reader}.json"
 
 
 @cache
 def _on_disk() -> dict[str, _Parsed]:
-    """What processes before this one parsed; nothing where that cannot be read."""
-    with suppress(OSError, ValueError, TypeError, AttributeError):
-        return {name: _Parsed(*found) for name, found in json.loads(_path().read_bytes()).items()}
+    """What processes before this one parsed; nothing where that cannot be read or is damaged."""
+    with suppress(OSError):
+        if (text := unsealed(_path().read_bytes())) is not None:
+            return {name: _Parsed(*found) for name, found in json.loads(text).items()}
     return {}
 
 
@@ -107,7 +110,7 @@ def _keep_parsed() -> None:
     if _new:
         _on_disk.cache_clear()
         with suppress(OSError):
-            write_whole(_path(), json.dumps({**_on_disk(), **_new}).encode())
+            write_whole(_path(), sealed(json.dumps({**_on_disk(), **_new}).encode()))
         _on_disk().update(_new)
         _new.clear()
 

@@ -64,12 +64,34 @@ def test_a_later_process_parses_only_what_is_new(hashed: Callable[[str], str], m
     assert hashed(edited) == after and len(parsed) == 1
 
 
-@pytest.mark.parametrize("garbled", [b"", b"{", b"[1]", b'{"twice": 3}', b'{"twice": ["a"]}'])
-def test_what_cannot_be_read_is_parsed_again(hashed: Callable[[str], str], tmp_path: Path, garbled: bytes) -> None:
-    before = hashed(SOURCE)
-    (tmp_path / "sources.json").write_bytes(garbled)
+@pytest.mark.parametrize("kept", [0, 1, 64, 65, 66, -1])
+def test_what_is_cut_off_is_parsed_again(hashed: Callable[[str], str], tmp_path: Path, kept: int) -> None:
+    before, file = hashed(SOURCE), tmp_path / "sources.json"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:kept])
     assert hashed(SOURCE) == before
-    assert b"twice" in (tmp_path / "sources.json").read_bytes()
+    assert file.read_bytes() == whole
+
+
+def test_one_wrong_bit_is_noticed(hashed: Callable[[str], str], tmp_path: Path) -> None:
+    """Of what is imported, which costs the program; of a hash, which would pass for another kernel's."""
+    before, file = hashed(SOURCE), tmp_path / "sources.json"
+    whole = file.read_bytes()
+    for word in (b"nbdnn.kernels", source._parsed("twice").tree_hash.encode(), b"cpu"):
+        damaged = bytearray(whole)
+        damaged[whole.index(word)] ^= 1
+        file.write_bytes(damaged)
+        assert hashed(SOURCE) == before
+        assert file.read_bytes() == whole
+
+
+def test_another_reader_has_a_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads sources differently shall not take what this one found."""
+    ours = source._path()
+    other = tmp_path / "source.py"
+    other.write_bytes(Path(source.__file__).read_bytes() + b"# changed\n")
+    monkeypatch.setattr(source, "__file__", str(other))
+    assert source._path() != ours
 
 
 def test_where_nothing_can_be_kept_each_process_parses(
