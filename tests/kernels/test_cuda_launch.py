@@ -28,6 +28,10 @@ class Started(NamedTuple):
     arguments: tuple
 
 
+class Config(SimpleNamespace):
+    """What the driver is told of a launch."""
+
+
 class StandIn:
     """The driver as far as a launch needs it. `types` are those of the arguments it reads, as ctypes has them."""
 
@@ -48,7 +52,7 @@ class StandIn:
         return SimpleNamespace(
             CUstream=int,
             CUfunction_attribute=attributes,
-            CUlaunchConfig=SimpleNamespace,
+            CUlaunchConfig=Config,
             CUlaunchAttribute=lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace())),
             CUlaunchAttributeID=SimpleNamespace(
                 CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster",
@@ -133,6 +137,29 @@ def test_arguments_are_where_the_driver_looks(stand_in: StandIn) -> None:
         Started(function, (3, 2, 1), (128, 1, 1), 0, 17, (Y, X, None, 0.5, -2.0, -7, 8, 2**31 - 1)),
         Started(function, (3, 2, 1), (128, 1, 1), 0, 0, (W, Y, None, 1.0, 0.0, -7, 8, 2**31 - 1)),
     ]
+
+
+def test_an_interrupted_change_of_stream_is_made_by_the_next_call(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Program([launch(), launch()], H200)
+    run((X, W, Y), (0.5, -2.0), SCRATCH, 11)
+    second = run._prepared[1].config
+    with monkeypatch.context() as patched:
+        patched.setattr(Config, "__setattr__", interrupted_at(second))
+        with pytest.raises(KeyboardInterrupt):
+            run((X, W, Y), (0.5, -2.0), SCRATCH, 22)
+    run((X, W, Y), (0.5, -2.0), SCRATCH, 22)
+    assert [started.stream for started in stand_in.started] == [11, 11, 22, 22]
+
+
+def interrupted_at(config):
+    def set_attribute(self, name: str, value: object) -> None:
+        if self is config:
+            raise KeyboardInterrupt
+        object.__setattr__(self, name, value)
+
+    return set_attribute
 
 
 def test_a_call_packs_what_differs_from_the_last_one(stand_in: StandIn) -> None:

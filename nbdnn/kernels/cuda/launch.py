@@ -107,9 +107,10 @@ class Program:
         self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int = 0, stream: int = 0
     ) -> None:
         if stream != self._stream:
-            handle, self._stream = driver.bindings().CUstream(stream), stream
+            handle, self._stream = driver.bindings().CUstream(stream), -1  # of none, should this be interrupted
             for prepared in self._prepared:
                 prepared.config.hStream = handle
+            self._stream = stream
         if self._packed != (wanted := (pointers, scalars, workspace)):
             given, self._packed = (*pointers, workspace, 0), None
             for prepared in self._prepared:
