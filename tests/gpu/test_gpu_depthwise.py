@@ -23,7 +23,7 @@ _SHAPES = (
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("shape, threads", [shape[:2] for shape in _SHAPES])
 def test_blocks_without_idle_threads(shape: str, threads: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_depthwise, "_LEAST_FULL", 1)
+    monkeypatch.setattr(conv_depthwise, "_LEAST_WORKING_THREADS", 1)
     candidate, problem = (
         registry.candidate("conv_bwd_data/numba/depthwise"),
         parse(f"conv_bwd_data:{dtype}:{shape}:nhwc"),

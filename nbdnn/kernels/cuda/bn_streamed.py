@@ -280,7 +280,8 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
 
     def configs(self, problem: BnProblem, device: Gpu) -> tuple[Streamed, ...]:
         columns, lanes = plan.widths(problem)[0], problem.vector_bytes // ITEMSIZE[problem.dtype]
-        if self.op == "bn_infer" and columns * lanes == _NARROW and problem.planes[1] >= 2 * _NARROW:
+        narrow = problem.dtype == "f32" and columns * lanes == _NARROW
+        if self.op == "bn_infer" and narrow and problem.planes[1] >= 2 * _NARROW:
             columns *= 2
         every = [Streamed(columns, chunk_bytes >> 10) for chunk_bytes in _CHUNK_BYTES]
         return tuple(sorted(every, key=lambda config: self.estimate(problem, config, device)))

@@ -28,7 +28,7 @@ from nbdnn.kernels.cuda import depthwise_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
 from nbdnn.kernels.cuda.depthwise_tile import Reciprocals, Tile, Tiles, Variant
-from nbdnn.kernels.cuda.division import reciprocal
+from nbdnn.kernels.cuda.division import reciprocals
 from nbdnn.kernels.cuda.geometry import filter_strides, index_bits
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.problem_conv import ConvProblem
@@ -39,7 +39,7 @@ _MOST_VECTORS = {True: 16, False: 8}  # of channels in a block: few where a bloc
 _WHOLE_PIXEL = 36  # vectors, all of which a block with a stride takes: bf16 96x112x112 25.2 us forward, not 27.1
 # Threads of a block of a 16-bit bwd_data with a stride, none idle: about so many, at most, and of how many in all. bf16
 # 144x56x56 11.2 us, not 11.4; 96x112x112 26.6, not 27.0. A forward and float32 are as fast or slower; so is one image.
-_FULL_WARPS, _MOST_FULL_WARPS, _LEAST_FULL = 192, 288, 1 << 16
+_BUSY_THREADS, _MOST_BUSY_THREADS, _LEAST_WORKING_THREADS = 192, 288, 1 << 16
 _WARP = 32
 _ROWS_IN_TURN = ((4, 4), (8, 4), (4, 2), (8, 2), (2, 4), (2, 2))
 _TAPS_IN_TURN = ((1, 7), (1, 8), (1, 4))
@@ -199,8 +199,8 @@ def _tiles(problem: ConvProblem, v: Variant) -> Tiles:
     planes = depth.taps * (1 if forward else multiplier)
     start, _, _, _, _, w_s = filter_strides(problem)
     image_tiles = out_d * tiles_h * tiles_w
-    full = _full_warps(v, problem.n * image_tiles * ceil(target.shape[1] / v.lanes))
-    vectors = _vectors(target.shape[1], v, planes, full) if v.out_last else 1
+    busy = _is_busy(problem, v, image_tiles)
+    vectors = _vectors(target.shape[1], v, planes, busy) if v.out_last else 1
     return Tiles(
         tiles=problem.n * image_tiles * (1 if v.out_last else target.shape[1]),
         image_tiles=image_tiles,
@@ -208,7 +208,7 @@ def _tiles(problem: ConvProblem, v: Variant) -> Tiles:
         tiles_w=tiles_w,
         slabs=ceil(target.shape[1] / (vectors * v.lanes)),
         vectors=vectors,
-        block_tiles=_threads(vectors, full) // vectors,
+        block_tiles=_threads(vectors, busy) // vectors,
         pitch=_pitch(vectors, v.lanes),
         planes=planes,
         group_out=multiplier if forward else 1,
@@ -230,42 +230,39 @@ def _tiles(problem: ConvProblem, v: Variant) -> Tiles:
     )
 
 
-def _reciprocals(f: Tiles) -> Reciprocals:
-    divisors = f.slabs, f.vectors, f.image_tiles, f.out_c, f.tiles_w, f.tiles_h, f.out_d, f.group_out
-    return Reciprocals(*(number for divisor in divisors for number in reciprocal(divisor)))
-
-
 def _pitch(vectors: int, lanes: int) -> int:
     """Floats between a block's weights of neighbouring taps: a vector more than there are, against bank conflicts."""
     return (vectors + 1) * lanes
 
 
-def _vectors(channels: int, v: Variant, planes: int, full: bool) -> int:
+def _vectors(channels: int, v: Variant, planes: int, busy: bool) -> int:
     """Vectors of channels of a block."""
     whole, most = ceil(channels / v.lanes), _MOST_VECTORS[v.unrolled]
-    if v.direct and v.columns.stride > 1 and whole <= _WHOLE_PIXEL and (v.forward or (full and _fills_warps(whole))):
+    if v.direct and v.columns.stride > 1 and whole <= _WHOLE_PIXEL and (v.forward or (busy and _fills_warps(whole))):
         return whole
     while most > 1 and 4 * planes * v.taps * _pitch(most, v.lanes) > plan.WEIGHTS_BYTES:
         most //= 2
     return plan.vectors_a_block(whole, most)
 
 
-def _full_warps(v: Variant, threads: int) -> bool:
-    """Whether blocks shall have no idle threads, of so many that have work."""
+def _is_busy(problem: ConvProblem, v: Variant, image_tiles: int) -> bool:
+    """Whether blocks shall have no idle threads."""
     strided = v.direct and not v.forward and v.columns.stride > 1
-    return strided and v.dtype != "f32" and threads >= _LEAST_FULL
+    working = problem.n * image_tiles * ceil(problem.c / v.lanes)
+    return strided and v.dtype != "f32" and working >= _LEAST_WORKING_THREADS
 
 
 def _fills_warps(vectors: int) -> bool:
-    return lcm(vectors, _WARP) <= _MOST_FULL_WARPS
+    """Whether few pixels of so many vectors are whole warps."""
+    return lcm(vectors, _WARP) <= _MOST_BUSY_THREADS
 
 
-def _threads(vectors: int, full: bool) -> int:
+def _threads(vectors: int, busy: bool) -> int:
     """Threads of a block."""
-    if not full or not _fills_warps(vectors):
+    if not busy or not _fills_warps(vectors):
         return THREADS
     filled = lcm(vectors, _WARP)
-    return filled * max(1, _FULL_WARPS // filled)
+    return filled * max(1, _BUSY_THREADS // filled)
 
 
 class Depthwise(LaunchedCandidate[Tile]):
@@ -298,8 +295,7 @@ class Depthwise(LaunchedCandidate[Tile]):
         v = self._variant(problem, config)
         integers = _tiles(problem, v)
         v = v._replace(bits=index_bits(problem, integers))
-        full = _full_warps(v, integers.tiles * ceil(integers.out_c / v.lanes))
-        threads = _threads(integers.vectors, full)
+        threads = _threads(integers.vectors, _is_busy(problem, v, integers.image_tiles))
         a_block = integers.block_tiles if v.out_last else THREADS
         return [
             Launch(
@@ -311,7 +307,7 @@ class Depthwise(LaunchedCandidate[Tile]):
                 ),
                 pointers=gather_pointers(problem),
                 scalars="f32",
-                integers=(*integers, *_reciprocals(integers)),
+                integers=(*integers, *reciprocals(Reciprocals, integers._asdict())),
                 integer_bits=v.bits,
                 dynamic_shared_bytes=4 * integers.planes * v.taps * integers.pitch
                 if v.out_last and not v.direct

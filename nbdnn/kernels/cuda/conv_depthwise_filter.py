@@ -20,8 +20,9 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import depthwise_plan as plan
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.depthwise_filter_plan import Reciprocals, Split, Sums, Variant, reciprocals, sums, variants
+from nbdnn.kernels.cuda.depthwise_filter_plan import Reciprocals, Split, Sums, Variant, sums, variants
 from nbdnn.kernels.cuda.depthwise_plan import THREADS
+from nbdnn.kernels.cuda.division import reciprocals
 from nbdnn.kernels.cuda.filter_parts import sum_of_parts
 from nbdnn.kernels.cuda.geometry import index_bits, input_reached
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
@@ -181,7 +182,7 @@ class DepthwiseFilter(LaunchedCandidate[Split]):
             grid=(integers.splits * integers.slabs * integers.role_blocks, 1, 1),
             pointers=(0, 1, WORKSPACE),
             scalars="",
-            integers=(*integers, *reciprocals(integers)),
+            integers=(*integers, *reciprocals(Reciprocals, integers._asdict())),
             integer_bits=v.bits,
             dynamic_shared_bytes=4 * THREADS * v.sums,
         )

@@ -13,7 +13,6 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cuda import depthwise_plan as plan
 from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
-from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.problem_conv import ConvProblem
 
 _PIECE = 8  # taps of a filter row that a thread sums
@@ -173,14 +172,6 @@ class Reciprocals(NamedTuple):
     group_k_shift: int
 
 
-def reciprocals(f: Sums) -> Reciprocals:
-    divisors = (
-        *(f.slabs, f.role_blocks, f.cells, f.vectors, f.role_w, f.role_h),
-        *(f.tiles_w, f.tiles_h, f.out_d, f.group_k),
-    )
-    return Reciprocals(*(number for divisor in divisors for number in reciprocal(divisor)))
-
-
 def _lanes(problem: ConvProblem) -> int:
     return plan.vector_lanes(problem, 4 if problem.y_channels_last else 8)
 
@@ -202,8 +193,10 @@ def variants(problem: ConvProblem) -> list[Variant]:
     fitting = [
         v
         for v in every
-        if v.held.fits and v.held.kept <= _MOST_KEPT and (last or sum(v.held) <= _MOST_PLANAR)
-        if v.instructions <= plan.MOST_PRODUCTS
+        if v.held.fits
+        and v.held.kept <= _MOST_KEPT
+        and (last or sum(v.held) <= _MOST_PLANAR)
+        and v.instructions <= plan.MOST_PRODUCTS
     ]
     return list(dict.fromkeys(fitting)) or [variant(1, 1)]
 

@@ -19,7 +19,7 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
-THREADS = 128  # of a block
+THREADS = 128  # of a block, but of those that `conv_depthwise` keeps busy
 REGISTER_TAPS = 49  # weights, or sums of them, that a thread holds at most: 7x7 taps, or 3x3 taps of 4 channels
 MOST_PRODUCTS = 1300  # written out in one kernel: 20 KB of code
 _KEPT, _LOADED = 136, 182  # of the 168 registers of a thread; others keep addresses

@@ -24,7 +24,7 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.division import reciprocal
+from nbdnn.kernels.cuda.division import reciprocals
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pool_axes import Axis, Tile, Variant, covers, reaches, taps_met
@@ -85,8 +85,7 @@ class Reciprocals(NamedTuple):
 def _reciprocals(v: Variant, b: Blocks, channels: int) -> Reciprocals:
     """Rows and columns are of blocks channels-last, else of tiles."""
     rows, columns = (b.blocks_h, b.blocks_w) if v.channels_last else (b.tiles_h, b.tiles_w)
-    divisors = b.tiles_d, rows, columns, b.slabs, b.vectors, b.block_w, channels
-    return Reciprocals(*(number for divisor in divisors for number in reciprocal(divisor)))
+    return reciprocals(Reciprocals, {**b._asdict(), "tiles_h": rows, "tiles_w": columns, "channels": channels})
 
 
 def _kernel(*specialised_on):

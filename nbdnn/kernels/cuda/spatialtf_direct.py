@@ -277,7 +277,7 @@ class Grid(LaunchedCandidate[NoConfig]):
         rows = max(1, min(_MOST_ROWS, one_by_one // (_RESIDENT_THREADS * device.sms)))
         of_an_image = ceil(out_h / rows) * columns
         items = problem.n * of_an_image
-        by = [reciprocal(each) if bits == 32 else (0, 0) for each in (of_an_image, columns)]
+        by = [reciprocal(each) for each in (of_an_image, columns)]
         integers = _GridFields(items, of_an_image, *by[0], columns, *by[1], rows, out_h, out_w)
         source = Source(_grid_kernel, _GridVariant(problem.dtype, together, bits), THREADS)
         return [Launch(source, (ceil(items / THREADS), 1, 1), (0, 1), "", integers, bits)]
