@@ -33,6 +33,8 @@ class Jax(NumPy):
         return pointer, ("jax", array.shape, array.dtype, pointer & (DEFAULT_ALIGN - 1), gpu)
 
     def gpu(self, array: Any) -> int:
+        if array.is_deleted():
+            raise InvalidType("a JAX array that was deleted or donated")
         if self._cpu_only:
             return -1
         devices = array.devices()

@@ -33,7 +33,7 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 # strides and kinds of several in one call. It is private, and crashes where it is not called as it likes: nothing but
 # releases that the tests have seen.
 _TensorGuards: Any = None
-if "2.11" <= torch.__version__ < "2.14":  # as versions
+if "2.11" <= torch.__version__ < "2.14.dev0":  # as versions: no release of 2.14, nor what comes before it
     from torch._C._dynamo import guards
 
     _TensorGuards = guards.TensorGuards

@@ -18,7 +18,7 @@ from nbdnn.dispatch import dispatcher, events
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.timing import Given
 from nbdnn.errors import CudaError, InvalidProblem, InvalidType
-from nbdnn.problem import Problem
+from nbdnn.problem import DEFAULT_ALIGN, Problem
 
 
 class Runs(Protocol):
@@ -90,7 +90,7 @@ def _call(
     if call is None:
         call = family.prepare(arguments, arrays, scalars)
         context.remember(key, call)
-    if library.recognises:
+    if library.recognises and not any(pointer % DEFAULT_ALIGN for pointer in pointers):  # others are read every time
         context.recognise(arguments, arrays, library, call)
     return call, pointers
 
@@ -165,7 +165,11 @@ class Call:
         return tuple([outputs[place] for place in self.results])
 
     def _placed(self, pointers: list[int]) -> tuple[int, ...]:
-        """The addresses as the runner takes them, of arrays none of which is written where another is read."""
+        """The addresses as the runner takes them, of arrays that have memory, none of them written where another is
+        read."""
+        for place, name, *_ in (*self.inputs, *self.given):
+            if not pointers[place]:
+                raise InvalidType(f"{name}: an array that has elements and no memory (freed, or never allocated)")
         for place, result, low, high in self.given:
             low, high = low + pointers[place], high + pointers[place]
             for i, name, first, end in self.inputs:
@@ -187,6 +191,8 @@ class Call:
         for place, library, allocate, is_copied, keeps in self.made:
             outputs[place] = allocate()
             pointers[place] = library.pointer(outputs[place])
+            if not pointers[place] and 0 not in outputs[place].shape:
+                raise InvalidType(f"{type(outputs[place])} has no memory for a result (as under FakeTensorMode)")
             if is_copied and keeps:
                 library.copy(outputs[place], arrays[place])
         return outputs
@@ -249,6 +255,7 @@ def _name_unreadable(names: tuple[str, ...], arrays: Sequence[Any]) -> None:
     for place, (array, name) in enumerate(zip(arrays, names, strict=True)):
         try:
             if array is not None or place == 0:
+                library_of(array).gpu(array)
                 read(array)
         except InvalidType as error:
             raise InvalidType(f"{name}: {error}") from None

@@ -85,6 +85,39 @@ def test_torch() -> None:
         dnn_conv(y, torch.ones(6, 6, 1, 1), out=y)
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_arrays_without_memory_are_refused() -> None:
+    """Where PyTorch has freed it, as sharding does, or never had any, as compilers do: address 0 is not read."""
+    torch = library("torch")
+    x, w = torch.tensor(X), torch.tensor(W)
+    freed = torch.tensor(X)
+    out = torch.empty_like(dnn_conv(x, w, 1))
+    dnn_conv(freed, w, 1, out=out)
+    for tensor in freed, out:
+        tensor.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(InvalidType, match=r"img: .* no memory"):
+            dnn_conv(freed, w, 1)
+        with pytest.raises(InvalidType, match=r"out: .* no memory"):
+            dnn_conv(x, w, 1, out=out)
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        with pytest.raises(InvalidType, match=r"FakeTensor.* no memory for a result"):
+            dnn_conv(x, w, 1)
+        with pytest.raises(InvalidType, match=r"img: .* no memory"):
+            dnn_conv(torch.zeros(X.shape), w, 1)
+    with pytest.raises(InvalidType, match=r"kerns: .* no memory"):
+        dnn_conv(x, w.to("meta"), 1)
+
+
+def test_a_deleted_jax_array_is_refused() -> None:
+    jax = library("jax")
+    x, w = jax.numpy.asarray(X), jax.numpy.asarray(W)
+    dnn_conv(x, w, 1)
+    w.delete()
+    with pytest.raises(InvalidType, match=r"kerns: .* deleted"):
+        dnn_conv(x, w, 1)
+
+
 def test_a_torch_output_that_is_mapped_anew() -> None:
     """From 4 MiB on it is in huge pages where the system has them; above 32 MiB the C library maps it."""
     torch = library("torch")

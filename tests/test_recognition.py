@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ from nbdnn.dispatch import dispatcher
 from nbdnn.errors import InvalidProblem, InvalidType
 
 SHAPE = 2, 4, 6, 6
+_ARGUMENTS = "softmax_fwd", "accurate", "channel", None, None, None, None, None
 
 
 @pytest.fixture
@@ -122,13 +124,22 @@ def test_an_output_that_moves_onto_its_input_is_refused(torch: ModuleType) -> No
 
 
 def test_flags_and_threads_have_their_own_plans(torch: ModuleType) -> None:
+    """None runs what another prepared: of the same arrays each knows a call of its own."""
     x = torch.randn(SHAPE)
-    dnn_softmax(x)
-    first = dispatcher.context()
+
+    def known() -> Any:
+        for _ in range(2):
+            torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
+        ((_, call),) = dispatcher.context()._recognisers[_ARGUMENTS, 2, x.shape]
+        return call
+
+    dispatcher.empty_cache()
+    ours = known()
     with config.change(dnn__deterministic=True):
-        dnn_softmax(x)
-        assert dispatcher.context() is not first
-    torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
+        assert known() is not ours
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(known).result() is not ours
+    assert known() is ours
 
 
 def test_tensors_are_not_kept_and_memos_stay_small(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,13 +158,30 @@ def test_tensors_are_not_kept_and_memos_stay_small(torch: ModuleType, monkeypatc
 def test_what_cannot_be_recognised_is_not_tried_at_every_call(
     torch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = torch.randn(1 + 210)[1:].view(2, 3, 5, 7)
+    x, out = torch.randn(2, 3, 5, 7), np.empty((2, 3, 5, 7), np.float32)
     made: list[Any] = []
     kind, tried = type(library_of(x)), type(library_of(x)).recogniser
     monkeypatch.setattr(kind, "recogniser", lambda self, arrays: made.append(tried(self, arrays)))
     for _ in range(20):
-        torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
+        torch.testing.assert_close(torch.from_numpy(dnn_softmax(x, out=out)), torch.softmax(x, 1))
     assert made == [None] * dispatcher._MOST_ALIKE
+
+
+def test_what_is_not_aligned_does_not_keep_others_from_being_recognised(
+    torch: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside, x = torch.randn(1 + 330)[1:].view(2, 3, 5, 11), torch.randn(2, 3, 5, 11)
+    for _ in range(20):
+        torch.testing.assert_close(dnn_softmax(aside), torch.softmax(aside, 1))
+    dnn_softmax(x)
+    monkeypatch.setattr(type(library_of(x)), "read_all", lambda self, arrays: pytest.fail("read"))
+    torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
+
+
+def test_what_has_no_shape_is_refused_as_ever(torch: ModuleType) -> None:
+    ragged = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
+    with pytest.raises(InvalidType, match=r"x: a .* tensor: it must be dense"):
+        dnn_softmax(ragged)
 
 
 def test_a_recognised_call_reads_no_array(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

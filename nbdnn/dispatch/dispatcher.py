@@ -100,11 +100,12 @@ class Context:
     def recognised(self, arguments: tuple, arrays: Sequence[Any]) -> tuple[Any, list[int]] | None:
         """What runs a call on arrays as they were seen before, and their addresses: the memo without its key."""
         try:
-            for recogniser, call in self._recognisers.get((arguments, len(arrays), arrays[0].shape), ()):
-                if (pointers := recogniser(arrays)) is not None:
-                    return call, pointers
-        except TypeError:  # unhashable, as a list is: the checks say what should have been there
-            pass
+            alike = self._recognisers.get((arguments, len(arrays), arrays[0].shape), ())
+        except (TypeError, RuntimeError):  # unhashable, or without a shape: the checks say what should have been there
+            return None
+        for recogniser, call in alike:
+            if (pointers := recogniser(arrays)) is not None:
+                return call, pointers
         return None
 
     def recognise(self, arguments: tuple, arrays: Sequence[Any], library: Library, call: Any) -> None:
