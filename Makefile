@@ -18,7 +18,8 @@ test: .venv/installed-dev
 
 # The tests of PyTorch and JAX arrays, which `make test` leaves out where those are not installed.
 interop: .venv/installed-interop
-	NBDNN_TEST_LIBRARIES=all $(PYTEST) tests/test_conv_types.py tests/test_ops.py tests/test_examples.py $(FAMILIES)
+	NBDNN_TEST_LIBRARIES=all $(PYTEST) tests/test_conv_types.py tests/test_recognition.py tests/test_ops.py \
+		tests/test_examples.py $(FAMILIES)
 
 # What can be tested of CUDA without a GPU: every kernel compiled for every architecture, and cuDNN's own library.
 test-cuda-libs: .venv/installed-cuda-libs

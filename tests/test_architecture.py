@@ -108,6 +108,20 @@ def test_numba_cuda_is_touched_in_few_places() -> None:
     assert {name for name in touching if not name.startswith("ptx")} == {"compile.py"}
 
 
+def test_tests_of_other_libraries_run_where_these_are() -> None:
+    """`make test` skips them: what no target that installs the libraries names would be skipped everywhere."""
+    top = ROOT.parent
+    makefile = (top / "Makefile").read_text()
+    families = re.search(r"addprefix tests/test_,([^)]*)", makefile)
+    assert families
+    recipes = " ".join(line for line in makefile.splitlines() if line.startswith("\t"))
+    named = {*recipes.split(), *(f"tests/test_{name}" for name in families[1].split()), "tests/gpu"}
+    tests = [path for path in top.glob("tests/**/test_*.py") if "\nfrom libraries import" in path.read_text()]
+    assert len(tests) > 20
+    for path in tests:
+        assert {str(each.relative_to(top)) for each in (path, path.parent)} & named, path
+
+
 def test_everything_public_is_there_and_documented() -> None:
     for name in nbdnn.__all__:
         assert getattr(nbdnn, name).__doc__, f"nbdnn.{name} has no docstring"
