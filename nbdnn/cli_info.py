@@ -67,13 +67,13 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
 def _cudnn() -> str:
     """The version of cuDNN and its file, or every file that was tried, one a line, and what is wrong with it."""
     from nbdnn.availability import dnn_available
-    from nbdnn.cudnn.library import library
+    from nbdnn.cudnn.library import WHY, library
     from nbdnn.errors import CudnnError
 
     try:
         found = library()
     except CudnnError as error:
-        return str(error)
+        return str(error).replace(WHY, "")
     try:
         used = [] if dnn_available() else [f"not used: {dnn_available.msg}"]
     except RuntimeError as error:

@@ -75,7 +75,7 @@ def _axes(name: str, value: Any, ndim: int) -> tuple[int, ...]:
     if not isinstance(numbers, tuple) or not all(isinstance(number, Integral) for number in numbers):
         raise InvalidProblem(f"{name} is {value!r}, expected an int or a tuple of ints")
     if len(numbers) != ndim:
-        raise InvalidProblem(f"{name} has {len(numbers)} numbers, img has {ndim} spatial axes")
+        raise InvalidProblem(f"{name} has length {len(numbers)}, img has {ndim} spatial axes")
     return tuple(map(int, numbers))
 
 

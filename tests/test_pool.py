@@ -218,7 +218,7 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
         (lambda x: dnn_pool(x[0], 2), InvalidType, "img has 3 axes, expected 4 or 5"),
         (lambda x: dnn_pool(x.astype(np.int32), 2), InvalidType, "int32"),
         (lambda x: dnn_pool(x, 2, mode="median"), InvalidProblem, "'median' is not one of max, max_deterministic"),
-        (lambda x: dnn_pool(x, (2, 2, 2)), InvalidProblem, "ws has 3 numbers, img has 2 spatial axes"),
+        (lambda x: dnn_pool(x, (2, 2, 2)), InvalidProblem, "ws has length 3, img has 2 spatial axes"),
         (lambda x: dnn_pool(x, [2, 2]), InvalidProblem, r"ws is \[2, 2\], expected an int or a tuple"),
         (lambda x: dnn_pool(x, 0), InvalidProblem, "window is 0, it must be at least 1"),
         (lambda x: dnn_pool(x, 2, stride=(1, 0)), InvalidProblem, "stride is 0, it must be at least 1"),

@@ -16,6 +16,7 @@ from nbdnn import config
 from nbdnn.cudnn import search
 from nbdnn.errors import CudnnError
 
+WHY = " (nbdnn info tells why)"  # where only the first line of an error is shown
 _VERSION_CHECKS = ("cudnnGraphVersionCheck", "cudnnOpsVersionCheck", "cudnnCnnVersionCheck")
 
 
@@ -103,7 +104,7 @@ def _load() -> Library | CudnnError:
 
 
 def _absent(tried: list[Tried], kind: type[CudnnError] = CudnnError) -> CudnnError:
-    advice = "no cuDNN that works here was found (nbdnn info tells why): install nbdnn[cuda13] or nbdnn[cuda12]"
+    advice = f"no cuDNN that works here was found{WHY}: install nbdnn[cuda13] or nbdnn[cuda12]"
     return kind("\n".join([advice, *(f"  {each}" for each in tried)]))
 
 
