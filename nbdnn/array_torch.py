@@ -90,7 +90,7 @@ class Torch(Library):
         shapes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
         fits = _TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
         select = itemgetter(*present) if len(present) > 1 else lambda others: (others[present[0]],)
-        seen: list[int] = []
+        count, seen = len(arrays), list[int]()
 
         def addresses(pointers: list[int]) -> list[int] | None:
             nonlocal seen
@@ -100,12 +100,14 @@ class Torch(Library):
             return pointers
 
         def recognise(others: Sequence[Any]) -> list[int] | None:
-            if not fits(*others):
+            if len(others) != count or not fits(*others):
                 return None
             pointers = [other.data_ptr() for other in others]
             return pointers if pointers == seen else addresses(pointers)
 
         def recognise_some(others: Sequence[Any]) -> list[int] | None:
+            if len(others) != count:
+                return None
             for i in absent:
                 if others[i] is not None:
                     return None

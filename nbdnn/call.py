@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nbdnn import driver
 from nbdnn.array import Library, View, at, dense_copy, library_of, read, share_memory, stream_handle
+from nbdnn.candidate import Runner
 from nbdnn.dispatch import dispatcher, events
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.timing import Given
@@ -21,10 +22,13 @@ from nbdnn.errors import CudaError, InvalidProblem, InvalidType
 from nbdnn.problem import DEFAULT_ALIGN, Problem
 
 
-class Runs(Protocol):
-    """A plan, or what stands for one where there is nothing to choose."""
+class Unchosen(dispatcher.Plan):
+    """What stands for a plan where there is nothing to choose: a runner that needs no workspace."""
 
-    def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None: ...
+    __slots__ = ()
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.workspace_bytes = runner, 0
 
 
 class Family(NamedTuple):
@@ -45,6 +49,17 @@ def compute(
     arguments: hashable; with what `read` says of the arrays they are the memo's key. arrays: inputs, then the outputs
     that the caller gave; None where absent. stream: what the caller gave, for arrays on a GPU.
     """
+    if stream is None:
+        for recognise, is_ready, stream_of, context, call in dispatcher.alike(arguments, arrays):
+            if (pointers := recognise(arrays)) is not None:
+                if not is_ready():
+                    break
+                return call.run(context, arrays, pointers, scalars, stream_of())
+    return _looked_up(family, arguments, arrays, scalars, stream)
+
+
+def _looked_up(family: Family, arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...], stream: Any) -> Any:
+    """`compute` where the call is not known by its arrays."""
     try:
         library = library_of(arrays[0])
         gpu = library.gpu(arrays[0])
@@ -54,8 +69,7 @@ def compute(
     changed = gpu >= 0 and driver.enter(gpu)
     try:
         context = dispatcher.context(gpu)
-        found = context.recognised(arguments, arrays) if library.recognises else None
-        call, pointers = found or _call(context, library, family, arguments, arrays, scalars)
+        call, pointers = _call(context, library, family, arguments, arrays, scalars)
         if gpu < 0:
             return call.run(context, arrays, pointers, scalars, 0)
         if stream is None:
@@ -121,8 +135,9 @@ class Call:
 
     order: the arrays whose addresses the runner takes, as it takes them. results: places of the outputs. inputs:
     (place, name, offsets from the address to the first byte and past the last) of every input that is not empty; given:
-    the same of the outputs that the caller gives. views: of each array, as the first call had it. without_plan: what
-    runs a problem without elements. latest: addresses of the last call's arrays, and of them those in `order`.
+    the same of the outputs that the caller gives. views: of each array, as the first call had it. without_plan: of
+    (problem, device), what runs a problem without elements. latest: addresses of the last call's arrays, and of them
+    those in `order`.
     """
 
     problem: Problem
@@ -134,8 +149,8 @@ class Call:
     inputs: tuple[tuple[int, str, int, int], ...]
     given: tuple[tuple[int, str, int, int], ...]
     views: tuple[View | None, ...]
-    without_plan: Callable[[Any, Any], Runs] | None = None
-    plan: Runs | None = None
+    without_plan: Callable[[Any, Any], Runner] | None = None
+    plan: dispatcher.Plan | None = None
     latest: tuple[list[int] | None, tuple[int, ...]] = (None, ())
 
     def run(
@@ -154,9 +169,13 @@ class Call:
             pointers = pointers.copy()  # `latest` has what the caller gave
             outputs, copied = self._allocate(arrays, pointers), self._copy(arrays, pointers)
             addresses = tuple([pointers[i] for i in self.order])
-        if self.plan is None:
-            self.plan = self._plan(context, addresses, scalars, stream)
-        self.plan.run(addresses, scalars, stream)
+        plan = self.plan
+        if plan is None:
+            plan = self.plan = self._plan(context, addresses, scalars, stream)
+        if plan.workspace_bytes:
+            plan.run(addresses, scalars, stream)
+        else:
+            plan.runner(addresses, scalars, 0, stream)
         del copied  # alive until here: the runner had its address
         if self.made:
             self._hand_over(arrays, outputs)
@@ -208,13 +227,13 @@ class Call:
 
     def _plan(
         self, context: dispatcher.Context, addresses: tuple[int, ...], scalars: tuple[float, ...], stream: int
-    ) -> Runs:
+    ) -> dispatcher.Plan:
         if context.device.kind == "cuda" and driver.is_capturing(stream):
             raise CudaError(
                 f"no plan for {self.problem} yet, and its first call cannot be captured: run it once before the capture"
             )
         if self.without_plan is not None:
-            return self.without_plan(self.problem, context.device)
+            return Unchosen(self.without_plan(self.problem, context.device))
         return context.plan(self.problem, self.request, Given(addresses, scalars))
 
     def _copy(self, arrays: Sequence[Any], pointers: list[int]) -> list[Any]:
@@ -228,21 +247,25 @@ class Call:
 
 
 class NothingToDo:
-    """The plan of a problem whose outputs have no elements."""
+    """Runs a problem whose outputs have no elements."""
 
     def __init__(self, problem: Problem, device: Any) -> None: ...
 
-    def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None: ...
+    def __call__(
+        self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int, /
+    ) -> None: ...  # fmt: skip
 
 
 class Zeros:
-    """The plan of sums over nothing: a gradient without a batch or channels; or of what has no elements at all."""
+    """Runs sums over nothing: a gradient without a batch or channels; or of what has no elements at all."""
 
     def __init__(self, problem: Problem, device: Any) -> None:
         self._outputs = [(place, o) for place, o in enumerate(problem.operands) if o.role == "out" and o.size_elems]
         self._device = device
 
-    def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
+    def __call__(
+        self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int, /
+    ) -> None:  # fmt: skip
         for place, out in self._outputs:
             if self._device.kind == "cpu":
                 at(pointers[place], out.shape, out.strides, out.dtype)[...] = 0

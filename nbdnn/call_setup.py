@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from nbdnn import config
 from nbdnn.array import DTYPE_NAMES, View, alignment, common_dtype, library_of, view
-from nbdnn.call import Call, Copied, Made, Runs
+from nbdnn.call import Call, Copied, Made
+from nbdnn.candidate import Runner
 from nbdnn.dispatch import registry
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import Filters
@@ -143,7 +144,7 @@ def assemble(
     lasts: dict[int, bool],
     copies: tuple[Copied, ...],
     shapes: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
-    without_plan: Callable[[Any, Any], Runs] | None = None,
+    without_plan: Callable[[Any, Any], Runner] | None = None,
 ) -> Call:
     """The call of `problem`, checked but for the outputs that the caller gives.
 

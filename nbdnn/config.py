@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from nbdnn.errors import ConfigError
 
@@ -218,15 +218,20 @@ class Settings:
         return Settings({**self._values, **values})
 
 
-_NOTHING: tuple[None, None, dict] = (None, None, {})
+T = TypeVar("T")
+_NOTHING: tuple[None, None, None] = (None, None, None)
+_MAX_KEPT = 32  # a program whose flags never repeat must not grow for ever
 
 
 class _Thread(threading.local):
     """The calling thread's changes; latest: the process's settings that they were last merged into, the result, and
-    what others keep for that."""
+    what is `kept` for that; kept: of every settings."""
 
-    latest: tuple[Settings | None, Settings | None, dict[Any, Any]] = _NOTHING
+    latest: tuple[Settings | None, Settings | None, Any] = _NOTHING
     changes: tuple[dict[str, Any], ...] = ()
+
+    def __init__(self) -> None:
+        self.kept: dict[Settings, Any] = {}
 
 
 _thread = _Thread()
@@ -238,19 +243,33 @@ def current() -> Settings:
     """The flags as the calling thread sees them."""
     base, merged, _ = _thread.latest
     if merged is None or base is not _process:
-        merged, _ = _merge()
+        merged = _merge()
     return merged
 
 
-def kept() -> dict[Any, Any]:
-    """What the calling thread keeps for the flags as it sees them now: another, empty one when they have changed."""
-    base, merged, found = _thread.latest
-    if merged is None or base is not _process:
-        _, found = _merge()
+def kept(make: Callable[[], T]) -> T:
+    """What the calling thread keeps for the flags as it sees them now, which `make` makes. On the path of a call."""
+    base, _, found = _thread.latest
+    if found is None or base is not _process:
+        merged = current()
+        found = _thread.kept.get(merged)
+        if found is None:
+            if len(_thread.kept) >= _MAX_KEPT:
+                _thread.kept.clear()
+            found = _thread.kept[merged] = make()
+        _thread.latest = _thread.latest[0], merged, found
     return found
 
 
-def _merge() -> tuple[Settings, dict[Any, Any]]:
+def forget() -> list[Any]:
+    """Keep nothing for any flags; returns what the calling thread kept."""
+    forgotten = list(_thread.kept.values())
+    _thread.kept.clear()
+    _thread.latest = _NOTHING
+    return forgotten
+
+
+def _merge() -> Settings:
     global _process
     with _lock:
         if _process is None:
@@ -259,9 +278,8 @@ def _merge() -> tuple[Settings, dict[Any, Any]]:
         base = merged = _process
     for change_ in _thread.changes:
         merged = merged.changed(change_)
-    found: dict[Any, Any] = {}
-    _thread.latest = base, merged, found
-    return merged, found
+    _thread.latest = base, merged, None
+    return merged
 
 
 def set_flags(**values: Any) -> None:

@@ -29,12 +29,14 @@ _FACTORS = {
 
 
 class _EpilogueOfZeros:
-    """The plan of a problem without batch or channels: the sum is empty, its epilogue is not."""
+    """Runs a problem without batch or channels: the sum is empty, its epilogue is not."""
 
     def __init__(self, problem: ConvProblem, device: Device) -> None:
         self._problem, self._device = problem, device
 
-    def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
+    def __call__(
+        self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int, /
+    ) -> None:  # fmt: skip
         if self._device.kind == "cpu":
             self._fill(pointers, scalars)
             return

@@ -73,33 +73,35 @@ def use(index: int) -> None:
 
 def enter(index: int) -> bool:
     """Make the GPU's context current; True where another one was, which `leave` brings back. On the path of a call."""
-    current, ask = _thread.current or _currents()
+    ask, current = _thread.current or current_context()
     ask()
-    wanted = _handles.get(index)
-    if wanted is None:
-        wanted = _handles[index] = int(primary_context(index))
-    if current.value == wanted:
+    if current.value == handle(index):
         return False
     call("cuCtxPushCurrent", primary_context(index))
     return True
 
 
-class _Thread(threading.local):
-    """Where a thread finds its current context, and what writes it there."""
+@cache
+def handle(index: int) -> int:
+    """The address of a GPU's primary context."""
+    return int(primary_context(index))
 
-    current: tuple[ctypes.c_void_p, Callable[[], int]] | None = None
+
+class _Thread(threading.local):
+    current: tuple[Callable[[], int], ctypes.c_void_p] | None = None
 
 
 _thread = _Thread()
-_handles: dict[int, int] = {}  # of the primary contexts that were entered, by GPU
 
 
-def _currents() -> tuple[ctypes.c_void_p, Callable[[], int]]:
-    """cuCtxGetCurrent without the objects that cuda-python makes of its result: 0.2 us instead of 1."""
-    bindings()
-    current = ctypes.c_void_p()
-    _thread.current = made = current, partial(ctypes.PyDLL(_LIBRARY).cuCtxGetCurrent, ctypes.byref(current))
-    return made
+def current_context() -> tuple[Callable[[], int], ctypes.c_void_p]:
+    """Of the calling thread: what asks for its current context, and returns the driver's status, and where the answer
+    is then. cuCtxGetCurrent without the objects that cuda-python makes of its result: 0.2 us instead of 1."""
+    if _thread.current is None:
+        bindings()
+        current = ctypes.c_void_p()
+        _thread.current = partial(ctypes.PyDLL(_LIBRARY).cuCtxGetCurrent, ctypes.byref(current)), current
+    return _thread.current
 
 
 def launcher(config: Any, function: Any, parameters: int) -> Callable[[], int]:

@@ -104,14 +104,16 @@ def _check_presence(op: str, mode: str, given: dict[str, Any]) -> None:
 
 
 class _NoSteps:
-    """The plan of a network without steps or without a batch: states stay what they are, sums over steps are empty."""
+    """Runs a network without steps or without a batch: states stay what they are, sums over steps are empty."""
 
     def __init__(self, problem: RnnProblem, device: Device) -> None:
         self._device, places = device, problem.places
         outs = [operand for operand in problem.operands if operand.role == "out" and operand.size_elems]
         self._copies = [(places[out.name], places.get(_SAME.get(out.name, "")), out) for out in outs]
 
-    def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
+    def __call__(
+        self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int, /
+    ) -> None:  # fmt: skip
         for place, same, out in self._copies:
             source = 0 if same is None else pointers[same]
             if self._device.kind == "cpu":

@@ -137,8 +137,8 @@ def test_flags_and_threads_have_their_own_plans(torch: ModuleType) -> None:
     def known() -> Any:
         for _ in range(2):
             torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
-        ((_, call),) = dispatcher.context()._recognisers[_ARGUMENTS, 2, x.shape]
-        return call
+        (known,) = dispatcher.alike(_ARGUMENTS, (x, None))
+        return known.call
 
     dispatcher.empty_cache()
     ours = known()
@@ -160,7 +160,8 @@ def test_tensors_are_not_kept_and_memos_stay_small(torch: ModuleType, monkeypatc
     monkeypatch.setattr(dispatcher, "_MAX_MEMO", 3)
     for height in range(5, 12):
         dnn_softmax(torch.randn(1, 2, height, 5))
-        assert len(dispatcher.context()._recognisers) <= 3
+        known = config.kept(dispatcher._Kept).known
+        assert 1 <= sum(map(len, known.values())) <= 3
 
 
 @pytest.mark.usefixtures("guards")

@@ -155,7 +155,7 @@ def plan(where: Handle | Backend, graph: Backend, config: EngineConfig) -> Plan:
 
 
 class Packs:
-    """Variant packs: for tensors with the given unique ids, at places among the pointers of a call; the last used.
+    """The last used variant packs: for tensors with the given unique ids, at places among the pointers of a call.
 
     `own` are pointers that every call has, behind those that it is given.
     """
@@ -164,21 +164,16 @@ class Packs:
         self._ids, self._places = zip(*tensors, strict=True)
         self._own = own
         self._packs: dict[tuple[tuple[int, ...], int], Backend] = {}
-        self._latest: tuple[tuple[tuple[int, ...], int], int] | None = None
 
     def __call__(self, pointers: tuple[int, ...], workspace: int) -> int:
-        """The address of the pack for these addresses."""
+        """The address of the pack for these addresses, valid until so many others were asked for."""
         key = pointers, workspace
-        latest = self._latest
-        if latest is not None and latest[0] == key:
-            return latest[1]
         pack = self._packs.pop(key, None)
         if pack is None:
             if len(self._packs) >= _MOST_PACKS:
                 del self._packs[next(iter(self._packs))]
             pack = self._made(pointers, workspace)
         self._packs[key] = pack  # the last in order is the last used
-        self._latest = key, pack.address
         return pack.address
 
     def _made(self, pointers: tuple[int, ...], workspace: int) -> Backend:

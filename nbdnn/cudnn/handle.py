@@ -15,18 +15,18 @@ from nbdnn.device import Gpu
 
 
 class Handle(Owned):
-    """A handle of the calling thread. Setting the stream costs 1-2 us, so the last one is remembered."""
+    """A handle of the calling thread. Setting the stream costs 1-2 us, so `stream` remembers the last one."""
 
     def __init__(self, device: Gpu) -> None:
         with driver.Current(device.index):
             super().__init__("cudnnCreate", "cudnnDestroy")
-        self._stream = 0  # what cudnnCreate sets
+        self.stream = 0  # what cudnnCreate sets
 
     def use(self, stream: int) -> None:
         """What is called from now on goes to `stream`."""
-        if stream != self._stream:
+        if stream != self.stream:
             call("cudnnSetStream", self.address, stream)
-            self._stream = stream
+            self.stream = stream
 
 
 class _Thread(threading.local):

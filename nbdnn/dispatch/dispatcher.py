@@ -1,19 +1,22 @@
 """From a problem to a plan that runs, and the memos that make a repeated call cheap.
 
 Everything here belongs to one thread: plans hold runners, which are not shared. A context holds what goes with one
-state of the flags; its memo maps whatever a public function calls equal calls to what that function made of the first.
+device and one state of the flags; its memo maps whatever a public function calls equal calls to what that function made
+of the first. Where a library recognises its arrays, such a call is known by them before its device is.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from nbdnn import config
+from nbdnn import config, driver
 from nbdnn.array import Library, Recogniser
 from nbdnn.candidate import Runner
-from nbdnn.device import Device, cpu_device, gpu, thread_count
+from nbdnn.device import Cpu, Device, Gpu, cpu_device, gpu, thread_count
 from nbdnn.dispatch import events, policy, recording, workspace
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.interrupt import never_lost
@@ -22,8 +25,8 @@ from nbdnn.dispatch.timing import Given
 from nbdnn.problem import Problem
 
 # A program whose shapes never repeat must not grow for ever.
-_MAX_MEMO, _MAX_CONTEXTS = 4096, 32
-# Recognisers of calls with equal arguments on first arrays of one shape, which are asked in turn.
+_MAX_MEMO = 4096
+# Known calls with equal arguments on first arrays of one shape, which are asked in turn.
 _MOST_ALIKE = 4
 
 
@@ -73,51 +76,67 @@ def _described(choice: Choice) -> str:
     return ", ".join(filter(None, (choice.source, str(option.config), f"workspace {option.workspace_bytes} bytes")))
 
 
+class Known(NamedTuple):
+    """A call that is known by its arrays.
+
+    recognise: their addresses; None of arrays that are not alike. is_ready: whether the thread can run what was
+    prepared as it stands: in the GPU's context or with as many threads, and by what the database says now. stream: on
+    which to run.
+    """
+
+    recognise: Recogniser
+    is_ready: Callable[[], bool]
+    stream: Callable[[], int]
+    context: Context
+    call: Any
+
+
+class _Kept:
+    """What one thread keeps under one state of the flags. known: by arguments and by the shape of the first array."""
+
+    __slots__ = ("contexts", "known")
+
+    def __init__(self) -> None:
+        self.contexts: dict[int, Context] = {}
+        self.known: dict[tuple, dict[Any, list[Known]]] = {}
+
+
 class Context:
     """One thread's plans under one state of the flags, for one device.
 
     memo: of the public functions: key of a call -> what runs it. It is emptied when the database has changed.
     """
 
-    def __init__(self, device: Device, database: Database) -> None:
-        self.device, self.database = device, database
-        self.generation = database.generation
+    def __init__(self, device: Device, database: Database, known: dict[tuple, dict[Any, list[Known]]]) -> None:
+        self.device, self.database, self._known = device, database, known
         self.memo: dict[Any, Any] = {}
-        self._recognisers: dict[Any, list[tuple[Recogniser, Any]]] = {}
         self._plans: dict[tuple[Problem, Request], Plan] = {}
         self._runners: dict[tuple, Runner] = {}
+        self.refresh()
 
     def refresh(self) -> None:
         self.generation = self.database.generation
         self.memo.clear()
-        self._recognisers.clear()
+        self._known.clear()
+        self._is_ready = _readiness(self.device, self.database, self.generation)
 
     def remember(self, key: Any, call: Any) -> None:
         if len(self.memo) >= _MAX_MEMO:
             self.forget()
         self.memo[key] = call
 
-    def recognised(self, arguments: tuple, arrays: Sequence[Any]) -> tuple[Any, list[int]] | None:
-        """What runs a call on arrays as they were seen before, and their addresses: the memo without its key."""
-        try:
-            alike = self._recognisers.get((arguments, len(arrays), arrays[0].shape), ())
-        except (TypeError, RuntimeError):  # unhashable, or without a shape: the checks say what should have been there
-            return None
-        for recogniser, call in alike:
-            if (pointers := recogniser(arrays)) is not None:
-                return call, pointers
-        return None
-
     def recognise(self, arguments: tuple, arrays: Sequence[Any], library: Library, call: Any) -> None:
-        """Have `recognised` find the call that is in the memo for these arrays. Where they cannot be recognised that
-        counts as one of the few kinds of them, so that it is not tried at every call."""
-        known = self._recognisers.setdefault((arguments, len(arrays), arrays[0].shape), [])
-        if len(known) < _MOST_ALIKE:
-            known.append((library.recogniser(arrays) or _unknown, call))
+        """Have `alike` find the call that is in the memo for these arrays. Where they cannot be recognised that counts
+        as one of the few kinds of them, so that it is not tried at every call."""
+        alike = self._known.setdefault(arguments, {}).setdefault(arrays[0].shape, [])
+        if len(alike) < _MOST_ALIKE:
+            stream = partial(library.stream, self.device.index) if isinstance(self.device, Gpu) else int
+            recognise = library.recogniser(arrays) or _unknown
+            alike.append(Known(recognise, self._is_ready, stream, self, call))
 
     def forget(self) -> None:
         """Drop every plan and runner."""
-        for memo in (self.memo, self._recognisers, self._plans, self._runners):
+        for memo in (self.memo, self._known, self._plans, self._runners):
             memo.clear()
 
     def plan(self, problem: Problem, request: Request, given: Given | None = None) -> Plan:
@@ -139,35 +158,37 @@ class Context:
         return self._runners[key]
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.contexts: dict[tuple[config.Settings, str, int], Context] = {}
+def _readiness(device: Device, database: Database, generation: int) -> Callable[[], bool]:
+    """`Known.is_ready` of what was prepared for a device by that state of the database. On the path of a call."""
+    if isinstance(device, Cpu):
+        return lambda: thread_count() == device.threads and database.generation == generation
+    ask, current = driver.current_context()
+    wanted = driver.handle(device.index)
+    return lambda: not ask() and current.value == wanted and database.generation == generation
 
 
-_thread = _Thread()
 _databases: dict[tuple[str, str], Database] = {}
 _lock = threading.Lock()
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+def alike(arguments: tuple, arrays: Sequence[Any]) -> Sequence[Known]:
+    """The known calls of which one may be this, and whose recognisers tell. On the path of every call."""
+    try:
+        return config.kept(_Kept).known.get(arguments, _NOTHING).get(arrays[0].shape, ())
+    except (TypeError, AttributeError, RuntimeError):  # unhashable, no array, or without a shape: the checks say which
+        return ()
 
 
 def context(index: int = -1) -> Context:
     """The calling thread's context for the flags as they are now: of that GPU, or of the CPU and its threads (-1)."""
-    threads = thread_count() if index < 0 else 0
-    kept, key = config.kept(), index - threads
-    found = kept.get(key)
+    kept = config.kept(_Kept)
+    key = index if index >= 0 else -thread_count()
+    found = kept.contexts.get(key)
     if found is None:
-        found = kept[key] = _context(config.current(), threads, index)
+        found = kept.contexts[key] = Context(cpu_device() if index < 0 else gpu(index), database(), kept.known)
     if found.generation != found.database.generation:
         found.refresh()
-    return found
-
-
-def _context(settings: config.Settings, threads: int, index: int) -> Context:
-    key = (settings, "cpu", threads) if index < 0 else (settings, "cuda", index)
-    found = _thread.contexts.get(key)
-    if found is None:
-        if len(_thread.contexts) >= _MAX_CONTEXTS:
-            _thread.contexts.clear()
-        found = _thread.contexts[key] = Context(cpu_device() if index < 0 else gpu(index), database())
     return found
 
 
@@ -185,8 +206,7 @@ def empty_cache() -> None:
 
     The memory comes back with the next call that needs it.
     """
-    for each in _thread.contexts.values():
-        each.forget()
-    _thread.contexts.clear()
-    config.kept().clear()
+    for kept in config.forget():
+        for each in kept.contexts.values():
+            each.forget()
     workspace.empty()

@@ -151,14 +151,14 @@ def test_threads_that_tune_one_problem_measure_it_once(monkeypatch: pytest.Monke
 
 def test_memos_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "_MAX_MEMO", 3)
-    monkeypatch.setattr(dispatcher, "_MAX_CONTEXTS", 2)
+    monkeypatch.setattr(config, "_MAX_KEPT", 2)
     for height in range(5, 12):
         dnn_conv(np.ones((1, 1, height, 5)), np.ones((1, 1, 3, 3)))
         assert len(dispatcher.context().memo) <= 3
     for limit in range(5):
         with config.change(dnn__workspace_limit=limit + 10_000):
             dnn_conv(X, W)
-    assert len(dispatcher._thread.contexts) <= 2
+    assert len(config._thread.kept) <= 2
 
 
 def test_the_logger_tells_of_each_plan(caplog: pytest.LogCaptureFixture, call: Call) -> None:
