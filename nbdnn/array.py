@@ -152,7 +152,7 @@ class Library(ABC):
 
     def recogniser(self, arrays: Sequence[Any]) -> Recogniser | None:
         """A function that is faster than `read_all`: the addresses of other arrays where their keys would be those of
-        `arrays`, else None. None where the library has no such thing for these arrays."""
+        `arrays` but for the alignment, else None. None where the library has no such thing for these arrays."""
         return None
 
     @abstractmethod

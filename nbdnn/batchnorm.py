@@ -71,9 +71,9 @@ def dnn_batch_normalization_train(
     Statistics are of differences from an element or from the mean, and accumulate in float32 (float64 for float64): a
     mean of 1e4 beside a standard deviation of 1e-2 costs nothing. With m = 1 the variance is 0. Thread-safe.
     """
-    options = policy, workspace_limit, deterministic, allow_tf32, layer
+    arguments = "bn_train", mode, policy, workspace_limit, deterministic, allow_tf32, layer
     arrays = inputs, gamma, beta, running_mean, running_var
-    return _compute(("bn_train", mode, *options), arrays, out, (epsilon, running_average_factor), stream)
+    return _compute(arguments, arrays, out, (epsilon, running_average_factor), stream)
 
 
 def dnn_batch_normalization_test(
@@ -104,9 +104,9 @@ def dnn_batch_normalization_test(
     InvalidProblem, UnsupportedProblem
         As in `dnn_batch_normalization_train`.
     """
-    options = policy, workspace_limit, deterministic, allow_tf32, layer
+    arguments = "bn_infer", mode, policy, workspace_limit, deterministic, allow_tf32, layer
     arrays = inputs, gamma, beta, mean, var
-    return _compute(("bn_infer", mode, *options), arrays, out, (epsilon, 0.0), stream)
+    return _compute(arguments, arrays, out, (epsilon, 0.0), stream)
 
 
 def dnn_batch_normalization_grad(
@@ -141,9 +141,9 @@ def dnn_batch_normalization_grad(
     InvalidProblem, UnsupportedProblem
         As in `dnn_batch_normalization_train`.
     """
-    options = policy, workspace_limit, deterministic, allow_tf32, layer
+    arguments = "bn_bwd", mode, policy, workspace_limit, deterministic, allow_tf32, layer
     arrays = inputs, dy, gamma, mean, invstd
-    return _compute(("bn_bwd", mode, *options), arrays, out, (epsilon, 0.0), stream)
+    return _compute(arguments, arrays, out, (epsilon, 0.0), stream)
 
 
 def dnn_batch_normalization_test_grad(
@@ -176,9 +176,9 @@ def dnn_batch_normalization_test_grad(
     InvalidProblem, UnsupportedProblem
         As in `dnn_batch_normalization_train`.
     """
-    options = policy, workspace_limit, deterministic, allow_tf32, layer
+    arguments = "bn_infer_bwd", mode, policy, workspace_limit, deterministic, allow_tf32, layer
     arrays = inputs, dy, gamma, mean, var
-    return _compute(("bn_infer_bwd", mode, *options), arrays, out, (epsilon, 0.0), stream)
+    return _compute(arguments, arrays, out, (epsilon, 0.0), stream)
 
 
 def _compute(*call: Any) -> Any:

@@ -1,7 +1,9 @@
 """A call of any op: what the first of its kind does, and what is left to do at the next ones.
 
 `compute` reads the arrays and looks in the memo. On a miss, the family's `prepare` checks everything, settles layouts
-and dtype and builds a `Call`; from then on a call is: read, look up, allocate, run.
+and dtype and builds a `Call`; from then on a call is: read, look up, allocate, run. Where the arrays are recognised, it
+is: recognise, run. Every step of that counts: behind a launch on a GPU the processor's caches are cold, and a line of
+Python takes the host two to three times as long as in a loop of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nbdnn import driver
-from nbdnn.array import Library, View, at, dense_copy, library_of, read, share_memory, stream_handle
+from nbdnn.array import Library, View, alignment, at, dense_copy, library_of, read, share_memory, stream_handle
 from nbdnn.candidate import Runner
 from nbdnn.dispatch import dispatcher, events
 from nbdnn.dispatch.policy import Request
@@ -51,10 +53,14 @@ def compute(
     """
     if stream is None:
         for recognise, is_ready, stream_of, context, call in dispatcher.alike(arguments, arrays):
-            if (pointers := recognise(arrays)) is not None:
-                if not is_ready():
-                    break
-                return call.run(context, arrays, pointers, scalars, stream_of())
+            pointers = recognise(arrays)
+            if pointers is not None and is_ready():
+                seen, addresses = call.latest
+                if pointers != seen:
+                    if alignment(pointers) < DEFAULT_ALIGN:
+                        break
+                    addresses = call.placed(pointers)
+                return call.run(context, arrays, pointers, addresses, scalars, stream_of())
     return _looked_up(family, arguments, arrays, scalars, stream)
 
 
@@ -70,13 +76,14 @@ def _looked_up(family: Family, arguments: tuple, arrays: Sequence[Any], scalars:
     try:
         context = dispatcher.context(gpu)
         call, pointers = _call(context, library, family, arguments, arrays, scalars)
+        addresses = call.placed(pointers)
         if gpu < 0:
-            return call.run(context, arrays, pointers, scalars, 0)
+            return call.run(context, arrays, pointers, addresses, scalars, 0)
         if stream is None:
-            return call.run(context, arrays, pointers, scalars, library.stream(gpu))
+            return call.run(context, arrays, pointers, addresses, scalars, library.stream(gpu))
         handle = stream_handle(stream)
         with library.on_stream(gpu, handle):
-            return call.run(context, arrays, pointers, scalars, handle)
+            return call.run(context, arrays, pointers, addresses, scalars, handle)
     finally:
         if changed:
             driver.leave()
@@ -158,15 +165,14 @@ class Call:
         context: dispatcher.Context,
         arrays: Sequence[Any],
         pointers: list[int],
+        addresses: tuple[int, ...],
         scalars: tuple[float, ...],
         stream: int,
     ) -> Any:
-        seen, addresses = self.latest
-        if pointers != seen:
-            addresses = self._placed(pointers)
+        """The results. addresses: as `placed` has them."""
         outputs, copied = arrays, None
         if self.made or self.copies:
-            pointers = pointers.copy()  # `latest` has what the caller gave
+            pointers = pointers.copy()  # of `latest`, which has what the caller gave
             outputs, copied = self._allocate(arrays, pointers), self._copy(arrays, pointers)
             addresses = tuple([pointers[i] for i in self.order])
         plan = self.plan
@@ -183,9 +189,12 @@ class Call:
             return outputs[self.results[0]]
         return tuple([outputs[place] for place in self.results])
 
-    def _placed(self, pointers: list[int]) -> tuple[int, ...]:
+    def placed(self, pointers: list[int]) -> tuple[int, ...]:
         """The addresses as the runner takes them, of arrays that have memory, none of them written where another is
         read."""
+        seen, addresses = self.latest
+        if pointers == seen:
+            return addresses
         for place, name, *_ in (*self.inputs, *self.given):
             if not pointers[place]:
                 raise InvalidType(f"{name}: an array that has elements and no memory (freed, or never allocated)")

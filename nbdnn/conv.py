@@ -13,6 +13,8 @@ from nbdnn.errors import InvalidProblem
 
 Axes = int | tuple[int, ...]
 BorderMode = str | int | tuple[int | tuple[int, int], ...]
+# What nearly every call multiplies by, which needs no conversion.
+_ONE, _ZERO, _USUAL = 1, 0, (1.0, 0.0)
 
 
 def dnn_conv(
@@ -97,7 +99,7 @@ def dnn_conv(
             num_groups, activation, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, kerns, bias, residual, out),
-        _scalars(alpha, beta),
+        _USUAL if alpha is _ONE and beta is _ZERO else _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -146,7 +148,7 @@ def dnn_gradinput(
             num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (kerns, topgrad, None, None, out),
-        _scalars(alpha, beta),
+        _USUAL if alpha is _ONE and beta is _ZERO else _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -195,7 +197,7 @@ def dnn_gradweight(
             precision, num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, topgrad, None, None, out),
-        _scalars(alpha, beta),
+        _USUAL if alpha is _ONE and beta is _ZERO else _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -231,7 +233,7 @@ def dnn_conv3d(
             num_groups, activation, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, kerns, bias, residual, out),
-        _scalars(alpha, beta),
+        _USUAL if alpha is _ONE and beta is _ZERO else _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -266,7 +268,7 @@ def dnn_gradinput3d(
             num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (kerns, topgrad, None, None, out),
-        _scalars(alpha, beta),
+        _USUAL if alpha is _ONE and beta is _ZERO else _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 
@@ -301,7 +303,7 @@ def dnn_gradweight3d(
             precision, num_groups, None, workspace_limit, deterministic, allow_tf32, layer, beta != 0,
         ),
         (img, topgrad, None, None, out),
-        _scalars(alpha, beta),
+        _USUAL if alpha is _ONE and beta is _ZERO else _scalars(alpha, beta),
         stream,
     )  # fmt: skip
 

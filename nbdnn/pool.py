@@ -66,8 +66,8 @@ def dnn_pool(
     -----
     Sums in float32 (float64 for float64), rounded once. A window with a NaN in it is NaN. Thread-safe.
     """
-    options = policy, workspace_limit, deterministic, allow_tf32, layer
-    return _compute(("pool_fwd", ws, stride, mode, pad, *options), (img, out), (), stream)
+    arguments = "pool_fwd", ws, stride, mode, pad, policy, workspace_limit, deterministic, allow_tf32, layer
+    return _compute(arguments, (img, out), (), stream)
 
 
 def dnn_pool_grad(
@@ -108,8 +108,8 @@ def dnn_pool_grad(
     -----
     Every implementation sums in a fixed order, in float32 (float64 for float64), and rounds once.
     """
-    options = policy, workspace_limit, deterministic, allow_tf32, layer
-    return _compute(("pool_bwd", ws, stride, mode, pad, *options), (img, out, out_grad, dx), (), stream)
+    arguments = "pool_bwd", ws, stride, mode, pad, policy, workspace_limit, deterministic, allow_tf32, layer
+    return _compute(arguments, (img, out, out_grad, dx), (), stream)
 
 
 def _compute(*call: Any) -> Any:

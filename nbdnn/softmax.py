@@ -58,8 +58,8 @@ def dnn_softmax(
     Computed in float32 (float64 for float64), rounded once. A row with one finite entry among -inf is exact; a row of
     -inf alone, or with a NaN, is NaN, as in NumPy. Thread-safe.
     """
-    options = policy, workspace_limit, deterministic, allow_tf32, layer
-    return _compute(("softmax_fwd", algo, mode, *options), (x, out), (), stream)
+    arguments = "softmax_fwd", algo, mode, policy, workspace_limit, deterministic, allow_tf32, layer
+    return _compute(arguments, (x, out), (), stream)
 
 
 def dnn_softmax_grad(
@@ -90,8 +90,8 @@ def dnn_softmax_grad(
     InvalidProblem, UnsupportedProblem
         As in `dnn_softmax`; also where `dy` and `y` differ in shape.
     """
-    options = policy, workspace_limit, deterministic, allow_tf32, layer
-    return _compute(("softmax_bwd", algo, mode, *options), (dy, y, out), (), stream)
+    arguments = "softmax_bwd", algo, mode, policy, workspace_limit, deterministic, allow_tf32, layer
+    return _compute(arguments, (dy, y, out), (), stream)
 
 
 def _compute(*call: Any) -> Any:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from libraries import library
 
-from nbdnn import config, dnn_batch_normalization_train, dnn_conv, dnn_pool, dnn_softmax
+from nbdnn import config, dnn_batch_normalization_train, dnn_conv, dnn_pool, dnn_softmax, events
 from nbdnn.array import library_of
 from nbdnn.dispatch import dispatcher
 from nbdnn.errors import InvalidProblem, InvalidType
 
 SHAPE = 2, 4, 6, 6
+# Of calls with nothing but arrays.
 _ARGUMENTS = "softmax_fwd", "accurate", "channel", None, None, None, None, None
+_CONV = (
+    "conv_fwd", 2, None, "valid", (1, 1), (1, 1), "conv", None, None, None, 1, None, None, None, None, None, False
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -39,8 +45,6 @@ def test_what_differs_is_noticed(torch: ModuleType) -> None:
     assert recognise((x, None, y)) == [x.data_ptr(), 0, y.data_ptr()]
     other = torch.randn(SHAPE)
     assert recognise((other, None, x)) == [other.data_ptr(), 0, x.data_ptr()]
-    aside = torch.randn(1 + other.numel())[1:].view(SHAPE)
-    assert aside.data_ptr() % 16
     unlike = {
         "shape": torch.randn(2, 4, 6, 7),
         "rank": torch.randn(2, 4, 36),
@@ -49,7 +53,6 @@ def test_what_differs_is_noticed(torch: ModuleType) -> None:
         "dtype": other.double(),
         "device": other.to("meta"),
         "type": torch.nn.Parameter(other),
-        "alignment": aside,
         "sign": torch._neg_view(other),
         "sparsity": other.to_sparse(),
         "library": other.numpy(),
@@ -67,7 +70,6 @@ def test_arrays_that_cannot_be_recognised(torch: ModuleType) -> None:
     x, torch_library = torch.randn(SHAPE), library_of(torch.zeros(1))
     assert torch_library.recogniser((x, x)) is None
     assert torch_library.recogniser((x, x.numpy())) is None
-    assert torch_library.recogniser((torch.randn(1 + x.numel())[1:].view(SHAPE), x)) is None
     assert not library_of(x.numpy()).recognises
 
 
@@ -178,6 +180,61 @@ def test_what_cannot_be_recognised_is_not_tried_at_every_call(
 
 
 @pytest.mark.usefixtures("guards")
+def test_what_is_known_already_is_not_kept_once_more(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls that are looked up although they are known: with a stream, or in another context."""
+    x = torch.randn(2, 3, 5, 13)
+    dispatcher.empty_cache()
+    for _ in range(3):
+        torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
+        (known,) = dispatcher.alike(_ARGUMENTS, (x, None))
+        monkeypatch.setattr(dispatcher, "alike", lambda arguments, arrays: ())
+        torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
+        monkeypatch.undo()
+    assert dispatcher.alike(_ARGUMENTS, (x, None)) == [known]
+
+
+@pytest.mark.usefixtures("guards")
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="needs two threads")
+def test_a_known_call_follows_the_number_of_threads(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, before = torch.randn(2, 3, 5, 17), numba.get_num_threads()
+    expected = torch.softmax(x, 1)
+    dispatcher.empty_cache()
+    try:
+        for threads in (1, 2):
+            numba.set_num_threads(threads)
+            torch.testing.assert_close(dnn_softmax(x), expected)
+        one, two = dispatcher.alike(_ARGUMENTS, (x, None))
+        assert (one.context.device.threads, two.context.device.threads) == (1, 2)
+        monkeypatch.setattr(type(library_of(x)), "read_all", lambda self, arrays: pytest.fail("read"))
+        for threads, ours, other in ((1, one, two), (2, two, one)):
+            numba.set_num_threads(threads)
+            ours.call.latest = other.call.latest = None, ()
+            torch.testing.assert_close(dnn_softmax(x), expected)
+            assert ours.call.latest[0] and not other.call.latest[0], "the plan of another number of threads ran"
+    finally:
+        numba.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("guards")
+def test_a_known_call_follows_the_database(torch: ModuleType, tmp_path: Path) -> None:
+    """What was measured since decides the next call."""
+    x, w = torch.randn(1, 3, 9, 9), torch.randn(4, 3, 3, 3)
+    with config.change(tune__db=str(tmp_path / "tuning.db"), tune__budget_s=2):
+        expected = dnn_conv(x, w)
+        with events() as log:
+            dnn_conv(x, w, algo="time_on_shape_change")
+        device, problem = dispatcher.context().device.fingerprint, log[0].problem
+        for candidate in ("conv_fwd/cpu/direct", "conv_fwd/cpu/pixel_gemm"):
+            rows = dispatcher.database().rows(device, problem)
+            times = {row: 1.0 if row.candidate == candidate else 1e4 for row in rows}
+            dispatcher.database().store([row._replace(median_us=us, spread=0.0) for row, us in times.items()])
+            for _ in range(2):
+                torch.testing.assert_close(dnn_conv(x, w), expected)
+            (known,) = dispatcher.alike(_CONV, (x, w, None, None, None))
+            assert known.call.plan.choice.option.candidate.id == candidate
+
+
+@pytest.mark.usefixtures("guards")
 def test_what_is_not_aligned_does_not_keep_others_from_being_recognised(
     torch: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +242,10 @@ def test_what_is_not_aligned_does_not_keep_others_from_being_recognised(
     for _ in range(20):
         torch.testing.assert_close(dnn_softmax(aside), torch.softmax(aside, 1))
     dnn_softmax(x)
+    (known,) = dispatcher.alike(_ARGUMENTS, (x, None))
+    assert known.call.latest[0] == [x.data_ptr(), 0]
+    torch.testing.assert_close(dnn_softmax(aside), torch.softmax(aside, 1))
+    assert known.call.latest[0] == [x.data_ptr(), 0], "what is not aligned ran as if it were"
     monkeypatch.setattr(type(library_of(x)), "read_all", lambda self, arrays: pytest.fail("read"))
     torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
 

@@ -43,7 +43,9 @@ class Plan:
     def take(self, choice: Choice) -> None:
         """Run `choice` from now on."""
         self.choice, self.workspace_bytes = choice, choice.option.workspace_bytes
-        self.runner = self._context.runner(self.problem, choice)
+        self.runner = self._context.runner(
+            self.problem, choice
+        ).__call__  # of an object it would be looked up each time
         events.emit("selected", self.problem, choice.option.candidate.id, _described(choice))
 
     def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
@@ -112,12 +114,16 @@ class Context:
         self.memo: dict[Any, Any] = {}
         self._plans: dict[tuple[Problem, Request], Plan] = {}
         self._runners: dict[tuple, Runner] = {}
-        self.refresh()
+        self._follow_database()
 
     def refresh(self) -> None:
-        self.generation = self.database.generation
+        """Look again: the database has changed."""
         self.memo.clear()
         self._known.clear()
+        self._follow_database()
+
+    def _follow_database(self) -> None:
+        self.generation = self.database.generation
         self._is_ready = _readiness(self.device, self.database, self.generation)
 
     def remember(self, key: Any, call: Any) -> None:
@@ -129,7 +135,8 @@ class Context:
         """Have `alike` find the call that is in the memo for these arrays. Where they cannot be recognised that counts
         as one of the few kinds of them, so that it is not tried at every call."""
         alike = self._known.setdefault(arguments, {}).setdefault(arrays[0].shape, [])
-        if len(alike) < _MOST_ALIKE:
+        ours = (known.recognise for known in alike if known.context is self)
+        if len(alike) < _MOST_ALIKE and not any(recognise(arrays) for recognise in ours):
             stream = partial(library.stream, self.device.index) if isinstance(self.device, Gpu) else int
             recognise = library.recogniser(arrays) or _unknown
             alike.append(Known(recognise, self._is_ready, stream, self, call))
