@@ -140,17 +140,17 @@ class Copied(NamedTuple):
 class Call:
     """Calls with equal arguments on arrays of equal shapes, strides and dtypes.
 
-    order: the arrays whose addresses the runner takes, as it takes them. results: places of the outputs. inputs:
-    (place, name, offsets from the address to the first byte and past the last) of every input that is not empty; given:
-    the same of the outputs that the caller gives. views: of each array, as the first call had it. without_plan: of
-    (problem, device), what runs a problem without elements. latest: addresses of the last call's arrays, and of them
-    those in `order`.
+    order: the arrays whose addresses the runner takes, as it takes them. results: takes of all arrays what is returned.
+    inputs: (place, name, offsets from the address to the first byte and past the last) of every input that is not
+    empty; given: the same of the outputs that the caller gives. views: of each array, as the first call had it.
+    without_plan: of (problem, device), what runs a problem without elements. latest: addresses of the last call's
+    arrays, and of them those in `order`.
     """
 
     problem: Problem
     request: Request
     order: tuple[int, ...]
-    results: tuple[int, ...]
+    results: Callable[[Any], Any]
     made: tuple[Made, ...]
     copies: tuple[Copied, ...]
     inputs: tuple[tuple[int, str, int, int], ...]
@@ -185,9 +185,7 @@ class Call:
         del copied  # alive until here: the runner had its address
         if self.made:
             self._hand_over(arrays, outputs)
-        if len(self.results) == 1:
-            return outputs[self.results[0]]
-        return tuple([outputs[place] for place in self.results])
+        return self.results(outputs)
 
     def placed(self, pointers: list[int]) -> tuple[int, ...]:
         """The addresses as the runner takes them, of arrays that have memory, none of them written where another is

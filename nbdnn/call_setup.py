@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -169,7 +170,7 @@ def assemble(
         problem,
         request,
         order,
-        results,
+        itemgetter(*results),
         tuple(made),
         copies,
         tuple((i, names[i], *span) for i, span in bounds.items() if i not in results and any(span)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from types import SimpleNamespace
 
@@ -40,3 +41,14 @@ def test_a_capture_that_ends_badly_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(driver, "_described", lambda bindings, status: f"CUDA_ERROR_{status}")
     with pytest.raises(CudaError, match="cuStreamEndCapture: CUDA_ERROR_901"):
         driver.Graph(7, lambda stream: None)
+
+
+def test_a_function_with_pointers_gets_these_pointers() -> None:
+    """memcmp(a, b, n): n is as wide as a pointer, and 0 for a null pointer."""
+    first, second = ctypes.create_string_buffer(b"abcd"), ctypes.create_string_buffer(b"abzz")
+    addresses = ctypes.addressof(first), ctypes.addressof(second)
+    compare = ctypes.CDLL(None).memcmp
+    assert [bool(driver.with_pointers(compare, *addresses, count)()) for count in (0, 2, 3, 4)] == [0, 0, 1, 1]
+    differs = driver.with_pointers(compare, *addresses, 4)
+    second[:] = first[:]
+    assert [differs() for _ in range(2)] == [0, 0]

@@ -12,6 +12,7 @@ from ctypes import POINTER, c_double, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
 from typing import Any
 
+from nbdnn import driver
 from nbdnn.cudnn.library import last_error, library
 from nbdnn.errors import CudnnError
 from nbdnn.problem import Problem
@@ -115,6 +116,11 @@ def function(name: str) -> Callable[..., int]:
     found = getattr(library().cdll, name)
     found.argtypes, found.restype = _PROTOTYPES[name], c_int
     return found
+
+
+def prepared(name: str, *addresses: int) -> Callable[[], int]:
+    """The C function with these pointers as its arguments, for what is called again and again."""
+    return driver.with_pointers(library().cdll[name], *addresses)
 
 
 def call(name: str, *arguments: Any) -> None:

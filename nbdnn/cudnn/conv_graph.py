@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from nbdnn import driver
 from nbdnn.candidate import YES, Candidate, Runner, Support
-from nbdnn.cudnn.api import failure, function, naming
+from nbdnn.cudnn.api import failure, naming, prepared
 from nbdnn.cudnn.conv_operations import (
     Scalars,
     operations,
@@ -125,7 +125,6 @@ class _Run:
         self._problem, self._usual, self._other, self._device = problem, usual, other, device
         self._handle = handle(device)
         self._zeros = _zeros(zero_bias_bytes(problem), device)
-        self._function = function("cudnnBackendExecute")
         self._ready: dict[Scalars, _Ready] = {}
         self._latest: tuple[tuple, Callable[[], int]] | None = None  # what was given last, and what executes that
         self._ready_for(_usual(problem))
@@ -148,7 +147,7 @@ class _Run:
         """What runs the plan for these factors on what is at these addresses, and returns cuDNN's status."""
         ready = self._ready_for(scalars)
         pack = ready.packs(pointers, workspace)
-        return partial(self._function, self._handle.address, ready.plan.descriptor.address, pack)
+        return prepared("cudnnBackendExecute", self._handle.address, ready.plan.descriptor.address, pack)
 
     def _ready_for(self, scalars: tuple[float, ...]) -> _Ready:
         alpha, beta = scalars
