@@ -15,17 +15,11 @@ from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
 from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, PURE, asm, packed, unpacked
-from nbdnn.kernels.cuda.ptx_tile import product
+from nbdnn.kernels.cuda.ptx_tile import product, shared_at
 
 _BYTE, _I16 = ir.IntType(8), ir.IntType(16)
 _LOW_HALVES, _HIGH_HALVES = 0x5410, 0x7632  # of two words, as prmt selects them
 _FOUR_WORDS = types.UniTuple(types.uint32, 4)
-
-
-def _shared(builder, address, add, kind=I32):
-    """A pointer so many bytes from a shared address: a part of the instruction, as a sum of integers is not."""
-    start = builder.inttoptr(address, _BYTE.as_pointer(3))
-    return builder.bitcast(builder.gep(start, [I32(add)]), kind.as_pointer(3))
 
 
 def _halves(builder, first, second, select):
@@ -63,7 +57,7 @@ def turn_in(step_bytes: int):
             for channel in range(8):
                 select = _HIGH_HALVES if channel % 2 else _LOW_HALVES
                 word = _halves(builder, first[channel // 2], second[channel // 2], select)
-                builder.store(word, _shared(builder, args[0], channel * step_bytes), align=4)
+                builder.store(word, shared_at(builder, args[0], channel * step_bytes), align=4)
             return context.get_dummy_value()
 
         return signature(types.none, types.uint32, _FOUR_WORDS, _FOUR_WORDS), codegen
@@ -79,7 +73,7 @@ def turn_out(step_bytes: int):
     @intrinsic
     def turn(typingctx, where):
         def codegen(context, builder, sig, args):
-            words = [builder.load(_shared(builder, args[0], i * step_bytes), align=4) for i in range(8)]
+            words = [builder.load(shared_at(builder, args[0], i * step_bytes), align=4) for i in range(8)]
             pixels = [
                 [_halves(builder, words[i], words[i + 1], select) for i in range(0, 8, 2)]
                 for select in (_LOW_HALVES, _HIGH_HALVES)
@@ -96,7 +90,7 @@ def store_half(typingctx, where, element):
     """A 16-bit element to a shared address."""
 
     def codegen(context, builder, sig, args):
-        builder.store(args[1], _shared(builder, args[0], 0, _I16), align=2)
+        builder.store(args[1], shared_at(builder, args[0], 0, _I16), align=2)
         return context.get_dummy_value()
 
     return signature(types.none, types.uint32, types.uint16), codegen
@@ -112,7 +106,7 @@ def store_pairs(rows: int, pairs: int, row_bytes: int):
         def codegen(context, builder, sig, args):
             for i, word in enumerate(unpacked(builder, args[1], rows * pairs)):
                 row, pair = divmod(i, pairs)
-                builder.store(word, _shared(builder, args[0], 8 * row * row_bytes + 16 * pair), align=4)
+                builder.store(word, shared_at(builder, args[0], 8 * row * row_bytes + 16 * pair), align=4)
             return context.get_dummy_value()
 
         return signature(types.none, types.uint32, words), codegen
@@ -179,7 +173,7 @@ def bands(taps_h: int, taps_w: int, steps: int, reversed_: bool):
             def word(addresses, mask, row):
                 add = start + sign * taps_w * row
                 low, high = (
-                    builder.zext(builder.load(_shared(builder, address, add, _I16), align=2), I32)
+                    builder.zext(builder.load(shared_at(builder, address, add, _I16), align=2), I32)
                     for address in addresses
                 )
                 return builder.and_(_halves(builder, low, high, _LOW_HALVES), mask)
@@ -292,7 +286,7 @@ def store_sums(taps_h: int, row_bytes: int, tap_bytes: int):
             for i, value in enumerate(unpacked(builder, args[1], 4 * taps_h)):
                 r, half, neighbour = i // 4, i // 2 % 2, i % 2
                 add = r * tap_bytes + 8 * half * row_bytes + 4 * neighbour
-                builder.store(value, _shared(builder, args[0], add, F32), align=4)
+                builder.store(value, shared_at(builder, args[0], add, F32), align=4)
             return context.get_dummy_value()
 
         return signature(types.none, types.uint32, sums), codegen

@@ -191,14 +191,14 @@ def _finish_row(builder, v: Variant, target: _Tensor, scales: _Scales | None, su
     target.store_row(d, h, cells)
 
 
-class _Maximum(NamedTuple):
+class Maximum(NamedTuple):
     """Lane by lane: the largest so far and its number in the tile."""
 
     values: list
     numbers: list
 
 
-def _larger(builder, found: _Maximum | None, other: _Maximum, takes_over) -> _Maximum:
+def larger(builder, found: Maximum | None, other: Maximum, takes_over) -> Maximum:
     """The later one where it is larger or NaN, or where all before it were padding."""
     if found is None:
         return other
@@ -209,10 +209,10 @@ def _larger(builder, found: _Maximum | None, other: _Maximum, takes_over) -> _Ma
             better = builder.or_(better, takes_over)
         values.append(builder.select(better, after, before))
         numbers.append(builder.select(better, later, number))
-    return _Maximum(values, numbers)
+    return Maximum(values, numbers)
 
 
-def _both(builder, a, b):
+def both(builder, a, b):
     """Of two conditions, of which None is never true and True always."""
     if a is None or b is None:
         return None
@@ -238,20 +238,20 @@ def _found(builder, v: Variant, image: _Tensor, dy: _Tensor, dx: _Tensor) -> Non
 
     depths, rows, columns = (taps_met(axis, line) for axis, line in zip(v.axes, windows, strict=True))
     numbers = {place: i for i, place in enumerate(product(depths, rows, columns))}
-    maxima: dict[tuple, _Maximum] = {}
+    maxima: dict[tuple, Maximum] = {}
     totals: dict[tuple, list] = {}
     for d, h in product(depths, rows):
         cells = image.row(d, h, list(columns), LOWEST[v.dtype])
-        along: dict[int, _Maximum] = {}
+        along: dict[int, Maximum] = {}
         for w in list(columns):
-            here = _Maximum(cells[w], [I32(numbers[d, h, w])] * v.cell_lanes)
+            here = Maximum(cells[w], [I32(numbers[d, h, w])] * v.cell_lanes)
             for window, tap in columns[w]:
-                along[window] = _larger(builder, along.get(window), here, padding(2, window, tap))
+                along[window] = larger(builder, along.get(window), here, padding(2, window, tap))
         for (window_d, tap_d), (window_h, tap_h) in product(depths[d], rows[h]):
-            takes_over = _both(builder, padding(0, window_d, tap_d), padding(1, window_h, tap_h))
+            takes_over = both(builder, padding(0, window_d, tap_d), padding(1, window_h, tap_h))
             for window_w in windows[2]:
                 place = window_d, window_h, window_w
-                maxima[place] = _larger(builder, maxima.get(place), along[window_w], takes_over)
+                maxima[place] = larger(builder, maxima.get(place), along[window_w], takes_over)
             if (tap_d, tap_h) == (v.axes[0].taps - 1, v.axes[1].taps - 1):
                 _give(builder, v, dy, (window_d, window_h), windows[2], maxima, numbers, totals)
     for d, h in product(range(v.tile.depth), range(v.tile.rows)):

@@ -120,6 +120,12 @@ PAIR_HALVES = {0: _paired(0x5410), 1: _paired(0x7632)}
 # ---- shared memory: 32-bit addresses ---------------------------------------------------------------------------------
 
 
+def shared_at(builder, address, add, kind=I32):
+    """A pointer so many bytes from a shared address: a part of the instruction, as a sum of integers is not."""
+    start = builder.inttoptr(address, ir.IntType(8).as_pointer(3))
+    return builder.bitcast(builder.gep(start, [I32(add)]), kind.as_pointer(3))
+
+
 @intrinsic
 def shared_address(typingctx, array):
     """The address of a shared array's first byte."""

@@ -18,10 +18,11 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import softmax_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.staged import COPY_BYTES, staged
 from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE
 from nbdnn.problem_softmax import SoftmaxProblem
 
-_THREADS, _WARP, _COPY_BYTES = 128, 32, 16
+_THREADS, _WARP = 128, 32
 _MOST_ELEMS = 32  # of a thread
 _MOST_SHARED_BYTES = 24 << 10  # of a block: some of them copy while others sum
 _SHARED_OF_SM = 200 << 10
@@ -47,55 +48,11 @@ class Variant(NamedTuple):
 
 
 class _Fields(NamedTuple):
-    """staged: bytes of a block's rows of one array."""
+    """size: bytes of a block's rows of one array."""
 
     rows: int
     length: int
-    staged: int
-
-
-@cache
-def _moved(dtype: str):
-    """Device functions (shared, array, f): a block's rows of an array to shared memory, and from there."""
-    from nbdnn.kernels.cuda import ptx, ptx_tile
-
-    integer, wide, word, itemsize = ptx.INTEGER[32], ptx.INTEGER[64], ptx.WORD, ITEMSIZE[dtype]
-    copy, load, store = ptx_tile.COPY_ASYNC[_COPY_BYTES], ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
-    pointed, of_copy = ptx_tile.pointer_to_shared(dtype), _COPY_BYTES // itemsize
-
-    @ptx.inline
-    def extent(f):
-        """The first element of a block's rows, and how many bytes of them there are."""
-        block = wide(ptx.block_x())
-        of_block, rows = wide(f.staged // itemsize), wide(f.rows)
-        first = wide(block * of_block)
-        there = wide(rows * f.length - first) * itemsize
-        return first, integer(min(there, wide(f.staged)))
-
-    @ptx.inline
-    def come(shared, array, f):
-        first, there = extent(f)
-        at = integer(integer(ptx.thread_x()) * _COPY_BYTES)
-        while at < there:
-            source = ptx.address(array, wide(first + at // itemsize))
-            copy(word(shared + word(at)), source, integer(min(integer(there - at), integer(_COPY_BYTES))))
-            at = integer(at + _THREADS * _COPY_BYTES)
-
-    @ptx.inline
-    def go(shared, array, f):
-        first, there = extent(f)
-        elements = pointed(shared)
-        at = integer(integer(ptx.thread_x()) * _COPY_BYTES)
-        while at + _COPY_BYTES <= there:
-            store(array, wide(first + at // itemsize), load(word(shared + word(at))))
-            at = integer(at + _THREADS * _COPY_BYTES)
-        if at < there:
-            for i in range(of_copy - 1):
-                one = integer(at // itemsize + i)
-                if one * itemsize < there:
-                    array[wide(first + one)] = elements[one]
-
-    return come, go
+    size: int
 
 
 class _Grid(NamedTuple):
@@ -132,12 +89,12 @@ def _forward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_tile, ptx_tuples, ptx_vector
 
     v = Variant(*specialised_on)
-    is_log, shifts, threads = v.algorithm == "log", v.algorithm != "fast", v.threads
-    (come, go), (grid, placed), pointed = _moved(v.dtype), _placed(v), ptx_tile.pointer_to_shared(v.dtype)
+    is_log, shifts, wide = v.algorithm == "log", v.algorithm != "fast", ptx.INTEGER[64]
+    (come, go), (grid, placed), pointed = staged(v.dtype, _THREADS), _placed(v), ptx_tile.pointer_to_shared(v.dtype)
     held, wait = ptx_tuples.Held(v.dtype, 1, v.elems, True), ptx_tile.copy_async_wait(0)
     load, widen, store = ptx_tuples.load(held, "-inf"), ptx_tuples.widen(held), ptx_tuples.store(held)
     total, greatest = ptx_tuples.fold(ptx_tuples.total, 1), ptx_tuples.fold(ptx_tuples.larger, 1)
-    largest, summed = (ptx_tuples.across(formula, 1, threads) for formula in (ptx_tuples.larger, ptx_tuples.total))
+    largest, summed = (ptx_tuples.across(formula, 1, v.threads) for formula in (ptx_tuples.larger, ptx_tuples.total))
     power, product = (ptx_tuples.each(formula, 2) for formula in (ptx_tuples.power, ptx_tuples.product))
     log_power = ptx_tuples.each(ptx_tuples.log_power, 3)
     reciprocal, log, zeros = (
@@ -147,8 +104,8 @@ def _forward_kernel(*specialised_on):
     )
 
     def softmax_staged(x, y, f):
-        shared = ptx_tile.dynamic_shared()
-        come(shared, x, f)
+        shared, whole = ptx_tile.dynamic_shared(), wide(wide(f.rows) * f.length)
+        come(shared, x, whole, f.size)
         ptx_tile.copy_async_commit()
         wait()
         ptx.cuda.syncthreads()
@@ -164,7 +121,7 @@ def _forward_kernel(*specialised_on):
         else:
             store(placed(elements, g, f), product(powers, reciprocal(sums)))
         ptx.cuda.syncthreads()
-        go(shared, y, f)
+        go(shared, y, whole, f.size)
 
     data = ptx.pointer(v.dtype)
     return softmax_staged, (data, data, ptx.record(_Fields, 32))
@@ -174,8 +131,8 @@ def _backward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_tile, ptx_tuples
 
     v = Variant(*specialised_on)
-    is_log, word = v.algorithm == "log", ptx.WORD
-    (come, go), (grid, placed), pointed = _moved(v.dtype), _placed(v), ptx_tile.pointer_to_shared(v.dtype)
+    is_log, word, wide = v.algorithm == "log", ptx.WORD, ptx.INTEGER[64]
+    (come, go), (grid, placed), pointed = staged(v.dtype, _THREADS), _placed(v), ptx_tile.pointer_to_shared(v.dtype)
     held, wait = ptx_tuples.Held(v.dtype, 1, v.elems, True), ptx_tile.copy_async_wait(0)
     load, widen, store = ptx_tuples.load(held, "zero"), ptx_tuples.widen(held), ptx_tuples.store(held)
     total, product = ptx_tuples.fold(ptx_tuples.total, 1), ptx_tuples.each(ptx_tuples.product, 2)
@@ -183,10 +140,10 @@ def _backward_kernel(*specialised_on):
     gradient = ptx_tuples.each(ptx_tuples.log_gradient if is_log else ptx_tuples.gradient, 3)
 
     def softmax_staged_gradient(dy, y, dx, f):
-        shared = ptx_tile.dynamic_shared()
-        of_y = word(shared + word(f.staged))
-        come(shared, dy, f)
-        come(of_y, y, f)
+        shared, whole = ptx_tile.dynamic_shared(), wide(wide(f.rows) * f.length)
+        of_y = word(shared + word(f.size))
+        come(shared, dy, whole, f.size)
+        come(of_y, y, whole, f.size)
         ptx_tile.copy_async_commit()
         wait()
         ptx.cuda.syncthreads()
@@ -195,7 +152,7 @@ def _backward_kernel(*specialised_on):
         sums = summed(total(gradients) if is_log else total(product(gradients, outputs)))
         store(placed(elements, g, f), gradient(gradients, outputs, sums))
         ptx.cuda.syncthreads()
-        go(shared, dx, f)
+        go(shared, dx, whole, f.size)
 
     data = ptx.pointer(v.dtype)
     return softmax_staged_gradient, (data, data, data, ptx.record(_Fields, 32))
@@ -217,12 +174,12 @@ class Staged(LaunchedCandidate[Config]):
             return Support(False, f"compute capability {device.capability}: no asynchronous copies before 8.0")
         if problem.align < DEFAULT_ALIGN:
             return Support(
-                False, f"arrays begin at multiples of {problem.align} bytes, {_COPY_BYTES} are copied at once"
+                False, f"arrays begin at multiples of {problem.align} bytes, {COPY_BYTES} are copied at once"
             )
-        if plan.vector_lanes(problem, length) * ITEMSIZE[problem.dtype] == _COPY_BYTES:
+        if plan.vector_lanes(problem, length) * ITEMSIZE[problem.dtype] == COPY_BYTES:
             return Support(False, f"{length} elements a row: whole vectors, which need no shared memory")
         if not self.configs(problem, device):
-            return Support(False, f"{length} elements a row: no block holds rows of whole {_COPY_BYTES} bytes together")
+            return Support(False, f"{length} elements a row: no block holds rows of whole {COPY_BYTES} bytes together")
         return YES
 
     def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:
@@ -232,11 +189,11 @@ class Staged(LaunchedCandidate[Config]):
         return plan.worth_measuring(guesses, kind=lambda config: config) if fitting else ()
 
     def _fits(self, problem: SoftmaxProblem, config: Config) -> bool:
-        length, staged = problem.rows[1], _staged_bytes(problem, config)
+        length, size = problem.rows[1], _staged_bytes(problem, config)
         if config.threads > 1 and config.threads >= 2 * length:
             return False  # half of them would have nothing
-        fits = staged * _inputs(problem) <= _MOST_SHARED_BYTES and ceil(length / config.threads) <= _MOST_ELEMS
-        return fits and staged % _COPY_BYTES == 0
+        fits = size * _inputs(problem) <= _MOST_SHARED_BYTES and ceil(length / config.threads) <= _MOST_ELEMS
+        return fits and size % COPY_BYTES == 0
 
     def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
         """Blocks that a multiprocessor holds at once."""
@@ -256,7 +213,7 @@ class Staged(LaunchedCandidate[Config]):
         rows, length, _ = problem.rows
         forward = self.op == "softmax_fwd"
         variant = Variant(problem.dtype, problem.algorithm, ceil(length / config.threads), config.threads)
-        staged = _staged_bytes(problem, config)
+        size = _staged_bytes(problem, config)
         kernel = _forward_kernel if forward else _backward_kernel
         return [
             Launch(
@@ -264,8 +221,8 @@ class Staged(LaunchedCandidate[Config]):
                 grid=(ceil(rows / (_THREADS // config.threads)), 1, 1),
                 pointers=(0, 1) if forward else (0, 1, 2),
                 scalars="",
-                integers=_Fields(rows, length, staged),
-                dynamic_shared_bytes=staged * _inputs(problem),
+                integers=_Fields(rows, length, size),
+                dynamic_shared_bytes=size * _inputs(problem),
             )
         ]
 
