@@ -267,7 +267,7 @@ def _cuda_pool() -> _Lists:
 
     return {
         "pool_fwd": (pool_plane.FWD, pool_window.FWD, cudnn_pool.FWD, pool_direct.FWD),
-        "pool_bwd": (pool_plane.BWD, pool_staged.BWD, pool_window.BWD, cudnn_pool.BWD, pool_direct.BWD),
+        "pool_bwd": (pool_plane.BWD, pool_window.BWD, pool_staged.BWD, cudnn_pool.BWD, pool_direct.BWD),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
+from math import ceil
 
 import pytest
 from edge_cases import edges
@@ -13,12 +14,13 @@ from libraries import library
 
 from nbdnn.candidate import Candidate
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import pool_plane, pool_window
+from nbdnn.kernels.cuda import pool_plane, pool_staged, pool_window
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.kernels.cuda.pool_axes import Axis, covers, reaches, taps_met
-from nbdnn.problem import FAMILIES, parse
+from nbdnn.kernels.cuda.staged import COPY_BYTES
+from nbdnn.problem import FAMILIES, ITEMSIZE, parse
 
 library("numba_cuda")
 
@@ -145,8 +147,67 @@ def test_windows_that_overlap_may_read_y() -> None:
 
 
 @pytest.mark.parametrize(
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_120"))]
+)
+@pytest.mark.parametrize(
+    "text", ["f16:n32c288h35w35:r3s3:p0x0:u2x2:max:nchw", "f32:n32c64h55w55:r5s5:p2x2:u1x1:max:nchw"]
+)
+def test_planes_of_odd_rows_are_moved_by_whole_vectors(text: str, arch: str) -> None:
+    problem, device = parse(f"pool_bwd:{text}"), replace(H200, capability=ARCHITECTURES[arch])
+    (launch,) = pool_staged.BWD.launches(problem, pool_staged.BWD.configs(problem, device)[0], device)
+    kernel, ptx = compile_kernel(launch.source, arch), ptx_text(launch.source, arch)
+    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
+    assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536
+    assert "cp.async.cg.shared.global" in ptx and "st.global.v4" in ptx
+    assert not re.search(r"(?:div|rem)\.[su]64", ptx)
+
+
+def test_what_windows_reach_beyond_their_planes_is_memory_of_the_block() -> None:
+    """It is loaded, and not used."""
+    seen = 0
+    for problem in edges("pool_bwd"):
+        if not pool_staged.BWD.supports(problem, H200).ok:
+            continue
+        itemsize, (rows, columns) = ITEMSIZE[problem.dtype], pool_staged._axes(problem)
+        for config in pool_staged.BWD.configs(problem, H200):
+            (launch,) = pool_staged.BWD.launches(problem, config, H200)
+            f = pool_staged._Planes._make(launch.integers[: len(pool_staged._Planes._fields)])
+            of_x, of_dy = f.margin, f.margin + f.x_staged
+            taps, windows = of_dy + f.y_staged, config.planes * f.out_h * f.out_w
+            # Places of elements, from the beginning of the first plane, in x and in what there is of windows.
+            first = -rows.pad * f.in_w - columns.pad
+            last = first + ((f.out_h - 1) * rows.stride + rows.taps - 1) * f.in_w
+            last += (f.out_w - 1) * columns.stride + columns.taps - 1 + (config.planes - 1) * f.in_h * f.in_w
+            reach = [ceil(axis.taps / axis.stride) - 1 for axis in (rows, columns)]
+            before = -reach[0] * f.out_w - reach[1]
+            behind = windows - f.out_h * f.out_w + (f.cells_h - 1) * f.out_w + f.cells_w - 1
+            end = launch.dynamic_shared_bytes
+            assert of_x + first * itemsize >= 0 and of_x + COPY_BYTES + (last + 1) * itemsize <= end
+            assert taps + before >= 0 and taps + behind < end
+            assert of_dy + before * itemsize >= 0 and of_dy + COPY_BYTES + (behind + 1) * itemsize <= end
+            assert taps + windows <= end <= 96 << 10
+            seen += 1
+    assert seen > 20
+
+
+@pytest.mark.parametrize(
     ("candidate", "text", "reason"),
     [
+        (pool_staged.BWD, "f32:n2c3h9w9:r3s3:p1x1:u2x2:max:nhwc", "max in nhwc"),
+        (pool_staged.BWD, "f32:n2c3h9w9:r3s3:p1x1:u2x2:sum:nchw", "sum in nchw"),
+        (pool_staged.BWD, "f64:n2c3h9w9:r3s3:p1x1:u2x2:max:nchw", "float64"),
+        (pool_staged.BWD, "f32:n2c3h9w9:r2s2:p0x0:u2x2:max:nchw", "windows (2, 2), (2, 2) apart, share nothing"),
+        (
+            pool_staged.BWD,
+            "f32:n2c3h19w19:r6s6:p0x0:u2x2:max:nchw",
+            "windows (6, 6), (2, 2) apart, this kernel takes 25",
+        ),
+        (
+            pool_staged.BWD,
+            "f32:n2c3h161w161:r3s3:p1x1:u2x2:max:nchw",
+            "planes of (161, 161) need more than 98304 bytes",
+        ),
+        (pool_staged.BWD, "f16:n2c3h9w9:r3s3:p1x1:u2x2:max:nchw:a2", "multiples of 2 bytes"),
         (pool_window.FWD, "f64:n2c3h8w8:r2s2:p0x0:u2x2:max:nchw", "float64"),
         (pool_window.FWD, "f32:n2c3h20w20:r9s9:p0x0:u2x2:max:nchw", "the window has 81 elements, more than 64"),
         (pool_plane.FWD, "f32:n2c3h8w8:r8s7:p0x0:u1x1:max:nchw", "are not the image"),

@@ -12,7 +12,7 @@ order, rounded once. Source: own.
 
 from __future__ import annotations
 
-from math import ceil, lcm, prod
+from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
@@ -22,19 +22,22 @@ from nbdnn.kernels.cuda.division import reciprocals
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pool_axes import Axis
-from nbdnn.kernels.cuda.staged import COPY_BYTES, staged
+from nbdnn.kernels.cuda.staged import COPY_BYTES, staged, staged_bytes
 from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
 _MOST_TAPS = 25  # of a window: they are unrolled
 _MOST_CELL = 9  # elements of a cell
-_MOST_SHARED_BYTES = 100 << 10  # of a block: two at least are on a multiprocessor, one copies while the other counts
+_MOST_SHARED_BYTES = 96 << 10  # of a block: two are on a multiprocessor, and one copies while the other counts
 _SHARED_OF_SM = 220 << 10
 _THREADS_OF_SM = 2048
 _INT32_END = 2**31 - 2**20
+_PLANES, _THREADS = (1, 2, 3, 4, 6, 8, 12, 16), (128, 256, 512)  # of a block
+_BLOCKS_OF_SM = 32
+_ENOUGH_THREADS = 1536  # of a multiprocessor: with fewer it often waits
 _CONFIGS = 6
 _LAUNCH_US = 3.0
-_INSTRUCTIONS_PER_CLOCK_AND_SM = 64.0  # of a thread's, a prior for the guess
+_INSTRUCTIONS_PER_CLOCK_AND_SM = 110.0  # of a thread's, a prior for the guess
 
 
 class Block(NamedTuple):
@@ -56,13 +59,15 @@ class Variant(NamedTuple):
 
 
 class _Planes(NamedTuple):
-    """x_elements, y_elements: of all planes. x_size, y_size: bytes of a block's planes. margin: bytes of nothing before
-    them."""
+    """x_elements, y_elements: of all planes. x_size, y_size: bytes of a block's planes; x_staged, y_staged: of shared
+    memory for them. margin: bytes of nothing before them."""
 
     x_elements: int
     y_elements: int
     x_size: int
     y_size: int
+    x_staged: int
+    y_staged: int
     margin: int
     planes: int
     in_h: int
@@ -101,11 +106,11 @@ def _kernel(*specialised_on):
     store_tap = ptx_pool_planes.store_tap()
 
     def give_planes_back(x, dy, dx, f, r):
-        of_x = word(ptx_tile.dynamic_shared() + word(f.margin))
-        of_dy = word(of_x + word(f.x_size))
-        taps = word(of_dy + word(f.y_size))
-        come(of_x, x, f.x_elements, f.x_size)
-        come(of_dy, dy, f.y_elements, f.y_size)
+        staged_x = word(ptx_tile.dynamic_shared() + word(f.margin))
+        staged_dy = word(staged_x + word(f.x_staged))
+        taps = word(staged_dy + word(f.y_staged))
+        of_x = come(staged_x, x, f.x_elements, f.x_size)
+        of_dy = come(staged_dy, dy, f.y_elements, f.y_size)
         commit()
         wait()
         ptx.cuda.syncthreads()
@@ -130,7 +135,7 @@ def _kernel(*specialised_on):
             )  # fmt: skip
             i = integer(i + threads)
         ptx.cuda.syncthreads()
-        go(of_x, dx, f.x_elements, f.x_size)
+        go(staged_x, dx, f.x_elements, f.x_size)
 
     data = ptx.pointer(v.dtype)
     return give_planes_back, (data, data, data, ptx.record(_Planes, 32), ptx.record(_Reciprocals, 32))
@@ -153,13 +158,14 @@ def _fields(problem: PoolProblem, planes: int) -> _Planes:
     # What a window or a cell reaches beyond its plane.
     taps = problem.window[0] * w + problem.window[1], problem.window[0] * q + problem.window[1]
     margin = ceil(max(taps) * itemsize / COPY_BYTES) * COPY_BYTES
-    sizes = planes * h * w * itemsize, planes * p * q * itemsize
+    x_size, y_size = planes * h * w * itemsize, planes * p * q * itemsize
+    sizes = x_size, y_size, staged_bytes(x_size), staged_bytes(y_size)
     return _Planes(of_all * h * w, of_all * p * q, *sizes, margin, planes, h, w, p, q, *_cells(problem))
 
 
 def _shared_bytes(problem: PoolProblem, planes: int) -> int:
     f = _fields(problem, planes)
-    return 2 * f.margin + f.x_size + f.y_size + planes * f.out_h * f.out_w
+    return 2 * f.margin + f.x_staged + f.y_staged + planes * f.out_h * f.out_w
 
 
 class Staged(LaunchedCandidate[Block]):
@@ -190,34 +196,33 @@ class Staged(LaunchedCandidate[Block]):
         return YES
 
     def configs(self, problem: PoolProblem, device: Gpu) -> tuple[Block, ...]:
-        sizes = [prod(each) * ITEMSIZE[problem.dtype] for each in (problem.spatial, problem.out_spatial)]
-        least = lcm(*(COPY_BYTES // _power_of_two(size) for size in sizes))
-        numbers = [least]
-        while numbers[-1] < problem.n * problem.c:
-            numbers.append(2 * numbers[-1])
-        fitting = [planes for planes in numbers if _shared_bytes(problem, planes) <= _MOST_SHARED_BYTES]
-        every = [Block(planes, threads) for planes in fitting for threads in (256, 512)]
+        fitting = [planes for planes in _PLANES if _shared_bytes(problem, planes) <= _MOST_SHARED_BYTES]
+        every = [Block(planes, threads) for planes in fitting for threads in _THREADS]
         return tuple(sorted(every, key=lambda block: self.estimate(problem, block, device))[:_CONFIGS])
 
     def estimate(self, problem: PoolProblem, config: Block, device: Gpu) -> float:
+        """Of blocks in step: the last round is half empty, and so is the last time that threads take a window each."""
         planes, taps = problem.n * problem.c, prod(problem.window)
-        instructions = planes * (prod(problem.out_spatial) * (8 * taps + 30) + prod(_cells(problem)) * (5 * taps + 50))
+        instructions = 0.0
+        for each, work in ((prod(problem.out_spatial), 6 * taps + 12), (prod(_cells(problem)), 7 * taps + 40)):
+            instructions += ceil(config.planes * each / config.threads) * config.threads * work
         by_memory = _SHARED_OF_SM // (_shared_bytes(problem, config.planes) + 1024)
-        resident = min(by_memory, _THREADS_OF_SM // config.threads)
+        resident = min(by_memory, _THREADS_OF_SM // config.threads, _BLOCKS_OF_SM)
         blocks = ceil(planes / config.planes)
-        waves = ceil(blocks / (resident * device.sms))
-        idle = waves * resident * device.sms / blocks
-        busy = min(1.0, resident * config.threads / 1024)
-        issue_s = instructions / (_INSTRUCTIONS_PER_CLOCK_AND_SM * device.sms * device.clock_hz)
+        rounds = max(1.0, 0.5 + blocks / (resident * device.sms))
+        slots = rounds * resident * device.sms
+        hidden = min(1.0, resident * config.threads / _ENOUGH_THREADS)
+        issue_s = slots * instructions / (_INSTRUCTIONS_PER_CLOCK_AND_SM * hidden * device.sms * device.clock_hz)
         x, _, dy, dx = problem.operands
         move_s = 1.15 * sum(operand.size_bytes for operand in (x, dy, dx)) / copy_bytes_per_s(device)
-        return _LAUNCH_US + (max(issue_s, move_s) + 0.3 * min(issue_s, move_s)) * idle / busy * 1e6
+        return _LAUNCH_US + (max(issue_s, move_s) + 0.15 * min(issue_s, move_s)) * 1e6
 
     def launches(self, problem: PoolProblem, config: Block, device: Gpu) -> list[Launch]:
-        f = _fields(problem, config.planes)
+        f, threads = _fields(problem, config.planes), config.threads
+        v = Variant(problem.dtype, _axes(problem), threads)
         return [
             Launch(
-                source=Source(_kernel, Variant(problem.dtype, _axes(problem), config.threads), config.threads, 2),
+                source=Source(_kernel, v, threads, _ENOUGH_THREADS // threads),
                 grid=(ceil(problem.n * problem.c / config.planes), 1, 1),
                 pointers=(0, 2, 3),
                 scalars="",
@@ -225,11 +230,6 @@ class Staged(LaunchedCandidate[Block]):
                 dynamic_shared_bytes=_shared_bytes(problem, config.planes),
             )
         ]
-
-
-def _power_of_two(size: int) -> int:
-    """The largest that divides a size, up to 16."""
-    return min(size & -size, COPY_BYTES)
 
 
 BWD = Staged()

@@ -45,7 +45,8 @@ _MOST_TILES_H = 4  # in a block, channels-last
 _CONFIGS = 6
 _LEAST_CAPABILITY = (8, 0)  # has an instruction for maxima that keep NaN
 _LAUNCH_US = 3.0
-_INSTRUCTIONS_PER_CLOCK_AND_SM = 64.0  # of a thread's, a prior for the guess
+# Of a thread's, priors for the guess: what looks for maxima hardly waits for memory.
+_INSTRUCTIONS_PER_CLOCK_AND_SM, _OF_MAXIMA_GRADIENTS = 64.0, 96.0
 _RESIDENT = 2048  # threads that a multiprocessor holds
 
 
@@ -206,7 +207,9 @@ def _guess_us(problem: PoolProblem, cost: Cost, device: Gpu) -> float:
     *_, target = problem.operands
     threads = target.size_elems / cost.outputs
     instructions = target.size_elems * cost.instructions * (1 + _RESIDENT * device.sms / threads)
-    issue_s = instructions / (_INSTRUCTIONS_PER_CLOCK_AND_SM * device.sms * device.clock_hz)
+    finds = problem.is_max and problem.op == "pool_bwd"
+    per_clock = _OF_MAXIMA_GRADIENTS if finds else _INSTRUCTIONS_PER_CLOCK_AND_SM
+    issue_s = instructions / (per_clock * device.sms * device.clock_hz)
     move_s = 1.15 * problem.min_bytes / copy_bytes_per_s(device)
     return _LAUNCH_US + (max(issue_s, move_s) + 0.1 * min(issue_s, move_s)) * 1e6
 
