@@ -97,7 +97,7 @@ def _kernel(*specialised_on):
     v = Variant(*specialised_on)
     integer, word, split, itemsize, threads = ptx.INTEGER[32], ptx.WORD, ptx.split, ITEMSIZE[v.dtype], v.threads
     (stride_h, pad_h), (stride_w, pad_w) = (axis[1:] for axis in v.axes)
-    come, go = staged(v.dtype, threads)
+    come, go = staged(v.dtype, threads, True)
     commit, wait = ptx_tile.copy_async_commit, ptx_tile.copy_async_wait(0)
     first_maximum, give_back = (
         ptx_pool_planes.first_maximum(v.dtype, v.axes),

@@ -90,7 +90,11 @@ def _forward_kernel(*specialised_on):
 
     v = Variant(*specialised_on)
     is_log, shifts, wide = v.algorithm == "log", v.algorithm != "fast", ptx.INTEGER[64]
-    (come, go), (grid, placed), pointed = staged(v.dtype, _THREADS), _placed(v), ptx_tile.pointer_to_shared(v.dtype)
+    (come, go), (grid, placed), pointed = (
+        staged(v.dtype, _THREADS, False),
+        _placed(v),
+        ptx_tile.pointer_to_shared(v.dtype),
+    )
     held, wait = ptx_tuples.Held(v.dtype, 1, v.elems, True), ptx_tile.copy_async_wait(0)
     load, widen, store = ptx_tuples.load(held, "-inf"), ptx_tuples.widen(held), ptx_tuples.store(held)
     total, greatest = ptx_tuples.fold(ptx_tuples.total, 1), ptx_tuples.fold(ptx_tuples.larger, 1)
@@ -132,7 +136,11 @@ def _backward_kernel(*specialised_on):
 
     v = Variant(*specialised_on)
     is_log, word, wide = v.algorithm == "log", ptx.WORD, ptx.INTEGER[64]
-    (come, go), (grid, placed), pointed = staged(v.dtype, _THREADS), _placed(v), ptx_tile.pointer_to_shared(v.dtype)
+    (come, go), (grid, placed), pointed = (
+        staged(v.dtype, _THREADS, False),
+        _placed(v),
+        ptx_tile.pointer_to_shared(v.dtype),
+    )
     held, wait = ptx_tuples.Held(v.dtype, 1, v.elems, True), ptx_tile.copy_async_wait(0)
     load, widen, store = ptx_tuples.load(held, "zero"), ptx_tuples.widen(held), ptx_tuples.store(held)
     total, product = ptx_tuples.fold(ptx_tuples.total, 1), ptx_tuples.each(ptx_tuples.product, 2)
