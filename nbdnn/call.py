@@ -30,7 +30,7 @@ class Unchosen(dispatcher.Plan):
     __slots__ = ()
 
     def __init__(self, runner: Runner) -> None:
-        self.runner, self.workspace_bytes = runner, 0
+        self.ready = 0, runner
 
 
 class Family(NamedTuple):
@@ -51,21 +51,34 @@ def compute(
     arguments: hashable; with what `read` says of the arrays they are the memo's key. arrays: inputs, then the outputs
     that the caller gave; None where absent. stream: what the caller gave, for arrays on a GPU.
     """
-    if stream is None:
-        for recognise, is_ready, stream_of, context, call in dispatcher.alike(arguments, arrays):
-            pointers = recognise(arrays)
-            if pointers is not None and is_ready():
-                seen, addresses = call.latest
-                if pointers != seen:
-                    if alignment(pointers) < DEFAULT_ALIGN:
-                        break
-                    addresses = call.placed(pointers)
+    found = None
+    for recognise, is_ready, stream_of, context, call in dispatcher.alike(arguments, arrays):
+        pointers = recognise(arrays)
+        if pointers is None:
+            continue
+        is_here = stream is None and is_ready()
+        if is_here or context.is_valid:
+            seen, addresses = call.latest
+            if pointers != seen:
+                if alignment(pointers) < DEFAULT_ALIGN:
+                    break
+                addresses = call.placed(pointers)
+            if is_here:
                 return call.run(context, arrays, pointers, addresses, scalars, stream_of())
-    return _looked_up(family, arguments, arrays, scalars, stream)
+            found = context, call, pointers
+            break
+    return _entered(family, arguments, arrays, scalars, stream, found)
 
 
-def _looked_up(family: Family, arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...], stream: Any) -> Any:
-    """`compute` where the call is not known by its arrays."""
+def _entered(
+    family: Family,
+    arguments: tuple,
+    arrays: Sequence[Any],
+    scalars: tuple[float, ...],
+    stream: Any,
+    found: tuple[dispatcher.Context, Call, list[int]] | None,
+) -> Any:
+    """`compute` of what is not known, or has to enter its GPU's context or another stream first."""
     try:
         library = library_of(arrays[0])
         gpu = library.gpu(arrays[0])
@@ -74,8 +87,7 @@ def _looked_up(family: Family, arguments: tuple, arrays: Sequence[Any], scalars:
         raise
     changed = gpu >= 0 and driver.enter(gpu)
     try:
-        context = dispatcher.context(gpu)
-        call, pointers = _call(context, library, family, arguments, arrays, scalars)
+        context, call, pointers = found or _looked_up(gpu, library, family, arguments, arrays, scalars)
         addresses = call.placed(pointers)
         if gpu < 0:
             return call.run(context, arrays, pointers, addresses, scalars, 0)
@@ -89,15 +101,16 @@ def _looked_up(family: Family, arguments: tuple, arrays: Sequence[Any], scalars:
             driver.leave()
 
 
-def _call(
-    context: dispatcher.Context,
+def _looked_up(
+    gpu: int,
     library: Library,
     family: Family,
     arguments: tuple,
     arrays: Sequence[Any],
     scalars: tuple[float, ...],
-) -> tuple[Call, list[int]]:
+) -> tuple[dispatcher.Context, Call, list[int]]:
     """What runs calls with these arguments on arrays such as these, made of the first of them; and their addresses."""
+    context = dispatcher.context(gpu)
     try:
         pointers, facts = library.read_all(arrays)
     except InvalidType:
@@ -110,10 +123,12 @@ def _call(
         call = None
     if call is None:
         call = family.prepare(arguments, arrays, scalars)
+        if dispatcher.context(gpu) is not context:  # another thread has set flags, and some of the call go by them
+            return _looked_up(gpu, library, family, arguments, arrays, scalars)
         context.remember(key, call)
     if library.recognises and not any(pointer % DEFAULT_ALIGN for pointer in pointers):  # others are read every time
         context.recognise(arguments, arrays, library, call)
-    return call, pointers
+    return context, call, pointers
 
 
 class Made(NamedTuple):
@@ -142,7 +157,7 @@ class Call:
 
     order: the arrays whose addresses the runner takes, as it takes them. results: takes of all arrays what is returned.
     inputs: (place, name, offsets from the address to the first byte and past the last) of every input that is not
-    empty; given: the same of the outputs that the caller gives. views: of each array, as the first call had it.
+    empty; given: the same of such outputs that the caller gives. views: of each array, as the first call had it.
     without_plan: of (problem, device), what runs a problem without elements. latest: addresses of the last call's
     arrays, and of them those in `order`.
     """
@@ -178,27 +193,27 @@ class Call:
         plan = self.plan
         if plan is None:
             plan = self.plan = self._plan(context, addresses, scalars, stream)
-        if plan.workspace_bytes:
+        workspace_bytes, runner = plan.ready
+        if workspace_bytes:
             plan.run(addresses, scalars, stream)
         else:
-            plan.runner(addresses, scalars, 0, stream)
+            runner(addresses, scalars, 0, stream)
         del copied  # alive until here: the runner had its address
         if self.made:
             self._hand_over(arrays, outputs)
         return self.results(outputs)
 
     def placed(self, pointers: list[int]) -> tuple[int, ...]:
-        """The addresses as the runner takes them, of arrays that have memory, none of them written where another is
-        read."""
+        """The addresses as the runner takes them, of arrays that have memory, none of them written where another is."""
         seen, addresses = self.latest
         if pointers == seen:
             return addresses
         for place, name, *_ in (*self.inputs, *self.given):
             if not pointers[place]:
                 raise InvalidType(f"{name}: an array that has elements and no memory (freed, or never allocated)")
-        for place, result, low, high in self.given:
+        for number, (place, result, low, high) in enumerate(self.given):
             low, high = low + pointers[place], high + pointers[place]
-            for i, name, first, end in self.inputs:
+            for i, name, first, end in (*self.inputs, *self.given[:number]):
                 if pointers[i] + first < high and low < pointers[i] + end and self._overlap(i, place, pointers):
                     raise InvalidProblem(f"{result} overlaps {name} in memory")
         addresses = tuple([pointers[i] for i in self.order])

@@ -174,7 +174,7 @@ def assemble(
         tuple(made),
         copies,
         tuple((i, names[i], *span) for i, span in bounds.items() if i not in results and any(span)),
-        tuple((i, names[i], *span) for i, span in bounds.items() if i in results),
+        tuple((i, names[i], *span) for i, span in bounds.items() if i in results and any(span)),
         tuple(views),
         without_plan,
     )

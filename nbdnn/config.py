@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from nbdnn.errors import ConfigError
 
@@ -218,7 +218,13 @@ class Settings:
         return Settings({**self._values, **values})
 
 
-T = TypeVar("T")
+class Forgets(Protocol):
+    """What a thread keeps for some flags."""
+
+    def forget(self) -> None: ...
+
+
+KeptT = TypeVar("KeptT", bound=Forgets)
 _NOTHING: tuple[None, None, None] = (None, None, None)
 _MAX_KEPT = 32  # a program whose flags never repeat must not grow for ever
 
@@ -231,7 +237,7 @@ class _Thread(threading.local):
     changes: tuple[dict[str, Any], ...] = ()
 
     def __init__(self) -> None:
-        self.kept: dict[Settings, Any] = {}
+        self.kept: dict[Settings, Forgets] = {}
 
 
 _thread = _Thread()
@@ -243,33 +249,35 @@ def current() -> Settings:
     """The flags as the calling thread sees them."""
     base, merged, _ = _thread.latest
     if merged is None or base is not _process:
-        merged = _merge()
+        base, merged = _merged()
+        _thread.latest = base, merged, None
     return merged
 
 
-def kept(make: Callable[[], T]) -> T:
-    """What the calling thread keeps for the flags as it sees them now, which `make` makes. On the path of a call."""
+def kept(make: Callable[[Settings], KeptT]) -> KeptT:
+    """What the calling thread keeps for the flags as it sees them now, which `make`, always the same, makes of them. On
+    the path of a call."""
     base, _, found = _thread.latest
     if found is None or base is not _process:
-        merged = current()
+        base, merged = _merged()
         found = _thread.kept.get(merged)
         if found is None:
             if len(_thread.kept) >= _MAX_KEPT:
-                _thread.kept.clear()
-            found = _thread.kept[merged] = make()
-        _thread.latest = _thread.latest[0], merged, found
+                forget()
+            found = _thread.kept[merged] = make(merged)
+        _thread.latest = base, merged, found
     return found
 
 
-def forget() -> list[Any]:
-    """Keep nothing for any flags; returns what the calling thread kept."""
-    forgotten = list(_thread.kept.values())
-    _thread.kept.clear()
+def forget() -> None:
+    """Keep nothing in the calling thread, for any flags."""
+    while _thread.kept:
+        _thread.kept.popitem()[1].forget()
     _thread.latest = _NOTHING
-    return forgotten
 
 
-def _merge() -> Settings:
+def _merged() -> tuple[Settings, Settings]:
+    """The process's flags, and what the calling thread's changes make of them."""
     global _process
     with _lock:
         if _process is None:
@@ -278,8 +286,7 @@ def _merge() -> Settings:
         base = merged = _process
     for change_ in _thread.changes:
         merged = merged.changed(change_)
-    _thread.latest = base, merged, None
-    return merged
+    return base, merged
 
 
 def set_flags(**values: Any) -> None:
@@ -294,17 +301,17 @@ def set_flags(**values: Any) -> None:
 @contextmanager
 def change(**values: Any) -> Iterator[None]:
     """Set flags for the calling thread while the block runs: ``with change(dnn__conv__algo_fwd="time_once"):``."""
-    outer = _thread.changes
-    _thread.changes, _thread.latest = (*outer, _checked(values)), _NOTHING
+    outer, checked = _thread.changes, _checked(values)
     try:
+        _thread.changes, _thread.latest = (*outer, checked), _NOTHING
         yield
     finally:
         _thread.changes, _thread.latest = outer, _NOTHING
 
 
-def database_path() -> Path:
+def database_path(settings: Settings | None = None) -> Path:
     """The file of the tuning database: NBDNN_DB or the flag tune.db, else in the user data folder."""
-    if path := current()["tune.db"]:
+    if path := (settings or current())["tune.db"]:
         return Path(path)
     from platformdirs import user_data_path
 

@@ -95,8 +95,8 @@ _thread = _Thread()
 
 
 def current_context() -> tuple[Callable[[], int], ctypes.c_void_p]:
-    """Of the calling thread: what asks for its current context, and returns the driver's status, and where the answer
-    is then. cuCtxGetCurrent without the objects that cuda-python makes of its result: 0.2 us instead of 1."""
+    """Of the calling thread: a function that asks for its current context and returns the driver's status, and where it
+    puts the answer. cuCtxGetCurrent without the objects that cuda-python makes of its result: 0.2 us instead of 1."""
     if _thread.current is None:
         bindings()
         current = ctypes.c_void_p()
@@ -106,7 +106,7 @@ def current_context() -> tuple[Callable[[], int], ctypes.c_void_p]:
 
 def launcher(config: Any, function: Any, parameters: int) -> Callable[[], int]:
     """What starts a kernel as its CUlaunchConfig says, and returns the driver's status: cuLaunchKernelEx without the
-    objects that cuda-python makes. The config is to be kept as long."""
+    objects that cuda-python makes. The config and the function are to be kept as long."""
     return with_pointers(ctypes.CDLL(_LIBRARY).cuLaunchKernelEx, config.getPtr(), int(function), parameters, 0)
 
 

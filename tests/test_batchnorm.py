@@ -295,13 +295,18 @@ X, G = np.zeros((4, 3, 5, 5), np.float32), np.ones((1, 3, 1, 1), np.float32)
             "out overlaps inputs",
         ),
         (
+            lambda: dnn_batch_normalization_train(X, G, G, "spatial", out=(None, (both := np.empty_like(G)), both)),
+            InvalidProblem,
+            r"out \(invstd\) overlaps out \(mean\)",
+        ),
+        (
             lambda: dnn_batch_normalization_train(X, G, G, "spatial", policy="bn_train/cpu/rows"),
             UnsupportedProblem,
             "planes of 25 elements",
         ),
         (lambda: dnn_batch_normalization_train(X[:, :, :0], G, G, "spatial"), InvalidProblem, "spatial extent is 0"),
     ],
-    ids=range(16),
+    ids=range(17),
 )
 def test_errors_name_what_is_wrong(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

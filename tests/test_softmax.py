@@ -205,3 +205,9 @@ def test_supports_what_it_must(op: str, id: str, device: Cpu) -> None:
             problem = parse(":".join(filter(None, (op, dtype, shape, end))))
             support = candidate.supports(problem, on)
             assert support.ok, f"{problem}: {support.reason}"
+
+
+def test_a_result_without_elements_needs_no_memory() -> None:
+    x = np.empty((0, 3, 4), np.float32)
+    out = np.empty_like(x)
+    assert dnn_softmax(x, out=out) is out

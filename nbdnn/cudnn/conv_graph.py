@@ -31,6 +31,7 @@ from nbdnn.cudnn.conv_operations import (
     zero_bias_bytes,
 )
 from nbdnn.cudnn.cost import method_us
+from nbdnn.cudnn.descriptors import Backend
 from nbdnn.cudnn.enums import NumericalNote
 from nbdnn.cudnn.graph import EngineConfig, Packs, Plan, Proposal, defaults, operation_graph, plan, proposals
 from nbdnn.cudnn.handle import Handle, handle, planner, property_descriptor
@@ -126,7 +127,8 @@ class _Run:
         self._handle = handle(device)
         self._zeros = _zeros(zero_bias_bytes(problem), device)
         self._ready: dict[Scalars, _Ready] = {}
-        self._latest: tuple[tuple, Callable[[], int]] | None = None  # what was given last, and what executes that
+        # What was given last, what executes that, and what has the addresses in it.
+        self._latest: tuple[tuple, Callable[[], int], tuple[Plan, Backend]] | None = None
         self._ready_for(_usual(problem))
 
     def __call__(
@@ -134,7 +136,7 @@ class _Run:
     ) -> None:  # fmt: skip
         given, latest = (pointers, scalars, workspace), self._latest
         if latest is None or latest[0] != given:
-            latest = self._latest = given, self._executing(pointers, scalars, workspace)
+            latest = self._latest = given, *self._executing(pointers, scalars, workspace)
         if stream != self._handle.stream:
             self._handle.use(stream)
         if status := latest[1]():
@@ -143,20 +145,22 @@ class _Run:
 
     def _executing(
         self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int
-    ) -> Callable[[], int]:  # fmt: skip
-        """What runs the plan for these factors on what is at these addresses, and returns cuDNN's status."""
+    ) -> tuple[Callable[[], int], tuple[Plan, Backend]]:
+        """What runs the plan for these factors on what is at these addresses, and returns cuDNN's status, as long as
+        the second lives."""
         ready = self._ready_for(scalars)
         pack = ready.packs(pointers, workspace)
-        return prepared("cudnnBackendExecute", self._handle.address, ready.plan.descriptor.address, pack)
+        execute = prepared("cudnnBackendExecute", self._handle.address, ready.plan.descriptor.address, pack.address)
+        return execute, (ready.plan, pack)
 
     def _ready_for(self, scalars: tuple[float, ...]) -> _Ready:
         alpha, beta = scalars
         wanted = Scalars(alpha, beta if "beta" in self._problem.epilogue else 0.0)
         if wanted not in self._ready:
-            if len(self._ready) >= _MOST_SCALARS:
-                del self._ready[next(iter(self._ready))]
             with naming(self._problem):
                 self._ready[wanted] = self._made(wanted)
+            if len(self._ready) > _MOST_SCALARS:
+                del self._ready[next(iter(self._ready))]
         return self._ready[wanted]
 
     def _made(self, scalars: Scalars) -> _Ready:

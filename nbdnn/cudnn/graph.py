@@ -165,8 +165,8 @@ class Packs:
         self._own = own
         self._packs: dict[tuple[tuple[int, ...], int], Backend] = {}
 
-    def __call__(self, pointers: tuple[int, ...], workspace: int) -> int:
-        """The address of the pack for these addresses, valid until so many others were asked for."""
+    def __call__(self, pointers: tuple[int, ...], workspace: int) -> Backend:
+        """The pack for these addresses."""
         key = pointers, workspace
         pack = self._packs.pop(key, None)
         if pack is None:
@@ -174,7 +174,7 @@ class Packs:
                 del self._packs[next(iter(self._packs))]
             pack = self._made(pointers, workspace)
         self._packs[key] = pack  # the last in order is the last used
-        return pack.address
+        return pack
 
     def _made(self, pointers: tuple[int, ...], workspace: int) -> Backend:
         pack = Backend(DescriptorType.VARIANT_PACK)

@@ -25,6 +25,7 @@ class Handle(Owned):
     def use(self, stream: int) -> None:
         """What is called from now on goes to `stream`."""
         if stream != self.stream:
+            self.stream = -1  # of none, should this be interrupted
             call("cudnnSetStream", self.address, stream)
             self.stream = stream
 

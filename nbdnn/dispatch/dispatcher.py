@@ -8,9 +8,8 @@ of the first. Where a library recognises its arrays, such a call is known by the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nbdnn import config, driver
@@ -26,14 +25,14 @@ from nbdnn.problem import Problem
 
 # A program whose shapes never repeat must not grow for ever.
 _MAX_MEMO = 4096
-# Known calls with equal arguments on first arrays of one shape, which are asked in turn.
+# Known calls of a context with equal arguments on first arrays of one shape, which are asked in turn.
 _MOST_ALIKE = 4
 
 
 class Plan:
     """A problem's chosen candidate and config, prepared. `run` computes."""
 
-    __slots__ = ("_context", "choice", "problem", "request", "runner", "workspace_bytes")
+    __slots__ = ("_context", "choice", "problem", "ready", "request")
 
     def __init__(self, context: Context, problem: Problem, request: Request, choice: Choice) -> None:
         self._context, self.problem, self.request = context, problem, request
@@ -41,30 +40,31 @@ class Plan:
         self.take(choice)
 
     def take(self, choice: Choice) -> None:
-        """Run `choice` from now on."""
-        self.choice, self.workspace_bytes = choice, choice.option.workspace_bytes
-        self.runner = self._context.runner(
-            self.problem, choice
-        ).__call__  # of an object it would be looked up each time
+        """Run `choice` from now on. ready: the bytes of workspace, and the method that runs: one thing, so that no
+        interrupt gives a runner the workspace of another."""
+        runner = self._context.runner(self.problem, choice)
+        self.ready = choice.option.workspace_bytes, runner.__call__
+        self.choice = choice
         events.emit("selected", self.problem, choice.option.candidate.id, _described(choice))
 
     def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
         """Compute. Where the workspace cannot be allocated, the next in rank takes over, now and from then on."""
-        if not self.workspace_bytes:
-            self.runner(pointers, scalars, 0, stream)
+        workspace_bytes, runner = self.ready
+        if not workspace_bytes:
+            runner(pointers, scalars, 0, stream)
             return
         try:
-            memory = workspace.take_for(self._context.device, self.workspace_bytes, stream)
+            memory = workspace.take_for(self._context.device, workspace_bytes, stream)
         except MemoryError:
-            self._take_next()
+            self._take_next(workspace_bytes)
             self.run(pointers, scalars, stream)
         else:
-            self.runner(pointers, scalars, memory.address, stream)
+            runner(pointers, scalars, memory.address, stream)
 
-    def _take_next(self) -> None:
-        reason = f"no memory for its workspace of {self.workspace_bytes} bytes"
+    def _take_next(self, workspace_bytes: int) -> None:
+        reason = f"no memory for its workspace of {workspace_bytes} bytes"
         events.emit("failed", self.problem, self.choice.option.candidate.id, reason)
-        limited = self.request.filters._replace(workspace_limit=self.workspace_bytes - 1)
+        limited = self.request.filters._replace(workspace_limit=workspace_bytes - 1)
         smaller = self.request._replace(filters=limited)
         self.take(policy.choose(self.problem, self._context.device, self._context.database, smaller))
 
@@ -94,19 +94,26 @@ class Known(NamedTuple):
 
 
 class _Kept:
-    """What one thread keeps under one state of the flags. known: by arguments and by the shape of the first array."""
+    """What one thread keeps under one state of the flags. known: of all devices, by arguments and by the shape of the
+    first array."""
 
-    __slots__ = ("contexts", "known")
+    __slots__ = ("contexts", "known", "settings")
 
-    def __init__(self) -> None:
+    def __init__(self, settings: config.Settings) -> None:
+        self.settings = settings
         self.contexts: dict[int, Context] = {}
         self.known: dict[tuple, dict[Any, list[Known]]] = {}
+
+    def forget(self) -> None:
+        for each in self.contexts.values():
+            each.forget()
 
 
 class Context:
     """One thread's plans under one state of the flags, for one device.
 
-    memo: of the public functions: key of a call -> what runs it. It is emptied when the database has changed.
+    memo: of the public functions: key of a call -> what runs it. It is emptied when the database has changed, which
+    plans and runners survive.
     """
 
     def __init__(self, device: Device, database: Database, known: dict[tuple, dict[Any, list[Known]]]) -> None:
@@ -123,11 +130,19 @@ class Context:
         self._follow_database()
 
     def _follow_database(self) -> None:
-        self.generation = self.database.generation
-        self._is_ready = _readiness(self.device, self.database, self.generation)
+        generation = self.database.generation
+        self._is_ready = _readiness(self.device, self.database, generation)
+        self.generation = generation
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether its calls are what the thread would prepare now."""
+        device = self.device
+        changed = isinstance(device, Cpu) and device.threads != thread_count()
+        return not changed and self.generation == self.database.generation
 
     def remember(self, key: Any, call: Any) -> None:
-        if len(self.memo) >= _MAX_MEMO:
+        if max(len(self.memo), len(self._plans)) >= _MAX_MEMO:
             self.forget()
         self.memo[key] = call
 
@@ -135,8 +150,8 @@ class Context:
         """Have `alike` find the call that is in the memo for these arrays. Where they cannot be recognised that counts
         as one of the few kinds of them, so that it is not tried at every call."""
         alike = self._known.setdefault(arguments, {}).setdefault(arrays[0].shape, [])
-        ours = (known.recognise for known in alike if known.context is self)
-        if len(alike) < _MOST_ALIKE and not any(recognise(arrays) for recognise in ours):
+        ours = [known for known in alike if known.context is self]
+        if len(ours) < _MOST_ALIKE and not any(known.recognise(arrays) for known in ours):
             stream = partial(library.stream, self.device.index) if isinstance(self.device, Gpu) else int
             recognise = library.recogniser(arrays) or _unknown
             alike.append(Known(recognise, self._is_ready, stream, self, call))
@@ -176,13 +191,13 @@ def _readiness(device: Device, database: Database, generation: int) -> Callable[
 
 _databases: dict[tuple[str, str], Database] = {}
 _lock = threading.Lock()
-_NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 def alike(arguments: tuple, arrays: Sequence[Any]) -> Sequence[Known]:
     """The known calls of which one may be this, and whose recognisers tell. On the path of every call."""
     try:
-        return config.kept(_Kept).known.get(arguments, _NOTHING).get(arrays[0].shape, ())
+        shapes = config.kept(_Kept).known.get(arguments)
+        return shapes.get(arrays[0].shape, ()) if shapes else ()
     except (TypeError, AttributeError, RuntimeError):  # unhashable, no array, or without a shape: the checks say which
         return ()
 
@@ -193,15 +208,18 @@ def context(index: int = -1) -> Context:
     key = index if index >= 0 else -thread_count()
     found = kept.contexts.get(key)
     if found is None:
-        found = kept.contexts[key] = Context(cpu_device() if index < 0 else gpu(index), database(), kept.known)
+        found = kept.contexts[key] = Context(
+            cpu_device() if index < 0 else gpu(index), database(kept.settings), kept.known
+        )
     if found.generation != found.database.generation:
         found.refresh()
     return found
 
 
-def database() -> Database:
-    """The process's tuning database for the flags as they are now."""
-    key = str(config.database_path()), config.current()["tune.mode"]
+def database(settings: config.Settings | None = None) -> Database:
+    """The process's tuning database for these flags, or for those that the thread sees now."""
+    settings = settings or config.current()
+    key = str(config.database_path(settings)), settings["tune.mode"]
     with _lock:
         if key not in _databases:
             _databases[key] = Database(*key)
@@ -213,7 +231,5 @@ def empty_cache() -> None:
 
     The memory comes back with the next call that needs it.
     """
-    for kept in config.forget():
-        for each in kept.contexts.values():
-            each.forget()
+    config.forget()
     workspace.empty()

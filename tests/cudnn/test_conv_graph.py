@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 from edge_cases import edges
 from planned import DEVICE
 
-from nbdnn.cudnn import conv_graph, conv_operations
+from nbdnn.cudnn import conv_graph, conv_operations, graph, handle
 from nbdnn.cudnn.conv_graph import BWD_DATA, BWD_FILTER, FWD, Graph, _chosen, _defaults, _proposals, _unusual, _usual
 from nbdnn.cudnn.conv_operations import Scalars, operations
 from nbdnn.cudnn.descriptors import Backend
 from nbdnn.cudnn.enums import NumericalNote
-from nbdnn.cudnn.graph import EngineConfig, Proposal, operation_graph, plan
+from nbdnn.cudnn.graph import EngineConfig, Packs, Proposal, operation_graph, plan
 from nbdnn.cudnn.handle import property_descriptor
 from nbdnn.dispatch import registry
 from nbdnn.problem import DEFAULT_ALIGN, parse
@@ -214,3 +218,66 @@ def test_tf32_has_the_engines_that_cudnn_does_not_propose() -> None:
         74,
     }
     assert proposed.issuperset(plain.configs(layer, DEVICE))
+
+
+def test_what_was_executed_last_lives_until_another_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where making the plan that follows fails, and that of the last was the oldest."""
+    alive: weakref.WeakSet[Backend] = weakref.WeakSet()
+
+    class Descriptor(Backend):
+        def __init__(self, *_: object) -> None:
+            self.address = id(self)
+            alive.add(self)
+
+        def set(self, *_: object) -> Descriptor:
+            return self
+
+        def finalize(self) -> Descriptor:
+            return self
+
+    def made(self: conv_graph._Run, scalars: Scalars) -> conv_graph._Ready:
+        if scalars.alpha == 9:
+            raise KeyboardInterrupt
+        return conv_graph._Ready(SimpleNamespace(descriptor=Descriptor()), Packs([(1, 0), (2, 1)]))  # type: ignore[arg-type]
+
+    executed: list[bool] = []
+
+    def prepared(name: str, handle: int, *addresses: int) -> Callable[[], int]:
+        def execute() -> int:
+            executed.append({*addresses} <= {each.address for each in alive})
+            return 0
+
+        return execute
+
+    monkeypatch.setattr(graph, "Backend", Descriptor)
+    monkeypatch.setattr(conv_graph, "handle", lambda device: SimpleNamespace(address=1, stream=0))
+    monkeypatch.setattr(conv_graph, "prepared", prepared)
+    monkeypatch.setattr(conv_graph._Run, "_made", made)
+    nothing = Proposal(EngineConfig(0), frozenset(), False, 0)
+    run = conv_graph._Run(parse(f"conv_fwd:f32:{LAYER}:nchw:e:beta"), nothing, nothing, DEVICE)  # type: ignore[arg-type]
+    for alpha in (*range(1, conv_graph._MOST_SCALARS + 1), 1):
+        run((16, 32), (float(alpha), 0.5), 0, 0)
+    with pytest.raises(KeyboardInterrupt):
+        run((16, 32), (9.0, 0.5), 0, 0)
+    for address in range(16, 16 * (graph._MOST_PACKS + 2), 16):
+        run._ready_for((1.0, 0.5)).packs((address,) * 2, 0)
+    run((16, 32), (1.0, 0.5), 0, 0)
+    assert len(executed) == conv_graph._MOST_SCALARS + 2 and all(executed)
+
+
+def test_an_interrupted_change_of_stream_is_made_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[int] = []
+
+    def call(name: str, address: int, stream: int) -> None:
+        set_to.append(stream)
+        if len(set_to) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(handle, "call", call)
+    made = object.__new__(handle.Handle)
+    made.address, made.stream = 1, 0
+    with pytest.raises(KeyboardInterrupt):
+        made.use(7)
+    made.use(0)
+    made.use(0)
+    assert set_to == [7, 0]

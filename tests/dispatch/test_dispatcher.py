@@ -14,7 +14,7 @@ import pytest
 from fakes import SMALL, TALL, Fake, ids, register
 
 import nbdnn
-from nbdnn import config, dnn_conv, events
+from nbdnn import call_setup, config, dnn_conv, dnn_softmax, events
 from nbdnn.dispatch import dispatcher, policy, workspace
 from nbdnn.dispatch.policy import Request
 
@@ -159,6 +159,85 @@ def test_memos_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         with config.change(dnn__workspace_limit=limit + 10_000):
             dnn_conv(X, W)
     assert len(config._thread.kept) <= 2
+
+
+def test_plans_are_bounded_while_rows_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every store empties the memo, so that plans have to be counted themselves."""
+    monkeypatch.setattr(dispatcher, "_MAX_MEMO", 3)
+    for height in range(5, 15):
+        dnn_conv(np.ones((1, 1, height, 5)), np.ones((1, 1, 3, 3)))
+        dispatcher.database().generation += 1
+        assert len(dispatcher.context()._plans) <= 3
+
+
+def test_what_many_flags_kept_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "_MAX_KEPT", 2)
+    contexts = []
+    for limit in range(3):
+        with config.change(dnn__workspace_limit=limit + 10_000):
+            dnn_conv(X, W)
+            contexts.append(dispatcher.context())
+    assert [bool(context._runners) for context in contexts] == [False, False, True]
+
+
+def test_flags_that_another_thread_sets_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is remembered for the flags that it was prepared by."""
+    real, others = call_setup.request, iter([True])
+
+    def request(*given: object) -> Request:
+        if next(others, False):
+            config.set_flags(dnn__workspace_limit=12_345)
+        return real(*given)
+
+    try:
+        with config.change(dnn__policy="guess_on_shape_change"):
+            first = dispatcher.context()
+            monkeypatch.setattr(call_setup, "request", request)
+            dnn_softmax(X)
+            assert not first.memo
+            (known,) = dispatcher.context().memo.values()
+            assert known.request.filters.workspace_limit == 12_345
+    finally:
+        config.set_flags(dnn__workspace_limit=None)
+
+
+def test_flags_set_while_a_thread_begins_to_keep_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a signal handler may do."""
+    kept = dispatcher._Kept
+
+    def handled(settings: config.Settings) -> object:
+        config.set_flags(dnn__deterministic=False)
+        return kept(settings)
+
+    try:
+        config.set_flags(dnn__deterministic=True)
+        monkeypatch.setattr(dispatcher, "_Kept", handled)
+        dispatcher.empty_cache()
+        dispatcher.context()
+        assert config.dnn.deterministic is False
+    finally:
+        config.set_flags(dnn__deterministic=False)
+
+
+def test_a_choice_that_cannot_be_prepared_leaves_the_plan_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No runner meets the workspace of another."""
+    register(monkeypatch, Fake("one", workspace_bytes=4096))
+    context = dispatcher.context()
+    plan = context.plan(SMALL, Request())
+    before = plan.ready, plan.choice
+    assert before[0][0] == 4096
+    other = plan.choice._replace(option=plan.choice.option._replace(workspace_bytes=0))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dispatcher.Context, "runner", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plan.take(other)
+    assert (plan.ready, plan.choice) == before
+    plan.take(other)
+    assert plan.ready[0] == 0
 
 
 def test_the_logger_tells_of_each_plan(caplog: pytest.LogCaptureFixture, call: Call) -> None:

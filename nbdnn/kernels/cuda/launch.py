@@ -100,7 +100,7 @@ class Program:
 
     def __init__(self, launches: Sequence[Launch], device: Gpu) -> None:
         self._prepared = [_prepared(launch, device.arch) for launch in chained(launches, device)]
-        self._starts = [prepared.start for prepared in self._prepared]
+        self._steps = [(prepared.start, prepared.fail) for prepared in self._prepared]
         self._stream = -1
         self._packed: tuple[tuple[int, ...], tuple[float, ...], int] | None = None
 
@@ -117,9 +117,9 @@ class Program:
             for prepared in self._prepared:
                 prepared.pack(given, scalars)
             self._packed = wanted
-        for start in self._starts:
+        for start, fail in self._steps:
             if start():
-                self._prepared[self._starts.index(start)].fail()
+                fail()
 
 
 class LaunchedCandidate(Candidate[ConfigT, Gpu]):
