@@ -107,14 +107,27 @@ def _add(compute: str, lanes: int, vectors: bool):
     return add
 
 
+def _add_row(count: int):
+    def add(base: Memory, index: int, values: tuple[float, ...]) -> None:
+        begin, end = index // 4 * 4, -(-(index + count) // 4) * 4
+        for at in range(begin, end):
+            value = values[at - index] if index <= at < index + count else 0.0
+            base[at] = base[at] + value
+
+    return add
+
+
 WEIGHTS = SimpleNamespace(
     add_lanes=_add,
+    add_row=_add_row,
     size=abs,
     larger=lambda a, b: a if a > b else b,
     smaller=lambda a, b: a if a < b else b,
     hat=lambda d: max(0.0, 1 - abs(d)),
     slope=lambda d: -1.0 if 0 <= d < 1 else 1.0 if -1 <= d < 0 else 0.0,
     used=lambda weight, value: weight * value if weight else 0.0,
+    near=lambda right, down: -1 <= right < 1 and -1 <= down < 1,
+    against=lambda distance, value: value if distance < 0 else -value,
 )
 
 
@@ -133,7 +146,8 @@ SMALL = (
     "f32:n2c8h7w6:o5x7:nhwc",
     "bf16:n1c8h6w1:o1x5:nhwc:pf32",
     "f32:n1c2h1w5:o20x19:nchw",
-    "f32:n2c3h6w7:o9x8:nhwc",  # two pixels at once
+    "f32:n2c3h6w7:o9x8:nhwc",  # two pixels at once, also of what is added
+    "f16:n2c10h4w7:o9x8:nchw",  # two turns of five channels
     "bf16:n4c3h2w9:o5x6:nhwc:pf32",
     "f32:n1c3h5w7:o9x8:nhwc",  # one by one: the last vector would end behind the image
 )

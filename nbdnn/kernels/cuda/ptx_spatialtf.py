@@ -12,7 +12,7 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
-from nbdnn.kernels.cuda.ptx import EFFECT, F32, I64, asm
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, asm, unpacked
 
 _LETTER = {"f32": "f", "f64": "d"}
 
@@ -65,6 +65,36 @@ def _used(builder, weight, value):
     return builder.fmul(weight, builder.select(builder.fcmp_unordered("!=", weight, zero), value, zero))
 
 
+def _between(builder, distance):
+    low, end = (
+        builder.fcmp_ordered(*each)
+        for each in ((">=", distance, distance.type(-1.0)), ("<", distance, distance.type(1.0)))
+    )
+    return builder.and_(low, end)
+
+
+@intrinsic
+def near(typingctx, right, down):
+    """Whether both distances are in [-1, 1), without a branch: where an output has a weight or a slope by a pixel."""
+
+    def codegen(context, builder, sig, args):
+        return builder.and_(_between(builder, args[0]), _between(builder, args[1]))
+
+    return signature(types.boolean, right, down), codegen
+
+
+@intrinsic
+def against(typingctx, distance, value):
+    """The value where the distance is negative, else less the value."""
+
+    def codegen(context, builder, sig, args):
+        distance, value = args
+        negative = builder.fcmp_ordered("<", distance, distance.type(0.0))
+        return builder.select(negative, value, builder.fsub(value.type(-0.0), value))
+
+    return signature(value, distance, value), codegen
+
+
 # |a|; the larger, the smaller of two, the second where one is NaN; max(0, 1 - |distance|), 0 of NaN; its derivative, -1
 # in [0, 1), 1 in [-1, 0), else 0; weight * value, 0 where there is no weight, whatever the value.
 size, larger, smaller, hat, slope, used = (
@@ -98,5 +128,41 @@ def add_lanes(compute: str, lanes: int, vectors: bool):
             return context.get_dummy_value()
 
         return signature(types.none, base, index, array, place, weight), codegen
+
+    return add
+
+
+@cache
+def add_row(count: int):
+    """Intrinsic (base, index, float32 tuple of `count`): base[index + i] += values[i], by vectors of four.
+
+    These lie at multiples of 16 bytes and reach beyond the values, where they add 0: base begins and ends at such
+    multiples. A vector costs the second-level cache what an element does. Of compute capability 9.0.
+    """
+    lanes = 4
+    windows = -(-(lanes - 1 + count) // lanes)
+
+    @intrinsic
+    def add(typingctx, base, index, values):
+        def codegen(context, builder, sig, args):
+            target, at, given = args
+            integer, zero = at.type, F32(0.0)
+            offset = builder.and_(at, integer(lanes - 1))
+            slots = [*unpacked(builder, given, count), *[zero] * (windows * lanes - count)]
+            for step in (1, 2):
+                moved = builder.icmp_signed("!=", builder.and_(offset, integer(step)), integer(0))
+                before = [*[zero] * step, *slots[:-step]]
+                slots = [builder.select(moved, *pair) for pair in zip(before, slots, strict=True)]
+            start = builder.ptrtoint(builder.gep(target, [builder.sub(at, offset)]), I64)
+            end = builder.add(offset, integer(count))
+            for window in range(windows):
+                used = builder.zext(builder.icmp_signed(">", end, integer(window * lanes)), I32)
+                where = builder.add(start, I64(window * lanes * 4))
+                text = "{ .reg .pred p; setp.ne.u32 p, $5, 0; @p red.global.add.v4.f32 [$0], {$1, $2, $3, $4}; }"
+                operands = [where, *slots[window * lanes : (window + 1) * lanes], used]
+                asm(builder, ir.VoidType(), text, "l,f,f,f,f,r,~{memory}", operands, EFFECT)
+            return context.get_dummy_value()
+
+        return signature(types.none, base, index, types.UniTuple(types.float32, count)), codegen
 
     return add

@@ -11,7 +11,7 @@ Supports everything, and ends every list. Source: own.
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.candidate import YES, NoConfig, Support
@@ -23,7 +23,6 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.spatialtf_pairs import PAIR, in_pairs, load_pair, window_elems
 from nbdnn.kernels.cuda.spatialtf_position import (
     FEW_CHANNELS,
-    TILE,
     Kind,
     fields,
     index_bits,
@@ -31,6 +30,7 @@ from nbdnn.kernels.cuda.spatialtf_position import (
     output_place,
     position,
     tile_columns,
+    tiled_positions,
     vector_lanes,
 )
 from nbdnn.kernels.cuda.spatialtf_position import Fields as ImageFields
@@ -63,10 +63,10 @@ class Config(NamedTuple):
         return f"t{self.threads}g{self.group}{'r' * self.rows}"
 
 
-def configs(problem: SpatialtfProblem, device: Gpu, work: int | None = None) -> tuple[Config, ...]:
-    """Every one worth measuring. work: as `launched` takes it. The default has blocks for every multiprocessor."""
-    found = _shares(problem, device, work or problem.positions)
-    in_rows = tile_columns(problem) and work is None and problem.c <= FEW_CHANNELS
+def configs(problem: SpatialtfProblem, device: Gpu, pixels: bool = False) -> tuple[Config, ...]:
+    """Every one worth measuring. pixels: as `launched` takes it. The default has blocks for every multiprocessor."""
+    found = _shares(problem, device, prod(problem.spatial) if pixels else problem.positions)
+    in_rows = tile_columns(problem) and (problem.c <= FEW_CHANNELS or pixels)
     return (*found, found[0]._replace(rows=True)) if in_rows else found
 
 
@@ -81,22 +81,21 @@ def _shares(problem: SpatialtfProblem, device: Gpu, work: int) -> tuple[Config, 
     wanted = min(vectors, ceil(_WAVES * _RESIDENT * device.sms / max(blocks, 1)))
     least = ceil(vectors / _MOST_GRID)
     groups = [max(ceil(vectors / wanted), least), vectors, max(ceil(vectors / (4 * wanted)), least)]
-    return tuple(Config(1, group) for group in dict.fromkeys(groups))
+    # A thread has no channels left over of those that it takes at once.
+    whole = [min(-(-group // _HELD_ELEMS) * _HELD_ELEMS, vectors) for group in groups]
+    return tuple(Config(1, group) for group in dict.fromkeys(whole))
 
 
 def launched(
-    problem: SpatialtfProblem, config: Config, work: int | None = None, block_threads: int = THREADS
+    problem: SpatialtfProblem, config: Config, pixels: bool = False, block_threads: int = THREADS
 ) -> tuple[Kind, ImageFields, tuple[int, int, int]]:
-    """(what a kernel is compiled for, its integers, its grid). work: positions of an image that want a thread, one
-    after the other; without it the outputs do, tile by tile."""
+    """(what a kernel is compiled for, its integers, its grid). pixels: threads have those of x, not outputs."""
     lanes, bits = vector_lanes(problem), index_bits(problem)
-    columns, (out_h, out_w) = 0 if config.rows else tile_columns(problem), problem.out_spatial
+    columns = 0 if config.rows else tile_columns(problem)
     kind = Kind(problem.is_affine, problem.dtype, problem.param_dtype, lanes, config.threads, columns, bits)
-    tiles_w = ceil(out_w / max(columns, 1))
-    if work is None:
-        work = TILE * tiles_w * ceil(out_h * columns / TILE) if columns else problem.positions
+    work = tiled_positions(columns, *(problem.spatial if pixels else problem.out_spatial))
     blocks = ceil(work / (block_threads // config.threads))
-    integers = fields(problem, lanes, blocks, tiles_w, config.group)
+    integers = fields(problem, kind, blocks, config.group)
     return kind, integers, (blocks * problem.n, ceil(integers.vectors / max(config.group, 1)), 1)
 
 

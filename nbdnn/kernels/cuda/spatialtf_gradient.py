@@ -3,20 +3,21 @@
     a[k] = sum over c of dy[c] * x[c, pixel k],  dgrid = sum over the four pixels k of d weight[k] / d position * a[k]
     dx[n, c, pixel] = sum over outputs that are near it of weight * dy[n, c, output]
 
-    gather   of an affine map: a thread has an output and a pixel. It adds up what all outputs near its pixel give to
-             it, which it finds by turning the map round; the same bits every time
+    gather   of an affine map: a thread has a pixel, and adds up what all outputs near it give to it and get from it,
+             which it finds by turning the map round; the same bits every time
     atomic   a thread has an output, and adds what this gives to the pixels near it; in any order
     ordered  of a grid: a thread has a channel of an image and goes through its outputs (spatialtf_ordered)
 
 Threads share positions and channels as in spatialtf_direct. Of a grid a thread, or its neighbours, has all channels of
 an output, whose dgrid it stores; dtheta is added up block by block (spatialtf_theta). What is not added up in registers
-is in the compute type: 16-bit gradients in the workspace, rounded once. Traffic: x, dy, dx once, and from cache for
-every output that is near a pixel; atomic: dx twice more. Source: own.
+is in the compute type: 16-bit gradients in the workspace, rounded once. Traffic: x, dy, dx once, and dy (atomic: x)
+from cache for every output that is near a pixel; atomic: dx twice more. The gather is bound by its instructions, an
+addition costs the same for one element as for four that are a vector. Source: own.
 """
 
 from __future__ import annotations
 
-from math import ceil, prod
+from math import ceil
 from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
@@ -25,18 +26,16 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate, in_workspace
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.spatialtf_direct import THREADS, Config, configs, launched
+from nbdnn.kernels.cuda.spatialtf_gather import gather_kernel
 from nbdnn.kernels.cuda.spatialtf_ordered import ordered
-from nbdnn.kernels.cuda.spatialtf_pixels import box
 from nbdnn.kernels.cuda.spatialtf_position import (
     Fields,
     Kind,
-    affine,
-    at_output,
     index_bits,
     nearest,
     output_place,
     position,
-    thread_place,
+    vector_lanes,
 )
 from nbdnn.kernels.cuda.spatialtf_theta import SUMS, along_axis, store_sums, theta_launch
 from nbdnn.kernels.cuda.zeros import zeros
@@ -46,19 +45,25 @@ from nbdnn.problem_spatialtf import SpatialtfProblem
 _ALIGN_BYTES = 256
 _VECTOR_ADDS = 9, 0  # from this compute capability on, four neighbours are added by one instruction
 _LANES = 4  # of a dx in memory, of one thread
+_HELD_BYTES = 32  # of a pixel's sums that a thread holds, in the compute type
+_ASKED_BYTES = 16  # of channels whose pixels it asks for before it uses the first
+PIXEL = 3  # channels of one that is added as part of a row
 _LAUNCH_US = 6.0
 _OVER_COPY = {"gather": 1.6, "atomic": 2.5, "ordered": 2.5}
 _ORDERED_NS = 800.0  # an output, one after the other
 # Blocks on a multiprocessor at once: more of them hide what memory takes, and fewer registers spill.
-_MIN_BLOCKS = {"gather": 2, "atomic": 3, "": 3}
+_MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # with numbers of 64 bits
 
 
 class _Variant(NamedTuple):
-    """dx: 'gather', 'atomic' or '' where another kernel makes it. vectors: of four are added at once."""
+    """dx: 'atomic', or '' where another kernel makes it. vectors: of four are added at once. at_once: vectors
+    of channels that a thread takes at once. row: elements of two neighbouring pixels that are added as a row."""
 
     kind: Kind
     dx: str
     vectors: bool
+    at_once: int
+    row: int
 
 
 def _slopes(kind: Kind):
@@ -93,14 +98,53 @@ def _of_output(v: _Variant):
     load, locate, find = ptx_local.load(kind.dtype, lanes), position(kind), nearest(kind.compute, kind.bits)
     hat, derive, adds = ptx_spatialtf.hat, _slopes(kind), v.dx == "atomic"
     add = ptx_spatialtf.add_lanes(kind.compute, lanes, v.vectors) if adds else None
+    at_once = max(1, min(v.at_once, _ASKED_BYTES // (lanes * ITEMSIZE[kind.compute])))
+    tops, four, row_elems = at_once * lanes, 4 * at_once * lanes, v.row
+    add_row, used = ptx_spatialtf.add_row(row_elems) if row_elems else None, ptx_spatialtf.used
 
     @ptx.inline
-    def visit(x, dy, total, at, w, top, pixels, a, k):
-        load(pixels, integer(0), x, at)
-        for i in range(lanes):
-            a[k] = ptx.fma(top[i], pixels[i], a[k])
-        if adds and w > real(0.0):
-            add(total, at, top, integer(0), w)
+    def add_corners(total, at, corners, w, top, f, count):
+        for k in range(count):
+            for corner in range(4):
+                if w[corner] > real(0.0):
+                    here = integer(at + corners[corner] + k * threads * f.x_v)
+                    add(total, here, top, integer(k * lanes), w[corner])
+
+    @ptx.inline
+    def add_pairs(total, at, corners, w, top, f, count):
+        """Two neighbouring pixels of a channel."""
+        for k in range(count):
+            for corner in range(0, 4, 2):
+                left, right = w[corner], w[corner + 1]
+                if left > real(0.0) or right > real(0.0):
+                    here = integer(at + corners[corner] + k * f.x_v)
+                    add_row(total, here, (used(left, top[k]), used(right, top[k])))
+
+    @ptx.inline
+    def add_sixes(total, at, corners, w, top, f, count):
+        """Two neighbouring pixels of three channels, channels-last."""
+        for corner in range(0, 4, 2):
+            left, right = w[corner], w[corner + 1]
+            if left > real(0.0) or right > real(0.0):
+                first = used(left, top[0]), used(left, top[1]), used(left, top[2])
+                second = used(right, top[0]), used(right, top[1]), used(right, top[2])
+                add_row(total, integer(at + corners[corner]), first + second)
+
+    add_all = {0: add_corners, 2: add_pairs, 2 * PIXEL: add_sixes}[row_elems]
+
+    @ptx.inline
+    def visit(x, dy, total, at, of_top, corners, w, top, pixels, a, f, count):
+        for k in range(count):
+            load(top, integer(k * lanes), dy, integer(of_top + k * threads * f.y_v))
+            for corner in range(4):
+                here = integer(at + corners[corner] + k * threads * f.x_v)
+                load(pixels, integer((4 * k + corner) * lanes), x, here)
+        for k in range(count):
+            for corner in range(4):
+                for i in range(lanes):
+                    a[corner] = ptx.fma(top[k * lanes + i], pixels[(4 * k + corner) * lanes + i], a[corner])
+        if adds:
+            add_all(total, at, corners, w, top, f, count)
 
     @ptx.inline
     def gradient(x, places, dy, total, image, i, j, vector, end, f):
@@ -109,102 +153,42 @@ def _of_output(v: _Variant):
         first, second, left, next_ = hat(down), hat(down - real(1.0)), hat(right), hat(right - real(1.0))
         start = integer(image * f.x_n + row * f.x_h + column * f.x_w)
         of_top = integer(image * f.y_n + i * f.y_h + j * f.y_w)
-        top, pixels = ptx.cuda.local.array(lanes, real), ptx.cuda.local.array(lanes, real)
+        corners = integer(0), integer(f.right), integer(f.down), integer(f.down + f.right)
+        w = first * left, first * next_, second * left, second * next_
+        top, pixels = ptx.cuda.local.array(tops, real), ptx.cuda.local.array(four, real)
         a = ptx.cuda.local.array(4, real)
         for k in range(4):
             a[k] = real(0.0)
+        if at_once > 1:
+            while vector + (at_once - 1) * threads < end:
+                at, to = integer(start + vector * f.x_v), integer(of_top + vector * f.y_v)
+                visit(x, dy, total, at, to, corners, w, top, pixels, a, f, at_once)
+                vector = integer(vector + at_once * threads)
         while vector < end:
-            load(top, integer(0), dy, integer(of_top + vector * f.y_v))
-            at = integer(start + vector * f.x_v)
-            visit(x, dy, total, at, first * left, top, pixels, a, 0)
-            visit(x, dy, total, integer(at + f.right), first * next_, top, pixels, a, 1)
-            visit(x, dy, total, integer(at + f.down), second * left, top, pixels, a, 2)
-            visit(x, dy, total, integer(at + f.down + f.right), second * next_, top, pixels, a, 3)
+            at, to = integer(start + vector * f.x_v), integer(of_top + vector * f.y_v)
+            visit(x, dy, total, at, to, corners, w, top, pixels, a, f, 1)
             vector = integer(vector + threads)
         return derive(a, right, down, f)
 
     return gradient
 
 
-def _of_pixel(v: _Variant):
-    """Device function (places, dy, dx, image, pixel, vector, end, f): all that a pixel's channels get."""
-    from nbdnn.kernels.cuda import ptx, ptx_local, ptx_spatialtf
-
-    kind = v.kind
-    integer, real, lanes, threads = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], kind.lanes, kind.threads
-    load, store = ptx_local.load(kind.dtype, lanes), ptx_local.store(kind.dtype, lanes)
-    map_of, place = affine(kind.param_dtype, kind.compute, kind.bits), at_output(kind.compute, kind.bits)
-    find, hat = box(kind.compute, kind.bits), ptx_spatialtf.hat
-    at_once = max(1, 4 // lanes)
-    held = at_once * lanes
-
-    @ptx.inline
-    def add_up(m, dy, dx, near, p, q, start, to, top, sums, f, count):
-        low_i, end_i, low_j, end_j = near
-        for k in range(count * lanes):
-            sums[k] = real(0.0)
-        i = low_i
-        while i < end_i:
-            j = low_j
-            while j < end_j:
-                s, t = place(m, i, j)
-                weight = hat(s - q) * hat(t - p)
-                if weight > real(0.0):
-                    at = integer(start + i * f.y_h + j * f.y_w)
-                    for k in range(count):
-                        load(top, integer(k * lanes), dy, integer(at + k * threads * f.y_v))
-                    for k in range(count * lanes):
-                        sums[k] = ptx.fma(weight, top[k], sums[k])
-                j = integer(j + 1)
-            i = integer(i + 1)
-        for k in range(count):
-            store(dx, integer(to + k * threads * f.x_v), sums, integer(k * lanes))
-
-    @ptx.inline
-    def gather(places, dy, dx, image, pixel, vector, end, f):
-        row, column = ptx.divided(pixel, f.in_w)
-        m = map_of(places, image, f)
-        near, p, q = find(m, row, column, f), real(row), real(column)
-        top, sums = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
-        of_dy, of_dx = integer(image * f.y_n), integer(image * f.x_n + row * f.x_h + column * f.x_w)
-        if at_once > 1:
-            while vector + (at_once - 1) * threads < end:
-                start, to = integer(of_dy + vector * f.y_v), integer(of_dx + vector * f.x_v)
-                add_up(m, dy, dx, near, p, q, start, to, top, sums, f, at_once)
-                vector = integer(vector + at_once * threads)
-        while vector < end:
-            start, to = integer(of_dy + vector * f.y_v), integer(of_dx + vector * f.x_v)
-            add_up(m, dy, dx, near, p, q, start, to, top, sums, f, 1)
-            vector = integer(vector + threads)
-
-    return gather
-
-
 def _gradient_kernel(*specialised_on):
-    """All but the gather's dx; found: of an affine map the parts of dtheta, else dgrid."""
+    """By outputs; found: of an affine map the parts of dtheta, else dgrid."""
     from nbdnn.kernels.cuda import ptx
 
     v = _Variant(Kind(*specialised_on[0]), *specialised_on[1:])
     kind = v.kind
     integer, real, narrow = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], ptx.NARROW[kind.param_dtype]
-    of_output, along = _of_output(v), along_axis(kind.compute, kind.bits)
-    gathers, threads = v.dx == "gather", kind.threads
-    place, output_of = thread_place(kind, THREADS), output_place(kind, THREADS)
-    of_pixel = _of_pixel(v) if gathers else None
-    store = store_sums(kind.compute, kind.bits, THREADS)
+    of_output, along, threads = _of_output(v), along_axis(kind.compute, kind.bits), kind.threads
+    place, store = output_place(kind, THREADS), store_sums(kind.compute, kind.bits, THREADS)
 
     @ptx.inline
     def found_by(x, places, dy, total, f):
-        if gathers:
-            image, output, vector, end = place(f)
-            i, j = ptx.split(output, f.out_w, f.by_out_w, f.shift_out_w)
-        else:
-            image, i, j, vector, end = output_of(f)
+        image, i, j, vector, end = place(f)
         s, t = real(0.0), real(0.0)
         if i < f.out_h and j < f.out_w:
             s, t = of_output(x, places, dy, total, image, i, j, vector, end, f)
-        if gathers and output < f.pixels:
-            of_pixel(places, dy, total, image, output, vector, end, f)
         return image, i, j, s, t
 
     def add_affine(x, places, dy, total, parts, f):
@@ -230,9 +214,10 @@ def _gradient_kernel(*specialised_on):
             dgrid[integer(at + 1)] = narrow(t)
 
     data, parameters, compute = ptx.pointer(kind.dtype), ptx.pointer(kind.param_dtype), ptx.pointer(kind.compute)
-    total = data if gathers else compute
-    types = data, parameters, data, total, compute if kind.affine else parameters, ptx.record(Fields, kind.bits)
-    return add_affine if kind.affine else add_grid, types
+    found = compute if kind.affine else parameters
+    return add_affine if kind.affine else add_grid, (
+        data, parameters, data, compute, found, ptx.record(Fields, kind.bits)
+    )  # fmt: skip
 
 
 class _Elements(NamedTuple):
@@ -269,17 +254,23 @@ class Gradient(LaunchedCandidate[Config]):
         return YES
 
     def configs(self, problem: SpatialtfProblem, device: Gpu) -> tuple[Config, ...]:
-        found = configs(problem, device, self._work(problem))
+        found = configs(problem, device, self._of_pixels)
         if problem.is_affine:
-            return found
+            return tuple(dict.fromkeys(self._whole(problem, config) for config in found))
         # Of a grid, the threads of one position have all of its channels; one output after the other has one order.
         either = self.algorithm != "ordered"
         every = (config._replace(group=max(problem.c, 1), rows=config.rows and either) for config in found)
         return tuple(dict.fromkeys(every))
 
-    def _work(self, problem: SpatialtfProblem) -> int | None:
-        """Positions of an image that want a thread one after the other; None where outputs do, tile by tile."""
-        return max(problem.positions, prod(problem.spatial)) if self.algorithm == "gather" else None
+    @property
+    def _of_pixels(self) -> bool:
+        """Whether a thread has a pixel, not an output."""
+        return self.algorithm == "gather"
+
+    def _whole(self, problem: SpatialtfProblem, config: Config) -> Config:
+        """With blocks whose threads have no channels left over."""
+        step = config.threads * _at_once(problem, config)
+        return config._replace(group=min(-(-config.group // step) * step, max(config.group, problem.c)))
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6
@@ -299,17 +290,23 @@ class Gradient(LaunchedCandidate[Config]):
         """Of each image's dtheta."""
         if not problem.is_affine:
             return 0
-        _, integers, grid = launched(problem, config, self._work(problem))
+        _, integers, grid = launched(problem, config, self._of_pixels)
         return integers.blocks * grid[1]
 
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
-        kind, integers, grid = launched(problem, config, self._work(problem))
+        kind, integers, grid = launched(problem, config, self._of_pixels)
         vectors = device.capability >= _VECTOR_ADDS and problem.align % 16 == 0
         mode = "" if self.algorithm == "ordered" else self.algorithm
         total_bytes = self._total_bytes(problem)
         total = in_workspace(0) if total_bytes else 3
         found = in_workspace(total_bytes) if problem.is_affine else 4
-        source = Source(_gradient_kernel, (tuple(kind), mode, vectors), THREADS, _MIN_BLOCKS[mode])
+        row = self._row_elems(problem, config, device) if mode == "atomic" else 0
+        at_once = _at_once(problem, config)
+        min_blocks = _MIN_BLOCKS_WIDE if problem.compute == "f64" or kind.bits == 64 else _MIN_BLOCKS
+        if mode == "gather":
+            source = Source(gather_kernel, (tuple(kind), at_once), THREADS, min_blocks)
+        else:
+            source = Source(_gradient_kernel, (tuple(kind), mode, vectors, at_once, row), THREADS, min_blocks)
         main = Launch(source, grid, (0, 1, 2, total if mode else NULL, found), "", integers, kind.bits)
         after = [theta_launch(problem, self._parts(problem, config), found, 4)] if problem.is_affine else []
         if self.algorithm == "atomic":
@@ -317,6 +314,16 @@ class Gradient(LaunchedCandidate[Config]):
         if self.algorithm == "ordered":
             return [main, ordered(problem, kind, integers, total)]
         return [main, *after]
+
+    def _row_elems(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> int:
+        """Of two neighbouring pixels, where they lie side by side and vectors may reach beyond them; else 0."""
+        whole = problem.align % 16 == 0 or problem.dtype != problem.compute
+        whole = whole and problem.operands[0].size_elems % _LANES == 0 and problem.spatial[1] > 1
+        if device.capability < _VECTOR_ADDS or problem.compute != "f32" or not whole:
+            return 0
+        if not problem.channels_last:
+            return 2
+        return 2 * PIXEL if problem.c == config.group == PIXEL and config.threads == 1 else 0
 
     def _cleared(self, problem: SpatialtfProblem, total: int) -> Launch:
         elements, lanes = problem.operands[0].size_elems, _lanes(problem, problem.compute)
@@ -328,6 +335,14 @@ class Gradient(LaunchedCandidate[Config]):
         elements, lanes, bits = problem.operands[0].size_elems, _lanes(problem, problem.dtype), index_bits(problem)
         source, grid = Source(_round_kernel, (problem.dtype, bits, lanes), THREADS), ceil(elements / THREADS / lanes)
         return [Launch(source, (grid, 1, 1), (in_workspace(0), 3), "", _Elements(elements), bits)]
+
+
+def _at_once(problem: SpatialtfProblem, config: Config) -> int:
+    """Vectors of channels that a thread takes at once: as many as may be, in turns of one length."""
+    lanes = vector_lanes(problem)
+    of_a_thread = ceil(min(config.group, problem.c // lanes) / config.threads)
+    most = max(1, _HELD_BYTES // (lanes * ITEMSIZE[problem.compute]))
+    return ceil(of_a_thread / max(1, ceil(of_a_thread / most)))
 
 
 def _lanes(problem: SpatialtfProblem, dtype: str) -> int:

@@ -10,6 +10,7 @@ borders. NaN has weight 0 everywhere. Integers are elements. Source: own.
 from __future__ import annotations
 
 from functools import cache
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from nbdnn.problem_spatialtf import SpatialtfProblem
 # What int32 may hold here: the last block of a grid counts on beyond the last element.
 _INT32_END = 2**31 - 2**16
 _VECTOR_BYTES, _ROW_BYTES = 16, 32
-_RECIPROCALS = "by_blocks", "shift_blocks", "by_tiles_w", "shift_tiles_w", "by_out_w", "shift_out_w"
+_DIVISORS = "blocks", "tiles_w", "out_w", "in_tiles_w", "in_w"
 TILE = 32  # outputs
 FEW_CHANNELS = 4
 
@@ -30,14 +31,15 @@ FEW_CHANNELS = 4
 class Fields(NamedTuple):
     """x (dx) and y (dy) by strides and extents; a vector is `lanes` neighbouring channels.
 
-    blocks: of an image. tiles_w: those side by side in a row of outputs. vectors: of a position, of which a block of
-    the grid's second axis takes `group`. x_v, y_v: from a vector to the next. right, down: from a pixel to the next, 0
-    where there is one only. by_, shift_: a divisor's `reciprocal`. s_column ... t_row: pixels from one output to the
-    next where the map is the identity, as the bits of a float32.
+    blocks: of an image. tiles_w, in_tiles_w: those side by side in a row of outputs, and of pixels. vectors: of a
+    position, of which a block of the grid's second axis takes `group`. x_v, y_v: from a vector to the next. right,
+    down: from a pixel to the next, 0 where there is one only. by_, shift_: a divisor's `reciprocal`. s_column ...
+    t_row: pixels from one output to the next where the map is the identity, as the bits of a float32.
     """
 
     blocks: int
     tiles_w: int
+    in_tiles_w: int
     images: int
     outputs: int
     pixels: int
@@ -63,6 +65,10 @@ class Fields(NamedTuple):
     shift_tiles_w: int
     by_out_w: int
     shift_out_w: int
+    by_in_tiles_w: int
+    shift_in_tiles_w: int
+    by_in_w: int
+    shift_in_w: int
     s_column: int
     s_row: int
     t_column: int
@@ -96,16 +102,19 @@ def vector_lanes(problem: SpatialtfProblem) -> int:
     return lanes
 
 
-def fields(problem: SpatialtfProblem, lanes: int, blocks: int, tiles_w: int, group: int) -> Fields:
+def fields(problem: SpatialtfProblem, kind: Kind, blocks: int, group: int) -> Fields:
     """The integers of a problem."""
     (x_n, x_c, _, x_h, x_w), (y_n, y_c, _, y_h, y_w) = (
         tensor_strides(shape, problem.channels_last) for shape in (problem.x_shape, problem.y_shape)
     )
-    (in_h, in_w), (out_h, out_w) = problem.spatial, problem.out_spatial
-    reciprocals = [number for divisor in (blocks, tiles_w, out_w) for number in reciprocal(divisor)]
+    (in_h, in_w), (out_h, out_w), lanes = problem.spatial, problem.out_spatial, kind.lanes
+    tiles_w, in_tiles_w = (ceil(extent / max(kind.tile_columns, 1)) for extent in (out_w, in_w))
+    divided_by = zip(_DIVISORS, (blocks, tiles_w, out_w, in_tiles_w, in_w), strict=True)
+    reciprocals = {name: reciprocal(divisor) for name, divisor in divided_by}
     return Fields(
         blocks=blocks,
         tiles_w=tiles_w,
+        in_tiles_w=in_tiles_w,
         images=problem.n,
         outputs=problem.positions,
         pixels=in_h * in_w,
@@ -125,7 +134,8 @@ def fields(problem: SpatialtfProblem, lanes: int, blocks: int, tiles_w: int, gro
         y_w=y_w,
         right=x_w * (in_w > 1),
         down=x_h * (in_h > 1),
-        **dict(zip(_RECIPROCALS, reciprocals, strict=True)),
+        **{f"by_{name}": by for name, (by, _) in reciprocals.items()},
+        **{f"shift_{name}": shift for name, (_, shift) in reciprocals.items()},
         s_column=_share(in_w, out_w),
         s_row=_share(in_w, out_h),
         t_column=_share(in_h, out_w),
@@ -243,7 +253,76 @@ def nearest(compute: str, bits: int):
 
 
 @cache
-def thread_place(kind: Kind, block_threads: int):
+def in_order(kind: Kind):
+    """Device function (index, tiles of a row, by, shift, columns of a row, by, shift) -> (row, column) of a position,
+    tile by tile or row by row. by, shift: the `reciprocal` of the number before."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer, columns, rows = ptx.INTEGER[kind.bits], kind.tile_columns, TILE // max(kind.tile_columns, 1)
+
+    @ptx.inline
+    def by_tiles(index, tiles_w, by_tiles_w, shift_tiles_w, width, by_width, shift_width):
+        tile, index = ptx.divided(index, integer(TILE))
+        tile_row, tile_column = ptx.split(tile, tiles_w, by_tiles_w, shift_tiles_w)
+        row, column = ptx.divided(index, integer(columns))
+        return integer(tile_row * rows + row), integer(tile_column * columns + column)
+
+    @ptx.inline
+    def by_rows(index, tiles_w, by_tiles_w, shift_tiles_w, width, by_width, shift_width):
+        return ptx.split(index, width, by_width, shift_width)
+
+    return by_tiles if columns else by_rows
+
+
+def tiled_positions(columns: int, height: int, width: int) -> int:
+    """Of all tiles that an image has a part in; of its rows where there are no tiles."""
+    return TILE * ceil(width / columns) * ceil(height * columns / TILE) if columns else height * width
+
+
+def tile_columns(problem: SpatialtfProblem) -> int:
+    """Columns of a tile of outputs; 0 for no tiles, but rows. What is near each other in the image is so in a tile,
+    however the image is turned; many channels that lie apart are rather stored in long rows."""
+    if problem.channels_last:
+        return 8
+    return max(8, _ROW_BYTES // ITEMSIZE[problem.dtype]) if problem.c <= FEW_CHANNELS else 0
+
+
+@cache
+def output_place(kind: Kind, block_threads: int):
+    """Device function (f) -> (image, row, column, first vector, end of vectors) of a thread, in order; the row or the
+    column may be outside."""
+    from nbdnn.kernels.cuda import ptx
+
+    place, in_tiles = _thread_place(kind, block_threads), in_order(kind)
+
+    @ptx.inline
+    def of_output(f):
+        image, index, first, end = place(f)
+        row, column = in_tiles(index, f.tiles_w, f.by_tiles_w, f.shift_tiles_w, f.out_w, f.by_out_w, f.shift_out_w)
+        return image, row, column, first, end
+
+    return of_output
+
+
+@cache
+def pixel_place(kind: Kind, block_threads: int):
+    """`output_place` where threads have pixels."""
+    from nbdnn.kernels.cuda import ptx
+
+    place, in_tiles = _thread_place(kind, block_threads), in_order(kind)
+
+    @ptx.inline
+    def of_pixel(f):
+        image, index, first, end = place(f)
+        tiles = f.in_tiles_w, f.by_in_tiles_w, f.shift_in_tiles_w
+        row, column = in_tiles(index, tiles[0], tiles[1], tiles[2], f.in_w, f.by_in_w, f.shift_in_w)
+        return image, row, column, first, end
+
+    return of_pixel
+
+
+@cache
+def _thread_place(kind: Kind, block_threads: int):
     """Device function (f) -> (image, position, first vector, end of vectors) of a thread."""
     from nbdnn.kernels.cuda import ptx
 
@@ -257,42 +336,5 @@ def thread_place(kind: Kind, block_threads: int):
         end = integer(first + f.group)
         end = end if end < f.vectors else f.vectors
         return image, integer(block * at_once + local), integer(first + lane), end
-
-    return place
-
-
-def tile_columns(problem: SpatialtfProblem) -> int:
-    """Columns of a tile of outputs; 0 for no tiles, but rows. What is near each other in the image is so in a tile,
-    however the image is turned; many channels that lie apart are rather stored in long rows."""
-    if problem.channels_last:
-        return 8
-    return max(8, _ROW_BYTES // ITEMSIZE[problem.dtype]) if problem.c <= FEW_CHANNELS else 0
-
-
-@cache
-def output_place(kind: Kind, block_threads: int):
-    """Device function (f) -> (image, row, column, first vector, end of vectors) of a thread, tile by tile; the row or
-    the column may be outside."""
-    from nbdnn.kernels.cuda import ptx
-
-    integer, threads, at_once = ptx.INTEGER[kind.bits], kind.threads, block_threads // kind.threads
-    columns, rows = kind.tile_columns, TILE // max(kind.tile_columns, 1)
-
-    @ptx.inline
-    def place(f):
-        image, block = ptx.split(integer(ptx.block_x()), f.blocks, f.by_blocks, f.shift_blocks)
-        local, lane = ptx.divided(integer(ptx.thread_x()), integer(threads))
-        index = integer(block * at_once + local)
-        if columns:
-            tile, index = ptx.divided(index, integer(TILE))
-            tile_row, tile_column = ptx.split(tile, f.tiles_w, f.by_tiles_w, f.shift_tiles_w)
-            row, column = ptx.divided(index, integer(columns))
-            row, column = integer(tile_row * rows + row), integer(tile_column * columns + column)
-        else:
-            row, column = ptx.split(index, f.out_w, f.by_out_w, f.shift_out_w)
-        first = integer(ptx.block_y() * f.group)
-        end = integer(first + f.group)
-        end = end if end < f.vectors else f.vectors
-        return image, row, column, integer(first + lane), end
 
     return place

@@ -2,8 +2,8 @@
 
     dtheta[n] = sum over outputs of (ds, dt)^T (u, v, 1)
 
-A block adds up its threads' six sums in a tree in shared memory and stores them; a second kernel adds up what the
-blocks of an image have found. The gradient of a grid alone is these two. Source: own.
+A block adds up its threads' six sums, warp by warp, and stores them; a second kernel adds up what the blocks of an
+image have found. The gradient of a grid alone is these two. Source: own.
 """
 
 from __future__ import annotations
@@ -42,29 +42,45 @@ def along_axis(compute: str, bits: int):
 
 
 @cache
+def axis_line(compute: str, bits: int):
+    """Device function (extent) -> (first, step): what `along_axis` is at a place is first + place * step."""
+    from nbdnn.kernels.cuda import ptx
+
+    real, integer = ptx.REAL[compute], ptx.INTEGER[bits]
+
+    @ptx.inline
+    def line(extent):
+        step = real(2.0) / real(integer(extent - 1)) if extent > 1 else real(0.0)
+        return -real(1.0) if extent > 1 else real(0.0), step
+
+    return line
+
+
+@cache
 def store_sums(compute: str, bits: int, threads: int):
     """Device function (parts, at, sums): parts[at ...] = each of the six sums over all threads of the block."""
     from nbdnn.kernels.cuda import ptx
 
-    real, integer, size, half = ptx.REAL[compute], ptx.INTEGER[bits], SUMS * threads, threads // 2
+    real, integer, warps = ptx.REAL[compute], ptx.INTEGER[bits], threads // _WARP
+    size, steps = SUMS * warps, _WARP.bit_length() - 1
 
     @ptx.inline
     def store(parts, at, sums):
         shared = ptx.cuda.shared.array(size, real)
         thread = integer(ptx.thread_x())
+        warp, lane = ptx.divided(thread, integer(_WARP))
         for k in range(SUMS):
-            shared[integer(k * threads + thread)] = sums[k]
+            total = sums[k]
+            for step in range(steps):
+                total = total + ptx.shuffle_xor(total, 1 << step)
+            if lane == 0:
+                shared[integer(warp * SUMS + k)] = total
         ptx.cuda.syncthreads()
-        width = integer(half)
-        while width > 0:
-            if thread < width:
-                for k in range(SUMS):
-                    here = integer(k * threads + thread)
-                    shared[here] = shared[here] + shared[integer(here + width)]
-            ptx.cuda.syncthreads()
-            width, _ = ptx.divided(width, integer(2))
         if thread < SUMS:
-            parts[integer(at + thread)] = shared[integer(thread * threads)]
+            total = shared[thread]
+            for other in range(1, warps):
+                total = total + shared[integer(thread + other * SUMS)]
+            parts[integer(at + thread)] = total
 
     return store
 
