@@ -43,6 +43,9 @@ def edges(op: str) -> list[BnProblem]:
         # Planes of odd places: as many as a block of a GPU holds at once, and more.
         problems += [BnProblem(op, "bf16", 32, 9, (7, 7), "spatial", "nchw", "f32")]
         problems += [BnProblem(op, "f32", n, 3, (7, 7), "spatial", "nchw") for n in (41, 42)]
+    if op in ("bn_train", "bn_bwd"):
+        # More channels of 16 bits than a GPU has blocks at once, in vectors.
+        problems += [BnProblem(op, "bf16", 3, 1061, (4, 6), "spatial", "nchw", "f32")]
     if op == "bn_train":
         # Sums of 2048 lines, as many as the CPU's have.
         problems.append(BnProblem(op, "bf16", 1, 256, (128, 128), "spatial", "nhwc", "f32"))

@@ -81,3 +81,11 @@ class GridWords:
     def load_pair(compute: str) -> Callable:
         assert compute == "f32"
         return lambda base, index: tuple(base.load(index, 2))
+
+
+class BnWords:
+    """Stands in for `ptx_bn`."""
+
+    @staticmethod
+    def share(compute: str) -> Callable:
+        return lambda n, more: more / (n + more) if n + more > 0 else 0.0

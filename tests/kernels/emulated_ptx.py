@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from emulated import Block, Memory, Word, float_of
-from emulated_local import GridWords, LocalWords
+from emulated_local import BnWords, GridWords, LocalWords
 from emulated_tma import TmaWords, WgmmaWords
 from emulated_vector import RowWords, VectorWords
 from guarded import NUMPY_DTYPE
@@ -376,6 +376,7 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_vector_rows", RowWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_grid", GridWords(block))
+    monkeypatch.setitem(package.__dict__, "ptx_bn", BnWords)
     monkeypatch.setitem(package.__dict__, "ptx_tma", TmaWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_wgmma", WgmmaWords(block))
     for module in _BUILDERS:

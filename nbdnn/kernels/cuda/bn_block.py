@@ -98,11 +98,17 @@ def coefficients_of(v: Variant):
 
     integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
     sums, columns, channels, finish = v.sums, v.columns, v.columns * v.sums, bn_channel.finish(v)
-    four_arrays_of_sums, table_size, (_, taken) = four_arrays(sums, v.compute), 4 * channels, bn_channel.coefficients(v)
+    known = bn_channel.known(v)
+    four_arrays_of_sums, table_size, (_, _, taken) = (
+        four_arrays(sums, v.compute),
+        4 * channels,
+        bn_channel.coefficients(v),
+    )
 
     @ptx.inline
     def of_channel(params, channel, epsilon, factor):
-        return finish(params, channel, real(0.0), real(1.0), real(0.0), real(0.0), epsilon, factor, False)
+        of_known = known(params, channel)
+        return finish(of_known, params, channel, real(0.0), real(1.0), real(0.0), real(0.0), epsilon, factor, False)
 
     @ptx.inline
     def own(params, slab, column, epsilon, factor, f):

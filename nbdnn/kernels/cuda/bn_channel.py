@@ -16,19 +16,45 @@ _FIRST_RESULT = len(PARAMS)
 
 
 @cache
+def known(v: Variant):
+    """Device function (params, channel) -> (gamma, beta, mean, spread): what is known of a channel before its sums, of
+    training the running averages. params: the pointers to PARAMS and RESULTS; 0 of those that an op has not."""
+    from nbdnn.kernels.cuda import ptx
+
+    real, widen, running = ptx.REAL[v.compute], ptx.WIDEN[v.param_dtype], v.running
+    zero, forward = real(0.0), v.is_forward
+
+    @ptx.inline
+    def of_train(params, channel):
+        gamma, beta = widen(params[_GAMMA][channel]), widen(params[_BETA][channel])
+        if running:
+            return gamma, beta, widen(params[_OLD_MEAN][channel]), widen(params[_OLD_VAR][channel])
+        return gamma, beta, zero, zero
+
+    @ptx.inline
+    def of_others(params, channel):
+        mean, spread = widen(params[_MEAN][channel]), widen(params[_SPREAD][channel])
+        return widen(params[_GAMMA][channel]), widen(params[_BETA][channel]) if forward else zero, mean, spread
+
+    return of_train if v.op == "bn_train" else of_others
+
+
+@cache
 def finish(v: Variant):
-    """Device function (params, channel, pivot, m, a, b, epsilon, factor, write) -> (center, second, scale, offset).
+    """Device function (known, params, channel, pivot, m, a, b, epsilon, factor, write) -> (center, second, scale,
+    offset).
 
     params: the pointers to PARAMS and RESULTS, of which the latter are written unless `write` is 0. pivot: what the
     mean `a` of a training is relative to.
     """
     from nbdnn.kernels.cuda import ptx
 
-    real, widen, narrow = ptx.REAL[v.compute], ptx.WIDEN[v.param_dtype], ptx.NARROW[v.param_dtype]
+    real, narrow = ptx.REAL[v.compute], ptx.NARROW[v.param_dtype]
     one, running = real(1.0), v.running
 
     @ptx.inline
-    def of_train(params, channel, pivot, m, mean, squares, epsilon, factor, write):
+    def of_train(known, params, channel, pivot, m, mean, squares, epsilon, factor, write):
+        gamma, beta, old_mean, old_var = known
         center = pivot + mean
         # What the sum lost, exactly (Knuth).
         added = center - pivot
@@ -40,37 +66,37 @@ def finish(v: Variant):
             params[_FIRST_RESULT][channel] = narrow(center)
             params[_FIRST_RESULT + 1][channel] = narrow(invstd)
             if running:
-                old_mean, old_var = widen(params[_OLD_MEAN][channel]), widen(params[_OLD_VAR][channel])
                 unbiased = var * (m / (m - one))
                 params[_FIRST_RESULT + 2][channel] = narrow(old_mean * (one - factor) + center * factor)
                 params[_FIRST_RESULT + 3][channel] = narrow(old_var * (one - factor) + unbiased * factor)
-        return center, second, widen(params[_GAMMA][channel]) * invstd, widen(params[_BETA][channel])
+        return center, second, gamma * invstd, beta
 
     @ptx.inline
-    def of_infer(params, channel, pivot, m, a, b, epsilon, factor, write):
-        scale = widen(params[_GAMMA][channel]) / math.sqrt(widen(params[_SPREAD][channel]) + epsilon)
-        return widen(params[_MEAN][channel]), real(0.0), scale, widen(params[_BETA][channel])
+    def of_infer(known, params, channel, pivot, m, a, b, epsilon, factor, write):
+        gamma, beta, mean, var = known
+        return mean, real(0.0), gamma / math.sqrt(var + epsilon), beta
 
     @ptx.inline
-    def of_bwd(params, channel, pivot, m, total, moment, epsilon, factor, write):
-        invstd = widen(params[_SPREAD][channel])
+    def of_bwd(known, params, channel, pivot, m, total, moment, epsilon, factor, write):
+        gamma, _, mean, invstd = known
         if write:
             params[_FIRST_RESULT][channel] = narrow(moment * invstd)
             params[_FIRST_RESULT + 1][channel] = narrow(total)
-        scale = widen(params[_GAMMA][channel]) * invstd
+        scale = gamma * invstd
         slope = scale * invstd * invstd * (moment / m)
-        return widen(params[_MEAN][channel]), -slope, scale, -scale * (total / m)
+        return mean, -slope, scale, -scale * (total / m)
 
     @ptx.inline
-    def of_infer_bwd(params, channel, pivot, m, total, moment, epsilon, factor, write):
-        std = math.sqrt(widen(params[_SPREAD][channel]) + epsilon)
-        scale = widen(params[_GAMMA][channel]) / std
+    def of_infer_bwd(known, params, channel, pivot, m, total, moment, epsilon, factor, write):
+        gamma, _, mean, var = known
+        std = math.sqrt(var + epsilon)
+        scale = gamma / std
         if write:
             params[_FIRST_RESULT][channel] = narrow(moment / std)
             params[_FIRST_RESULT + 1][channel] = narrow(total)
             params[_FIRST_RESULT + 2][channel] = narrow(-total * scale)
             params[_FIRST_RESULT + 3][channel] = narrow(-moment * scale / (real(2.0) * std * std))
-        return widen(params[_MEAN][channel]), real(0.0), scale, real(0.0)
+        return mean, real(0.0), scale, real(0.0)
 
     return {"bn_train": of_train, "bn_infer": of_infer, "bn_bwd": of_bwd, "bn_infer_bwd": of_infer_bwd}[v.op]
 
@@ -79,23 +105,34 @@ def finish(v: Variant):
 def coefficients(v: Variant):
     """Device functions by which a block's threads tell each other what becomes of its channels, in shared memory:
 
-    found (coefficients, thread, params, channel, x, of_first, of_second, epsilon, factor, rank, f): finishes a channel,
-    from its sums; rank 0 writes. taken (coefficients, column, center, second, scale, offset): of a column of the block,
-    to local arrays of v.sums.
+    asked (thread, params, channel, x, f) -> what `found` wants of the block's channels in their threads: to be asked
+    for before the sums, which nobody waits for then. found (coefficients, thread, params, asked, channel, of_first,
+    of_second, epsilon, factor, rank, f): finishes a channel, from its sums; rank 0 writes. taken (coefficients, column,
+    center, second, scale, offset): of a column of the block, to local arrays of v.sums.
     """
     from nbdnn.kernels.cuda import ptx
 
     integer, real, widen = ptx.INTEGER[v.bits], ptx.REAL[v.compute], ptx.WIDEN[v.dtype]
-    sums, channels, forward, finished = v.sums, v.columns * v.sums, v.is_forward, finish(v)
+    sums, channels, forward, finished, read = v.sums, v.columns * v.sums, v.is_forward, finish(v), known(v)
 
     @ptx.inline
-    def found(coefficients, thread, params, channel, x, of_first, of_second, epsilon, factor, rank, f):
-        pivot = real(0.0)
-        if forward:
-            pivot = widen(x[integer(channel * f.channel_elems)])
-        four = finished(params, channel, pivot, real(f.m), of_first, of_second, epsilon, factor, rank == 0)
-        for i in range(4):
-            coefficients[integer(i * channels + thread)] = four[i]
+    def asked(thread, params, channel, x, f):
+        pivot, of_channel = real(0.0), (real(0.0), real(0.0), real(0.0), real(0.0))
+        if thread < channels and channel < f.channels:
+            of_channel = read(params, channel)
+            if forward:
+                pivot = widen(x[integer(channel * f.channel_elems)])
+        return pivot, of_channel
+
+    @ptx.inline
+    def found(coefficients, thread, params, asked, channel, of_first, of_second, epsilon, factor, rank, f):
+        if thread < channels and channel < f.channels:
+            pivot, of_channel = asked
+            m, write = real(f.m), rank == 0
+            four = finished(of_channel, params, channel, pivot, m, of_first, of_second, epsilon, factor, write)
+            for i in range(4):
+                coefficients[integer(i * channels + thread)] = four[i]
+        ptx.cuda.syncthreads()
 
     @ptx.inline
     def taken(coefficients, column, center, second, scale, offset):
@@ -105,7 +142,7 @@ def coefficients(v: Variant):
             scale[i] = coefficients[integer(at + 2 * channels)]
             offset[i] = coefficients[integer(at + 3 * channels)]
 
-    return found, taken
+    return asked, found, taken
 
 
 @cache

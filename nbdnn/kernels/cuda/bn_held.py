@@ -59,7 +59,7 @@ def _held_kernel(*specialised_on):
     channels, rows_at_once, moved = columns * v.sums, threads // columns, plan.next_row(v.bits)
     copy_all, load_slot, (begin_sums, add, end_sums) = bn_slots.copied_all(v), bn_slots.loaded(v), bn_slots.summed(v)
     of_block, of_cluster = bn_sums.of_block(v), bn_sums.of_cluster(v)
-    scale, (found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
+    scale, (asked, found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
     load, store, wait = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_wait(0)
     slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
     coefficients_size, four_arrays = 4 * channels, bn_block.four_arrays(lanes, v.compute)
@@ -82,6 +82,9 @@ def _held_kernel(*specialised_on):
         of_dy = u32(f.slots * slot_bytes)
         copy_all(mine, of_dy, x, dy, begin, place, row, last, f)
         ptx_tile.copy_async_commit()
+        channel = integer(slab * channels + thread)
+        params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
+        of_channel = asked(thread, params, channel, x, f)
 
         # 2. Its sums.
         a, b, origin, pivot = four_arrays()
@@ -101,11 +104,7 @@ def _held_kernel(*specialised_on):
         total, of_first, of_second = of_block(thread, count, a, b)
         of_first, of_second = of_cluster(thread, total, of_first, of_second)
         coefficients = ptx.cuda.shared.array(coefficients_size, real)
-        channel = integer(slab * channels + thread)
-        if thread < channels and channel < f.channels:
-            params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
-            found(coefficients, thread, params, channel, x, of_first, of_second, epsilon, factor, rank, f)
-        ptx.cuda.syncthreads()
+        found(coefficients, thread, params, of_channel, channel, of_first, of_second, epsilon, factor, rank, f)
 
         # 5. Scaled and stored.
         taken(coefficients, in_slab, origin, pivot, a, b)

@@ -66,7 +66,7 @@ def _kernel(*specialised_on):
     add, _, _ = bn_sums.steps(v)
     of_block, of_team, (_, meet) = bn_sums.of_block(v), bn_meeting.added_up(v), bn_meeting.barrier()
     load_one, scale_one = bn_block.load_one(v, True), bn_block.scale_one(v, True)
-    (found, taken), widen = bn_channel.coefficients(v), ptx.WIDEN[v.param_dtype]
+    (asked, found, taken), widen = bn_channel.coefficients(v), ptx.WIDEN[v.param_dtype]
     slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
     loaded_elems, coefficients_size = _AT_ONCE * lanes, 4 * channels
     four_arrays = bn_block.four_arrays(lanes, v.compute)
@@ -163,6 +163,9 @@ def _kernel(*specialised_on):
         of_dy = u32(small(t.held) * slot_bytes)
         copy_all(mine, of_dy, x, dy, begin, row, row, integer(row + held * rows_at_once), f)
         ptx_tile.copy_async_commit()
+        channel = integer(slab * channels + thread)
+        params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
+        of_channel = asked(thread, params, channel, x, f)
 
         # 1. A thread's sums, and the block's.
         a, b, origin, pivot = four_arrays()
@@ -187,17 +190,13 @@ def _kernel(*specialised_on):
         _, of_first, of_second = of_block(thread, count, a, b)
 
         # 2. The channels' sums, and what becomes of them.
-        channel = integer(slab * channels + thread)
         if thread < channels and channel < f.channels:
             pair = integer(2 * (rank * f.channels + channel))
             pairs[pair], pairs[integer(pair + 1)] = of_first, of_second
         meet(counters, slab, small(f.parts))
         of_first, of_second = of_team(thread, slab, pairs, f, t)
         coefficients = ptx.cuda.shared.array(coefficients_size, real)
-        if thread < channels and channel < f.channels:
-            params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
-            found(coefficients, thread, params, channel, x, of_first, of_second, epsilon, factor, rank, f)
-        ptx.cuda.syncthreads()
+        found(coefficients, thread, params, of_channel, channel, of_first, of_second, epsilon, factor, rank, f)
         taken(coefficients, in_slab, origin, pivot, a, b)
 
         # 3. Scaled and stored.

@@ -26,6 +26,7 @@ def short_kernel(*specialised_on):
     at_once, rows_at_once, channels = _AT_ONCE, v.threads // v.columns, v.columns * v.sums
     add, as_pairs, joined = bn_sums.steps(v)
     of_block, finish, widen = bn_sums.of_block(v), bn_channel.finish(v), ptx.WIDEN[v.param_dtype]
+    known = bn_channel.known(v)
     begin_of, coefficients_of = bn_block.begin_of(v), bn_block.coefficients_of(v)
     load_one, scale_one = bn_block.load_one(v, True), bn_block.scale_one(v)
     held, moved = 2 * at_once, plan.next_row(v.bits)
@@ -96,7 +97,8 @@ def short_kernel(*specialised_on):
         _, of_first, of_second = of_block(thread, count, a, b)
         channel = integer(slab * channels + thread)
         if thread < channels and channel < f.channels:
-            finish(params, channel, real(0.0), real(f.m), of_first, of_second, epsilon, factor, True)
+            of_known, m = known(params, channel), real(f.m)
+            finish(of_known, params, channel, real(0.0), m, of_first, of_second, epsilon, factor, True)
 
     data, param, reals = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype), ptx.pointer(v.compute)
     return take_all, (data, data, data, *[param] * 10, reals, real, real, ptx.record(Walk, v.bits))

@@ -70,7 +70,7 @@ def _block_kernel(*specialised_on):
     lanes, sums, columns, op = v.lanes, v.sums, v.columns, v.op
     channels, at_once, rows_at_once = columns * sums, _AT_ONCE, v.threads // columns
     add, as_pairs, joined = bn_sums.steps(v)
-    of_block, finish = bn_sums.of_block(v), bn_channel.finish(v)
+    of_block, finish, known = bn_sums.of_block(v), bn_channel.finish(v), bn_channel.known(v)
     load, widen = ptx_local.load(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
     held, moved = at_once * lanes, plan.next_row(v.bits)
     begin_of, coefficients_of = bn_block.begin_of(v), bn_block.coefficients_of(v)
@@ -181,7 +181,8 @@ def _block_kernel(*specialised_on):
         channel = integer(slab * channels + thread)
         if thread < channels and channel < f.channels:
             if is_alone:
-                finish(params, channel, real(0.0), real(f.m), of_first, of_second, epsilon, factor, True)
+                of_known, m = known(params, channel), real(f.m)
+                finish(of_known, params, channel, real(0.0), m, of_first, of_second, epsilon, factor, True)
             else:
                 pair = integer(2 * (part * f.channels + channel))
                 workspace[pair], workspace[integer(pair + 1)] = of_first, of_second
@@ -231,7 +232,8 @@ def _finish_kernel(*specialised_on):
 
     v = Variant(*specialised_on)
     integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
-    merge, finish, op = bn_sums.merged(v.op, v.compute), bn_channel.finish(v), v.op
+    merge, op = bn_sums.merged(v.op, v.compute), v.op
+    finish, known = bn_channel.finish(v), bn_channel.known(v)
     warps, widen_data = _FINISH_THREADS // 32, ptx.WIDEN[v.dtype]
 
     def finish_channels(
@@ -257,7 +259,7 @@ def _finish_kernel(*specialised_on):
             pivot = real(0.0)
             if op == "bn_train":
                 pivot = widen_data(x[integer(channel * f.channel_elems)])
-            found = finish(params, channel, pivot, real(f.m), a, b, epsilon, factor, True)
+            found = finish(known(params, channel), params, channel, pivot, real(f.m), a, b, epsilon, factor, True)
             if op != "bn_infer_bwd":
                 at = integer(2 * f.parts * f.channels + channel)
                 for i in range(4):

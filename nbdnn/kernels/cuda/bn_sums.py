@@ -15,16 +15,15 @@ from nbdnn.kernels.cuda.bn_plan import Variant
 @cache
 def merged(op: str, compute: str):
     """Device function (count, a, b, of more: count, a, b) -> (count, a, b) of both."""
-    from nbdnn.kernels.cuda import ptx
+    from nbdnn.kernels.cuda import ptx, ptx_bn
 
-    real = ptx.REAL[compute]
+    share_of = ptx_bn.share(compute)
 
     @ptx.inline
     def moments(n, mean, squares, n_more, mean_more, squares_more):
-        count = n + n_more
-        share = n_more / count if count > real(0.0) else real(0.0)
+        share = share_of(n, n_more)
         apart = mean_more - mean
-        return count, ptx.fma(apart, share, mean), squares + squares_more + apart * apart * n * share
+        return n + n_more, ptx.fma(apart, share, mean), squares + squares_more + apart * apart * n * share
 
     @ptx.inline
     def sums(n, a, b, n_more, a_more, b_more):
@@ -41,7 +40,8 @@ def steps(v: Variant):
     """
     from nbdnn.kernels.cuda import ptx
 
-    real, lanes, merge = ptx.REAL[v.compute], v.lanes, merged(v.op, v.compute)
+    real, lanes, is_train = ptx.REAL[v.compute], v.lanes, v.op == "bn_train"
+    steps_of_lanes = lanes.bit_length() - 1
 
     @ptx.inline
     def add_squares(a, b, origin, x, dy, place):
@@ -59,8 +59,9 @@ def steps(v: Variant):
     @ptx.inline
     def as_moments(n, a, b, origin, pivot):
         """Relative to `pivot`, which is an element of the channel."""
+        of_one = real(1.0) / n if n > real(0.0) else real(0.0)
         for i in range(lanes):
-            mean = a[i] / n if n > real(0.0) else real(0.0)
+            mean = a[i] * of_one
             b[i] = b[i] - mean * a[i]
             a[i] = (origin[i] - pivot[i]) + mean if n > real(0.0) else real(0.0)
 
@@ -70,17 +71,24 @@ def steps(v: Variant):
 
     @ptx.inline
     def one_channel(n, a, b):
-        """All lanes as one; returns how many elements that are."""
+        """All lanes, of n elements each, as one; returns how many elements that are."""
         count = n
-        for i in range(1, lanes):
-            count, a[0], b[0] = merge(count, a[0], b[0], n, a[i], b[i])
+        for step in range(steps_of_lanes):
+            half = lanes >> (step + 1)
+            for i in range(half):
+                if is_train:
+                    apart = a[i + half] - a[i]
+                    a[i] = ptx.fma(apart, real(0.5), a[i])
+                    b[i] = ptx.fma(apart * apart, real(0.5) * count, b[i] + b[i + half])
+                else:
+                    a[i], b[i] = a[i] + a[i + half], b[i] + b[i + half]
+            count = count + count
         return count
 
     @ptx.inline
     def lane_by_lane(n, a, b):
         return n
 
-    is_train = v.op == "bn_train"
     return (
         add_squares if is_train else add_products,
         as_moments if is_train else as_they_are,
@@ -92,7 +100,8 @@ def steps(v: Variant):
 def of_block(v: Variant):
     """Device function (thread, count, a, b) -> (count, a, b) of one channel of the block's, in the first threads.
 
-    Thread i < columns * sums has channel i: lane i % sums of column i // sums.
+    Thread i < columns * sums has channel i: lane i % sums of column i // sums. Several threads share the sums of a
+    channel's warps: while one thread adds, or takes the quotient of a merge, all others wait.
     """
     from nbdnn.kernels.cuda import ptx
 
@@ -100,7 +109,8 @@ def of_block(v: Variant):
     columns, sums, warps = v.columns, v.sums, v.threads // 32
     channels = columns * sums
     exchanges = (32 // columns).bit_length() - 1
-    size = warps * channels
+    size, sharing = warps * channels, shares(v)
+    steps_of_share = sharing.bit_length() - 1
 
     @ptx.inline
     def block_sums(thread, count, a, b):
@@ -120,13 +130,31 @@ def of_block(v: Variant):
                 counts[at], firsts[at], seconds[at] = count, a[i], b[i]
         ptx.cuda.syncthreads()
         total, first, second = real(0.0), real(0.0), real(0.0)
-        if thread < channels:
-            for w in range(warps):
-                at = integer(w * channels + thread)
+        channel, w = integer(thread >> steps_of_share), integer(thread & (sharing - 1))
+        if channel < channels:
+            while w < warps:
+                at = integer(w * channels + channel)
                 total, first, second = merge(total, first, second, counts[at], firsts[at], seconds[at])
+                w = integer(w + sharing)
+        for step in range(steps_of_share):
+            n, a_other = ptx.shuffle_xor(total, 1 << step), ptx.shuffle_xor(first, 1 << step)
+            b_other = ptx.shuffle_xor(second, 1 << step)
+            total, first, second = merge(total, first, second, n, a_other, b_other)
+        if channels > 1 and sharing > 1:
+            # From the threads that share a channel to the first threads, by what one of them has read.
+            if channel < channels and thread & (sharing - 1) == 0:
+                counts[channel], firsts[channel], seconds[channel] = total, first, second
+            ptx.cuda.syncthreads()
+            if thread < channels:
+                total, first, second = counts[thread], firsts[thread], seconds[thread]
         return total, first, second
 
     return block_sums
+
+
+def shares(v: Variant) -> int:
+    """Threads that share the sums of a channel's warps: a power of 2."""
+    return max(1, min(v.threads // 32, 32, v.threads // (v.columns * v.sums)))
 
 
 @cache
@@ -140,6 +168,12 @@ def of_cluster(v: Variant):
     merge, read = merged(v.op, v.compute), ptx_cluster.LOAD_OF_BLOCK[v.compute]
     channels, blocks = v.columns * v.sums, v.cluster
     size, size_bytes = 3 * channels, 4 if v.compute == "f32" else 8
+    steps_of_blocks = blocks.bit_length() - 1
+
+    @ptx.inline
+    def read_all(at, rank):
+        n, a = read(at, rank), read(u32(at + u32(channels * size_bytes)), rank)
+        return n, a, read(u32(at + u32(2 * channels * size_bytes)), rank)
 
     @ptx.inline
     def cluster_sums(thread, count, a, b):
@@ -149,12 +183,18 @@ def of_cluster(v: Variant):
         ptx_cluster.arrive()
         ptx_cluster.wait()
         total, first, second = real(0.0), real(0.0), real(0.0)
-        if thread < channels:
-            at = u32(ptx_tile.shared_address(shared) + u32(thread * size_bytes))
+        at = ptx_tile.shared_address(shared)
+        if channels == 1:
+            # A lane a block: all are read at once.
+            if thread < 32:
+                total, first, second = read_all(at, integer(thread & (blocks - 1)))
+                for step in range(steps_of_blocks):
+                    n, a_more = ptx.shuffle_xor(total, 1 << step), ptx.shuffle_xor(first, 1 << step)
+                    b_more = ptx.shuffle_xor(second, 1 << step)
+                    total, first, second = merge(total, first, second, n, a_more, b_more)
+        elif thread < channels:
             for rank in range(blocks):
-                n = read(at, integer(rank))
-                a_more = read(u32(at + u32(channels * size_bytes)), integer(rank))
-                b_more = read(u32(at + u32(2 * channels * size_bytes)), integer(rank))
+                n, a_more, b_more = read_all(u32(at + u32(thread * size_bytes)), integer(rank))
                 total, first, second = merge(total, first, second, n, a_more, b_more)
         ptx_cluster.arrive()
         return first, second

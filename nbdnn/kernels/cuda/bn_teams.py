@@ -70,7 +70,7 @@ def _team_kernel(*specialised_on):
     copy, copy_all = bn_slots.copied(v), bn_slots.copied_all(v)
     load_slot, (begin_sums, add, end_sums) = bn_slots.loaded(v), bn_slots.summed(v)
     of_block, of_team, (wait_for, meet) = bn_sums.of_block(v), bn_meeting.added_up(v), bn_meeting.barrier()
-    scale, (found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
+    scale, (asked, found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
     load, store, wait = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_wait(0)
     slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
     coefficients_size, four_arrays = 4 * channels, bn_block.four_arrays(lanes, v.compute)
@@ -80,6 +80,7 @@ def _team_kernel(*specialised_on):
         epsilon, factor, f, t
     ):  # fmt: skip
         # Where a thread is in every slab, and its copies of the first: vector k in slot k, of dy behind those of x.
+        params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
         thread = small(ptx.thread_x())
         team, rank = ptx.divided(small(ptx.block_x()), small(f.parts))
         in_slab = small(thread & (columns - 1))
@@ -101,6 +102,8 @@ def _team_kernel(*specialised_on):
 
         while slab < f.slabs:
             # 1. A thread's sums.
+            channel = integer(slab * channels + thread)
+            of_channel = asked(thread, params, channel, x, f)
             held = column if end > 0 else integer(0)
             for i in range(lanes):
                 a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)
@@ -116,7 +119,6 @@ def _team_kernel(*specialised_on):
 
             # 2., 3. The channels' sums, and what becomes of them.
             _, of_first, of_second = of_block(thread, count, a, b)
-            channel = integer(slab * channels + thread)
             if f.parts > 1:
                 if thread < channels and channel < f.channels:
                     pair = integer(2 * (rank * f.channels + channel))
@@ -124,10 +126,7 @@ def _team_kernel(*specialised_on):
                 meet(counters, team, expected)
                 expected = small(expected + f.parts)
                 of_first, of_second = of_team(thread, slab, pairs, f, t)
-            if thread < channels and channel < f.channels:
-                params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
-                found(coefficients, thread, params, channel, x, of_first, of_second, epsilon, factor, rank, f)
-            ptx.cuda.syncthreads()
+            found(coefficients, thread, params, of_channel, channel, of_first, of_second, epsilon, factor, rank, f)
 
             # 4. Scaled and stored, and the next slab's copies.
             taken(coefficients, in_slab, origin, pivot, a, b)
