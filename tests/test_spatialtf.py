@@ -339,6 +339,7 @@ COVERAGE: dict[str, Covers] = {
     "spatialtf_bwd/numba/gather": Covers(_EVERY, _ON_GPU),
     "spatialtf_sampler_bwd/numba/atomic": Covers(_EVERY, _ON_GPU),
     "spatialtf_sampler_bwd/numba/ordered": Covers(_EVERY, _ON_GPU),
+    "spatialtf_sampler_bwd/numba/turned": Covers("f16 bf16 f32", _ON_GPU, "nchw"),
     "spatialtf_grid_fwd/numba/direct": Covers(_EVERY, _ON_GPU, "", "a4"),
     "spatialtf_grid_bwd/numba/sums": Covers(_EVERY, _ON_GPU, "", "a4"),
 }

@@ -37,6 +37,7 @@ from nbdnn.kernels.cuda.spatialtf_position import (
     position,
     vector_lanes,
 )
+from nbdnn.kernels.cuda.spatialtf_slopes import slopes
 from nbdnn.kernels.cuda.spatialtf_theta import SUMS, along_axis, store_sums, theta_launch
 from nbdnn.kernels.cuda.zeros import zeros
 from nbdnn.problem import ITEMSIZE
@@ -66,29 +67,6 @@ class _Variant(NamedTuple):
     row: int
 
 
-def _slopes(kind: Kind):
-    """Device function (a, right, down, f) -> (ds, dt), derivatives by the grid of one output. a: the four sums."""
-    from nbdnn.kernels.cuda import ptx, ptx_spatialtf
-
-    real, integer = ptx.REAL[kind.compute], ptx.INTEGER[kind.bits]
-    hat, slope, used = ptx_spatialtf.hat, ptx_spatialtf.slope, ptx_spatialtf.used
-
-    @ptx.inline
-    def along(a, left, next_, top, bottom):
-        above = used(top * left, a[0]) + used(top * next_, a[1])
-        return above + used(bottom * left, a[2]) + used(bottom * next_, a[3])
-
-    @ptx.inline
-    def derive(a, right, down, f):
-        past, below = right - real(1.0), down - real(1.0)
-        s = along(a, slope(right), slope(past), hat(down), hat(below))
-        t = along(a, hat(right), hat(past), slope(down), slope(below))
-        half_w, half_h = real(0.5) * real(integer(f.in_w - 1)), real(0.5) * real(integer(f.in_h - 1))
-        return s * half_w, t * half_h
-
-    return derive
-
-
 def _of_output(v: _Variant):
     """Device function (x, places, dy, total, image, i, j, vector, end, f) -> (ds, dt) of a thread's channels."""
     from nbdnn.kernels.cuda import ptx, ptx_local, ptx_spatialtf
@@ -96,7 +74,7 @@ def _of_output(v: _Variant):
     kind = v.kind
     integer, real, lanes, threads = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], kind.lanes, kind.threads
     load, locate, find = ptx_local.load(kind.dtype, lanes), position(kind), nearest(kind.compute, kind.bits)
-    hat, derive, adds = ptx_spatialtf.hat, _slopes(kind), v.dx == "atomic"
+    hat, derive, adds = ptx_spatialtf.hat, slopes(kind.compute, kind.bits), v.dx == "atomic"
     add = ptx_spatialtf.add_lanes(kind.compute, lanes, v.vectors) if adds else None
     at_once = max(1, min(v.at_once, _ASKED_BYTES // (lanes * ITEMSIZE[kind.compute])))
     tops, four, row_elems = at_once * lanes, 4 * at_once * lanes, v.row

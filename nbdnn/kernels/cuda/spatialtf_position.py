@@ -21,7 +21,7 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 # What int32 may hold here: the last block of a grid counts on beyond the last element.
-_INT32_END = 2**31 - 2**16
+INT32_END = 2**31 - 2**16
 _VECTOR_BYTES, _ROW_BYTES = 16, 32
 _DIVISORS = "blocks", "tiles_w", "out_w", "in_tiles_w", "in_w"
 TILE = 32  # outputs
@@ -150,7 +150,7 @@ def _share(extent: int, outputs: int) -> int:
 
 def index_bits(problem: SpatialtfProblem) -> int:
     """32 where int32 holds every offset, position and parameter of a kernel, else 64."""
-    return 32 if max(operand.size_elems for operand in problem.operands) < _INT32_END else 64
+    return 32 if max(operand.size_elems for operand in problem.operands) < INT32_END else 64
 
 
 @cache

@@ -1,0 +1,34 @@
+"""The gradient of an output's position in the image, as a compiled-in function of what its four pixels give.
+
+    a[k] = sum over c of dy[c] * x[c, pixel k],  ds = sum over k of d weight[k] / ds * a[k], as for dt
+
+A pixel without a slope gives nothing, whatever its value. Source: own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+
+@cache
+def slopes(compute: str, bits: int):
+    """Device function (a, right, down, f) -> (ds, dt), derivatives by the grid of one output. a: the four sums."""
+    from nbdnn.kernels.cuda import ptx, ptx_spatialtf
+
+    real, integer = ptx.REAL[compute], ptx.INTEGER[bits]
+    hat, slope, used = ptx_spatialtf.hat, ptx_spatialtf.slope, ptx_spatialtf.used
+
+    @ptx.inline
+    def along(a, left, next_, top, bottom):
+        above = used(top * left, a[0]) + used(top * next_, a[1])
+        return above + used(bottom * left, a[2]) + used(bottom * next_, a[3])
+
+    @ptx.inline
+    def derive(a, right, down, f):
+        past, below = right - real(1.0), down - real(1.0)
+        s = along(a, slope(right), slope(past), hat(down), hat(below))
+        t = along(a, hat(right), hat(past), slope(down), slope(below))
+        half_w, half_h = real(0.5) * real(integer(f.in_w - 1)), real(0.5) * real(integer(f.in_h - 1))
+        return s * half_w, t * half_h
+
+    return derive

@@ -1,0 +1,187 @@
+"""The gradients of what a grid samples from planar images, added up channels-last and turned at the end.
+
+    thread   has an output, and adds what this gives to four channels of a pixel by one instruction, in any order
+    after it  a thread takes a pixel's sums to their planes
+
+The sums lie in the workspace, in the compute type, a pixel's channels side by side and filled up to a multiple of four.
+An addition to four elements costs the second-level cache what one to an element does, and neighbouring pixels are
+neighbours in memory: of three channels four additions an output, where planes ask for twelve (or, two pixels at a
+time, for seven and a half). Traffic: x, dy, dx once, x from cache for every output that is near a pixel, the sums
+three times. Source: own.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.kernels.cuda.spatialtf_direct import THREADS, Config, configs, launched
+from nbdnn.kernels.cuda.spatialtf_position import INT32_END, Fields, Kind, nearest, output_place, position
+from nbdnn.kernels.cuda.spatialtf_slopes import slopes
+from nbdnn.kernels.cuda.zeros import zeros
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_spatialtf import SpatialtfProblem
+
+_QUAD = 4
+_CAPABILITY = 9, 0  # from which on a quad is added by one instruction
+_MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # with integers of 64 bits
+_LAUNCH_US, _OVER_COPY = 8.0, 2.0
+
+
+class _Sums(NamedTuple):
+    """Elements of a pixel's sums; to the next pixel of a row, and of a column: 0 where there is one only."""
+
+    padded: int
+    right: int
+    down: int
+
+
+def _gradient_kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_local, ptx_spatialtf
+
+    kind = Kind(*specialised_on)
+    integer, real, narrow = ptx.INTEGER[kind.bits], ptx.REAL["f32"], ptx.NARROW[kind.param_dtype]
+    place, locate, find = output_place(kind, THREADS), position(kind), nearest("f32", kind.bits)
+    load, add, hat = ptx_local.load(kind.dtype, 1), ptx_spatialtf.add_lanes("f32", _QUAD, True), ptx_spatialtf.hat
+    derive, of_corners = slopes("f32", kind.bits), 4 * _QUAD
+
+    @ptx.inline
+    def visit(x, dy, total, at, to, into, corners, turned, w, top, pixels, a, left, f):
+        """Four channels, of which so many are left."""
+        for k in range(_QUAD):
+            top[k] = real(0.0)
+            for corner in range(4):
+                pixels[4 * k + corner] = real(0.0)
+            if k < left:
+                load(top, integer(k), dy, integer(to + k * f.y_v))
+                for corner in range(4):
+                    load(pixels, integer(4 * k + corner), x, integer(at + corners[corner] + k * f.x_v))
+        for k in range(_QUAD):
+            for corner in range(4):
+                a[corner] = ptx.fma(top[k], pixels[4 * k + corner], a[corner])
+        for corner in range(4):
+            if w[corner] > real(0.0):
+                add(total, integer(into + turned[corner]), top, integer(0), w[corner])
+
+    def add_outputs(x, grid, dy, total, dgrid, f, sums):
+        image, i, j, _, _ = place(f)
+        if i >= f.out_h or j >= f.out_w:
+            return
+        s, t = locate(grid, image, i, j, f)
+        (column, right), (row, down) = find(s, f.in_w), find(t, f.in_h)
+        top, bottom, left, next_ = hat(down), hat(down - real(1.0)), hat(right), hat(right - real(1.0))
+        w = top * left, top * next_, bottom * left, bottom * next_
+        corners = integer(0), integer(f.right), integer(f.down), integer(f.down + f.right)
+        turned = integer(0), integer(sums.right), integer(sums.down), integer(sums.down + sums.right)
+        at = integer(image * f.x_n + row * f.x_h + column * f.x_w)
+        to = integer(image * f.y_n + i * f.y_h + j * f.y_w)
+        into = integer(integer(image * f.pixels + row * f.in_w + column) * sums.padded)
+        tops, pixels = ptx.cuda.local.array(_QUAD, real), ptx.cuda.local.array(of_corners, real)
+        a = ptx.cuda.local.array(4, real)
+        for k in range(4):
+            a[k] = real(0.0)
+        channels = integer(f.vectors)
+        while channels > 0:
+            visit(x, dy, total, at, to, into, corners, turned, w, tops, pixels, a, channels, f)
+            at, to = integer(at + _QUAD * f.x_v), integer(to + _QUAD * f.y_v)
+            into, channels = integer(into + _QUAD), integer(channels - _QUAD)
+        s, t = derive(a, right, down, f)
+        at = integer((image * f.outputs + i * f.out_w + j) * 2)
+        dgrid[at] = narrow(s)
+        dgrid[integer(at + 1)] = narrow(t)
+
+    data, parameters, reals = ptx.pointer(kind.dtype), ptx.pointer(kind.param_dtype), ptx.pointer("f32")
+    records = ptx.record(Fields, kind.bits), ptx.record(_Sums, kind.bits)
+    return add_outputs, (data, parameters, data, reals, parameters, *records)
+
+
+class _Planes(NamedTuple):
+    """images' pixels, pixels of one, channels and how many there are with those that fill up a pixel."""
+
+    every: int
+    pixels: int
+    channels: int
+    padded: int
+
+
+def _turn_kernel(dtype: str, bits: int):
+    from nbdnn.kernels.cuda import ptx, ptx_local
+
+    integer, real, narrow, load = ptx.INTEGER[bits], ptx.REAL["f32"], ptx.NARROW[dtype], ptx_local.load("f32", _QUAD)
+
+    def turn(total, dx, f):
+        every = integer(integer(ptx.block_x()) * THREADS + ptx.thread_x())
+        if every >= f.every:
+            return
+        image, pixel = ptx.divided(every, f.pixels)
+        at, to, channel = integer(every * f.padded), integer(image * f.channels * f.pixels + pixel), integer(0)
+        sums = ptx.cuda.local.array(_QUAD, real)
+        while channel < f.channels:
+            load(sums, integer(0), total, integer(at + channel))
+            for k in range(_QUAD):
+                if channel + k < f.channels:
+                    dx[integer(to + integer(channel + k) * f.pixels)] = narrow(sums[k])
+            channel = integer(channel + _QUAD)
+
+    return turn, (ptx.pointer("f32"), ptx.pointer(dtype), ptx.record(_Planes, bits))
+
+
+class Turned(LaunchedCandidate[Config]):
+    """Gradients of planar images, where four elements are added by one instruction."""
+
+    op, algorithm, deterministic = "spatialtf_sampler_bwd", "turned", False
+
+    def supports(self, problem: SpatialtfProblem, device: Gpu) -> Support:
+        if device.capability < _CAPABILITY:
+            return Support(False, f"compute capability {device.capability}: no additions of vectors before 9.0")
+        if problem.channels_last:
+            return Support(False, "channels are neighbours as they are")
+        return YES if problem.compute == "f32" else Support(False, f"adds vectors of float32, not {problem.compute}")
+
+    def configs(self, problem: SpatialtfProblem, device: Gpu) -> tuple[Config, ...]:
+        orders = dict.fromkeys(config.rows for config in configs(problem, device))
+        return tuple(Config(1, max(problem.c, 1), rows) for rows in orders)
+
+    def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
+        moved_bytes = problem.min_bytes + 3 * self.workspace_bytes(problem, config, device)
+        return _LAUNCH_US + _OVER_COPY * moved_bytes / copy_bytes_per_s(device) * 1e6
+
+    def workspace_bytes(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> int:
+        return _sums_elems(problem) * ITEMSIZE["f32"]
+
+    def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
+        kind, integers, grid = launched(problem, config)
+        elements, (in_h, in_w), padded = _sums_elems(problem), problem.spatial, _padded(problem)
+        bits = 64 if elements >= INT32_END else kind.bits
+        sums = _Sums(padded, padded * (in_w > 1), padded * in_w * (in_h > 1))
+        min_blocks = _MIN_BLOCKS if bits == 32 else _MIN_BLOCKS_WIDE
+        source = Source(_gradient_kernel, kind._replace(bits=bits), THREADS, min_blocks)
+        main = Launch(source, grid, (0, 1, 2, WORKSPACE, 4), "", (*integers, *sums), bits)
+        planes = _Planes(problem.n * in_h * in_w, in_h * in_w, problem.c, padded)
+        turn = Launch(
+            Source(_turn_kernel, (problem.dtype, bits), THREADS),
+            (ceil(planes.every / THREADS), 1, 1),
+            (WORKSPACE, 3),
+            "",
+            planes,
+            bits,
+        )
+        return [zeros(WORKSPACE, elements, "f32", bits, THREADS, _QUAD), main, turn]
+
+
+def _padded(problem: SpatialtfProblem) -> int:
+    """Channels of a pixel in the sums."""
+    return -(-problem.c // _QUAD) * _QUAD
+
+
+def _sums_elems(problem: SpatialtfProblem) -> int:
+    in_h, in_w = problem.spatial
+    return problem.n * in_h * in_w * _padded(problem)
+
+
+SAMPLER_BWD = Turned()
