@@ -100,8 +100,8 @@ def steps(v: Variant):
 def of_block(v: Variant):
     """Device function (thread, count, a, b) -> (count, a, b) of one channel of the block's, in the first threads.
 
-    Thread i < columns * sums has channel i: lane i % sums of column i // sums. Several threads share the sums of a
-    channel's warps: while one thread adds, or takes the quotient of a merge, all others wait.
+    Thread i < columns * sums has channel i: lane i % sums of column i // sums. Several threads share the merging of a
+    channel's warps, for which all others wait.
     """
     from nbdnn.kernels.cuda import ptx
 
@@ -110,7 +110,39 @@ def of_block(v: Variant):
     channels = columns * sums
     exchanges = (32 // columns).bit_length() - 1
     size, sharing = warps * channels, shares(v)
-    steps_of_share = sharing.bit_length() - 1
+    steps_of_share, turns = sharing.bit_length() - 1, warps // sharing
+
+    @ptx.inline
+    def by_one(thread, counts, firsts, seconds):
+        total, first, second = real(0.0), real(0.0), real(0.0)
+        if thread < channels:
+            for w in range(warps):
+                at = integer(w * channels + thread)
+                total, first, second = merge(total, first, second, counts[at], firsts[at], seconds[at])
+        return total, first, second
+
+    @ptx.inline
+    def by_several(thread, counts, firsts, seconds):
+        total, first, second = real(0.0), real(0.0), real(0.0)
+        channel, share = integer(thread >> steps_of_share), integer(thread & (sharing - 1))
+        if channel < channels:
+            for turn in range(turns):
+                at = integer((turn * sharing + share) * channels + channel)
+                total, first, second = merge(total, first, second, counts[at], firsts[at], seconds[at])
+        for step in range(steps_of_share):
+            n, a_other = ptx.shuffle_xor(total, 1 << step), ptx.shuffle_xor(first, 1 << step)
+            b_other = ptx.shuffle_xor(second, 1 << step)
+            total, first, second = merge(total, first, second, n, a_other, b_other)
+        if channels > 1:
+            # To the first threads, over what one of them has read.
+            if channel < channels and share == 0:
+                counts[channel], firsts[channel], seconds[channel] = total, first, second
+            ptx.cuda.syncthreads()
+            if thread < channels:
+                total, first, second = counts[thread], firsts[thread], seconds[thread]
+        return total, first, second
+
+    of_warps = by_several if sharing > 1 else by_one
 
     @ptx.inline
     def block_sums(thread, count, a, b):
@@ -129,32 +161,15 @@ def of_block(v: Variant):
                 at = integer(warp * channels + lane * sums + i)
                 counts[at], firsts[at], seconds[at] = count, a[i], b[i]
         ptx.cuda.syncthreads()
-        total, first, second = real(0.0), real(0.0), real(0.0)
-        channel, w = integer(thread >> steps_of_share), integer(thread & (sharing - 1))
-        if channel < channels:
-            while w < warps:
-                at = integer(w * channels + channel)
-                total, first, second = merge(total, first, second, counts[at], firsts[at], seconds[at])
-                w = integer(w + sharing)
-        for step in range(steps_of_share):
-            n, a_other = ptx.shuffle_xor(total, 1 << step), ptx.shuffle_xor(first, 1 << step)
-            b_other = ptx.shuffle_xor(second, 1 << step)
-            total, first, second = merge(total, first, second, n, a_other, b_other)
-        if channels > 1 and sharing > 1:
-            # From the threads that share a channel to the first threads, by what one of them has read.
-            if channel < channels and thread & (sharing - 1) == 0:
-                counts[channel], firsts[channel], seconds[channel] = total, first, second
-            ptx.cuda.syncthreads()
-            if thread < channels:
-                total, first, second = counts[thread], firsts[thread], seconds[thread]
-        return total, first, second
+        return of_warps(thread, counts, firsts, seconds)
 
     return block_sums
 
 
 def shares(v: Variant) -> int:
-    """Threads that share the sums of a channel's warps: a power of 2."""
-    return max(1, min(v.threads // 32, 32, v.threads // (v.columns * v.sums)))
+    """Threads that share the sums of a channel's warps: a power of 2. One adds as fast as several, merging takes it
+    longer."""
+    return max(1, min(v.threads // 32, 32, v.threads // (v.columns * v.sums))) if v.op == "bn_train" else 1
 
 
 @cache

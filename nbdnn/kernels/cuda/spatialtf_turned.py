@@ -27,7 +27,7 @@ from nbdnn.kernels.cuda.zeros import zeros
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
-_QUAD = 4
+_QUAD, _TURNED = 4, 16  # channels that are added at once, and that a thread takes to their planes: 64 bytes of a pixel
 _CAPABILITY = 9, 0  # from which on a quad is added by one instruction
 _MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # with integers of 64 bits
 _LAUNCH_US, _OVER_COPY = 8.0, 2.0
@@ -119,9 +119,10 @@ def _turn_kernel(dtype: str, bits: int):
         if every >= f.every:
             return
         image, pixel = ptx.divided(every, f.pixels)
-        at, to, channel = integer(every * f.padded), integer(image * f.channels * f.pixels + pixel), integer(0)
-        sums = ptx.cuda.local.array(_QUAD, real)
-        while channel < f.channels:
+        at, to = integer(every * f.padded), integer(image * f.channels * f.pixels + pixel)
+        sums, channel = ptx.cuda.local.array(_QUAD, real), integer(ptx.block_y() * _TURNED)
+        end = min(integer(channel + _TURNED), f.channels)
+        while channel < end:
             load(sums, integer(0), total, integer(at + channel))
             for k in range(_QUAD):
                 if channel + k < f.channels:
@@ -165,7 +166,7 @@ class Turned(LaunchedCandidate[Config]):
         planes = _Planes(problem.n * in_h * in_w, in_h * in_w, problem.c, padded)
         turn = Launch(
             Source(_turn_kernel, (problem.dtype, bits), THREADS),
-            (ceil(planes.every / THREADS), 1, 1),
+            (ceil(planes.every / THREADS), ceil(problem.c / _TURNED), 1),
             (WORKSPACE, 3),
             "",
             planes,
