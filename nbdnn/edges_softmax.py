@@ -24,6 +24,9 @@ _MORE = (
     (1, 33000, (1, 1)),  # longer than one block of a GPU holds
     (70, 5, (1, 1)),  # many short rows
     (2, 19, (24, 9)),  # positions that do not divide into vectors
+    (1, 40, (17, 19)),  # more positions than the widest strip of vectors has on a CPU
+    (3, 4, (9, 11)),  # many rows that divide a vector, and a rest of them
+    (2, 16, (5, 37)),  # the same, as long as a vector
 )
 
 
@@ -43,6 +46,9 @@ def edges(op: str) -> list[SoftmaxProblem]:
             problems.append(SoftmaxProblem(op, "bf16", n, c, spatial, "accurate", mode, layout, align=2))
     # Rows of 16 bits that begin anywhere, of several blocks of a GPU, with a rest of less than 16 bytes.
     problems += [SoftmaxProblem(op, "bf16", 3, 19, (7, 23), algorithm, "channel", "nhwc") for algorithm in ALGORITHMS]
+    # Rows that divide a vector, of other types.
+    kinds = product(("f64", "f16", "bf16"), ALGORITHMS)
+    problems += [SoftmaxProblem(op, dtype, 3, 4, (9, 11), algorithm, "channel", "nhwc") for dtype, algorithm in kinds]
     # Long rows of whole vectors, of which a thread holds many; the last threads have one less.
     long = product(("f32", "f16", "bf16"), ALGORITHMS, (4104, 32008))
     problems += [SoftmaxProblem(op, dtype, 3, c, (1, 1), algorithm, "channel", "nchw") for dtype, algorithm, c in long]

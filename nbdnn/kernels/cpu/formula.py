@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.vector import FLOAT, I32, I64, constant, lanes_between, masked, vector_at
 
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 # Where tanh's polynomial ends, and where exp of float32 would leave the normal numbers.
 _NEAR, _LEAST, _MOST = 0.625, -87.33, 88.72
@@ -83,7 +83,7 @@ def exp(x: Lanes) -> Lanes:
     x = x.where("<", _LEAST, x.lift(_LEAST), x)
     n = (x * 1.44269504).called("llvm.rint")
     r = x - n * 0.693359375 + n * 2.12194440e-4
-    p = _polynomial(r, _EXP) * (r * r) + r + 1.0
+    p = polynomial(r, EXP_TERMS) * (r * r) + r + 1.0
     integers = ir.VectorType(I32, x.value.type.count)
     exponent = x.builder.add(x.builder.fptosi(n.value, integers), constant(integers, 127))
     power = x.builder.bitcast(x.builder.shl(exponent, constant(integers, 23)), x.value.type)
@@ -98,7 +98,7 @@ def tanh(x: Lanes) -> Lanes:
     if x.dtype == "f64":
         return x.called("llvm.tanh")
     far = 1.0 - 2.0 / (exp(x * 2.0) + 1.0)
-    near = _polynomial(x * x, _TANH) * (x * x) * x + x
+    near = polynomial(x * x, _TANH) * (x * x) * x + x
     return x.called("llvm.fabs").where("<", _NEAR, near, far)
 
 
@@ -106,7 +106,7 @@ def relu(x: Lanes) -> Lanes:
     return x.where("<", 0.0, x.lift(0.0), x)
 
 
-def _polynomial(x: Lanes, coefficients: tuple[float, ...]) -> Lanes:
+def polynomial(x: Lanes, coefficients: tuple[float, ...]) -> Lanes:
     total = x.lift(coefficients[0])
     for coefficient in coefficients[1:]:
         total = total * x + coefficient

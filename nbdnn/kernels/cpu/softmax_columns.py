@@ -3,213 +3,134 @@
     y[i] = exp(x[i] - m) / sum_j exp(x[j] - m)           log: y[i] = x[i] - m - log(sum_j exp(x[j] - m))
     dx[i] = (dy[i] - sum_j dy[j] * y[j]) * y[i]          log: dx[i] = dy[i] - exp(y[i]) * sum_j dy[j]
 
-    columns      rows whose elements lie apart: a task takes so many neighbours that they stay in the second-level
-                 cache from the first pass over them to the last; lines are asked for some elements ahead
-    short_rows   rows of neighbours, too short for vectors of their own: a task's rows are turned about the diagonal
-                 into a worker's scratch, and back
+    columns      rows whose elements lie apart: a task is a run of neighbours, some vectors of them at a time; the lines
+                 of the next are asked for meanwhile
+    short_rows   rows of neighbours, too short for vectors of their own: as many rows as some vectors have lanes are
+                 turned about the diagonal into a worker's scratch, and back
 
-Traffic: every array once from memory. Sums in the compute type, in the order of the elements; exp is good to 2 ulp.
-Source: own.
+Traffic: every array once from memory, from where a strip's elements go to a worker's scratch (`softmax_vector.py`).
+Sums in the compute type, in the order of the elements; exp is good to 2 ulp. Source: own.
 """
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from math import ceil
 
 import numpy as np
-from numba import float32, float64, njit
+from numba import njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
-from nbdnn.kernels.cpu.exponential import EXP
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.rows import transpose
-from nbdnn.kernels.cpu.vector import NARROW, WIDEN, filled, pointer, prefetch, record, struct
+from nbdnn.kernels.cpu.softmax_vector import backward_columns, collect, deal, forward_columns
+from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_softmax import SoftmaxProblem
 
-_LINE_BYTES, _ELEMENTS_AHEAD = 64, 8
-_SECOND_LEVEL_SHARE, _LEAST_WIDTH, _MOST_WIDTH = 0.6, 16, 1024  # columns of a task: what stays in that cache
-_SCRATCH_BYTES, _LONGEST_SHORT_ROW = 64 << 10, 128  # of a task's short rows, turned
-_NS_PER_ELEM = {"columns": 0.5, "short_rows": 0.8}  # one thread: priors for the guess
+_LINE_BYTES = 64
+# Vectors of a strip: the most of which the elements fit. Wider ones where a gradient's leave the first-level cache
+# before they are read again: 0.22 ms of 2x150x64x64 instead of 0.28, but 0.39 instead of 0.33 for the logarithm of
+# 4x21x128x128 (a Zen 5 thread).
+_APART, _WIDEST, _TURNED = (8, 4, 2, 1), 16, (4, 2, 1)
+_FIRST_LEVEL_BYTES, _SECOND_LEVEL_SHARE = 32 << 10, 0.25
+_LONGEST_SHORT_ROW = 128
+_TASKS_PER_THREAD = 8
+_NS_PER_ELEM = {"columns": 0.25, "short_rows": 0.4}  # one thread: priors for the guess
 
 _FIELDS = record("length", "inner", "width", "blocks", "rows", "scratch", "scratch_bytes")
 
 
 @cache
-def _forward_passes(dtype: str, algorithm: str):
-    """Compiled-in function (y, x, step, powers, powers_step, shift, total, length, width), all of them addresses.
-
-    Element i of the first column lies at x + i * step bytes. For a time its power is in y, or at powers + i *
-    powers_step where y is of 16 bits. shift and total have room for a number a column. Nothing overlaps: loops over
-    what does are no vectors.
-    """
-    compute = DEFAULT_COMPUTE[dtype]
-    data, elements, exp = pointer(compute), pointer(dtype), EXP[compute]
-    real, widen, narrow = float32 if compute == "f32" else float64, WIDEN[dtype], NARROW[dtype]
-    ask_for, shifts, is_log, is_wide = _ask_for(dtype), algorithm != "fast", algorithm == "log", dtype == compute
-
-    @njit(**DEVICE)
-    def larger(found, line, width):
-        most, x = data(found), elements(line)
-        for j in range(width):
-            value = widen(x[j])
-            most[j] = value if value > most[j] else most[j]
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def add_powers(sums, out, line, shift, width):
-        total, powers, x, less = data(sums), data(out), elements(line), data(shift)
-        for j in range(width):
-            power = exp(widen(x[j]) - less[j])
-            total[j] += power
-            if not is_log:
-                powers[j] = power
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def finish(out, line, powers, shift, sums, width):
-        x, y, power, less, total = elements(line), elements(out), data(powers), data(shift), data(sums)
-        for j in range(width):
-            if is_log:
-                y[j] = narrow((widen(x[j]) - less[j]) - total[j])
-            elif is_wide:
-                y[j] *= total[j]
-            else:
-                y[j] = narrow(power[j] * total[j])
-
-    @njit(**DEVICE)
-    def passes(y, x, step, powers, powers_step, shift, total, length, width):
-        less, sums = data(shift), data(total)
-        for j in range(width):
-            less[j], sums[j] = real(-np.inf) if shifts else real(0.0), real(0.0)
-        if shifts:
-            for i in range(length):
-                ask_for(x + (i + _ELEMENTS_AHEAD) * step, width)
-                larger(shift, x + i * step, width)
-        for i in range(length):
-            ask_for(y + (i + _ELEMENTS_AHEAD) * step, width)
-            add_powers(total, y + i * step if is_wide else powers + i * powers_step, x + i * step, shift, width)
-        for j in range(width):
-            sums[j] = real(math.log(sums[j])) if is_log else real(1.0) / sums[j]
-        for i in range(length):
-            finish(y + i * step, x + i * step, powers + i * powers_step, shift, total, width)
-
-    return passes
-
-
-@cache
-def _backward_passes(dtype: str, algorithm: str):
-    """Compiled-in function (dx, dy, y, step, total, length, width), all of them addresses. Nothing overlaps."""
-    compute = DEFAULT_COMPUTE[dtype]
-    data, elements, exp = pointer(compute), pointer(dtype), EXP[compute]
-    real, widen, narrow = float32 if compute == "f32" else float64, WIDEN[dtype], NARROW[dtype]
-    ask_for, is_log = _ask_for(dtype), algorithm == "log"
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def add_terms(sums, first, second, width):
-        total, a, b = data(sums), elements(first), elements(second)
-        for j in range(width):
-            total[j] += widen(a[j]) if is_log else widen(a[j]) * widen(b[j])
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def combine(out, first, second, sums, width):
-        a, b, c, total = elements(first), elements(second), elements(out), data(sums)
-        for j in range(width):
-            dy, y = widen(a[j]), widen(b[j])
-            c[j] = narrow(dy - exp(y) * total[j] if is_log else (dy - total[j]) * y)
-
-    @njit(**DEVICE)
-    def passes(dx, dy, y, step, total, length, width):
-        sums = data(total)
-        for j in range(width):
-            sums[j] = real(0.0)
-        for i in range(length):
-            ask_for(dy + (i + _ELEMENTS_AHEAD) * step, width)
-            ask_for(y + (i + _ELEMENTS_AHEAD) * step, width)
-            add_terms(total, dy + i * step, y + i * step, width)
-        for i in range(length):
-            ask_for(dx + (i + _ELEMENTS_AHEAD) * step, width)
-            combine(dx + i * step, dy + i * step, y + i * step, total, width)
-
-    return passes
-
-
-@cache
-def _ask_for(dtype: str):
-    """Compiled-in function (line, width). Lines that lie apart are no stream that a processor would see coming."""
-    itemsize = ITEMSIZE[dtype]
-
-    @njit(**DEVICE)
-    def ask_for(line, width):
-        for offset in range(0, width * itemsize, _LINE_BYTES):
-            prefetch(line + offset)
-
-    return ask_for
-
-
-@cache
-def _columns_task(dtype: str, algorithm: str, forward: bool):
-    """`width` neighbouring columns of an image: shift and total of each in front of the powers of 16-bit data."""
-    compute = DEFAULT_COMPUTE[dtype]
-    i64, at, itemsize, real_bytes = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype], ITEMSIZE[compute]
-    passes = (_forward_passes if forward else _backward_passes)(dtype, algorithm)
+def _columns_task(dtype: str, algorithm: str, forward: bool, vl: int, vectors: int):
+    """`width` neighbouring columns of an image."""
+    i64, at, itemsize = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype]
+    passes = (forward_columns if forward else backward_columns)(dtype, algorithm, vl, vectors)
 
     def softmax_columns(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
         outer, block = index // f.blocks, index % f.blocks
         width = min(f.width, f.inner - block * f.width)
         start = (outer * f.length * f.inner + block * f.width) * itemsize
-        step, pitch = f.inner * itemsize, f.width * real_bytes
-        shift = f.scratch + worker * f.scratch_bytes
-        x, y, powers = pointers[0] + start, pointers[1] + start, shift + 2 * pitch
-        passes(y, x, step, powers, pitch, shift, shift + pitch, f.length, width)
+        kept = f.scratch + worker * f.scratch_bytes
+        passes(width, pointers[1] + start, pointers[0] + start, f.inner * itemsize, kept, f.length)
 
     def gradient_columns(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
         outer, block = index // f.blocks, index % f.blocks
         width = min(f.width, f.inner - block * f.width)
         start = (outer * f.length * f.inner + block * f.width) * itemsize
-        total = f.scratch + worker * f.scratch_bytes
-        dy, y, dx = pointers[0] + start, pointers[1] + start, pointers[2] + start
-        passes(dx, dy, y, f.inner * itemsize, total, f.length, width)
+        passes(width, pointers[2] + start, pointers[0] + start, pointers[1] + start, f.inner * itemsize, f.length)
 
-    return compile_task(softmax_columns if forward else gradient_columns, (dtype, algorithm, forward))
+    return compile_task(softmax_columns if forward else gradient_columns, (dtype, algorithm, forward, vl, vectors))
 
 
 @cache
-def _short_rows_task(dtype: str, algorithm: str, forward: bool, vl: int):
-    """`width` short rows, turned: shift and total of each in front of their elements."""
+def _turned(dtype: str, vl: int, vectors: int, known: int):
+    """Compiled-in functions (lines, start, rows, length): rows turned into lines of `vectors` vectors; and back.
+
+    known: their length where it divides a vector: as many rows as there are lanes are whole vectors then.
+    """
     compute = DEFAULT_COMPUTE[dtype]
-    i64, at, itemsize, real_bytes = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype], ITEMSIZE[compute]
-    passes = (_forward_passes if forward else _backward_passes)(compute, algorithm)
+    itemsize, vector_bytes = ITEMSIZE[dtype], vl * ITEMSIZE[compute]
     turn, turn_back = transpose(dtype, compute, vl), transpose(compute, dtype, vl)
+    dealt, collected = deal(dtype, vl, known or 1), collect(dtype, vl, known or 1)
+    pitch = vectors * vector_bytes
+
+    @njit(**DEVICE)
+    def to_lines(lines, start, rows, length):
+        if known and rows == vectors * vl:
+            for k in range(vectors):
+                dealt(lines + k * vector_bytes, pitch, start + k * vl * known * itemsize)
+        else:
+            turn(lines, pitch, start, length * itemsize, rows, length)
+
+    @njit(**DEVICE)
+    def from_lines(lines, start, rows, length):
+        if known and rows == vectors * vl:
+            for k in range(vectors):
+                collected(start + k * vl * known * itemsize, lines + k * vector_bytes, pitch)
+        else:
+            turn_back(start, length * itemsize, lines, pitch, length, rows)
+
+    return to_lines, from_lines
+
+
+@cache
+def _short_rows_task(dtype: str, algorithm: str, forward: bool, vl: int, vectors: int, known: int):
+    """A run of short rows, turned; those that a worker's scratch has beyond the last one are of no account."""
+    compute = DEFAULT_COMPUTE[dtype]
+    i64, at, itemsize, pitch = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype], vectors * vl * ITEMSIZE[compute]
+    passes = (forward_columns if forward else backward_columns)(compute, algorithm, vl, vectors)
+    to_lines, from_lines = _turned(dtype, vl, vectors, known)
+    at_once = vectors * vl
 
     def softmax_short_rows(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
-        width, row_bytes, pitch = min(f.width, f.rows - index * f.width), f.length * itemsize, f.width * real_bytes
-        start = index * f.width * row_bytes
-        shift = f.scratch + worker * f.scratch_bytes
-        x, y = shift + 2 * pitch, shift + (2 + f.length) * pitch
-        turn(x, pitch, pointers[0] + start, row_bytes, width, f.length)
-        passes(y, x, pitch, y, pitch, shift, shift + pitch, f.length, width)
-        turn_back(pointers[1] + start, row_bytes, y, pitch, f.length, width)
+        kept = f.scratch + worker * f.scratch_bytes
+        lines, row_bytes = kept + f.length * pitch, f.length * itemsize
+        for row in range(index * f.width, min(f.rows, (index + 1) * f.width), at_once):
+            rows = min(at_once, f.rows - row)
+            to_lines(lines, pointers[0] + row * row_bytes, rows, f.length)
+            passes(at_once, lines, lines, pitch, kept, f.length)
+            from_lines(lines, pointers[1] + row * row_bytes, rows, f.length)
 
     def gradient_short_rows(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
-        width, row_bytes, pitch = min(f.width, f.rows - index * f.width), f.length * itemsize, f.width * real_bytes
-        start = index * f.width * row_bytes
-        total = f.scratch + worker * f.scratch_bytes
-        dy, turned_bytes = total + 2 * pitch, f.length * pitch
-        y, dx = dy + turned_bytes, dy + 2 * turned_bytes
-        turn(dy, pitch, pointers[0] + start, row_bytes, width, f.length)
-        turn(y, pitch, pointers[1] + start, row_bytes, width, f.length)
-        passes(dx, dy, y, pitch, total, f.length, width)
-        turn_back(pointers[2] + start, row_bytes, dx, pitch, f.length, width)
+        dy, row_bytes = f.scratch + worker * f.scratch_bytes, f.length * itemsize
+        y = dy + f.length * pitch
+        for row in range(index * f.width, min(f.rows, (index + 1) * f.width), at_once):
+            rows = min(at_once, f.rows - row)
+            to_lines(dy, pointers[0] + row * row_bytes, rows, f.length)
+            to_lines(y, pointers[1] + row * row_bytes, rows, f.length)
+            passes(at_once, dy, dy, y, pitch, f.length)
+            from_lines(dy, pointers[2] + row * row_bytes, rows, f.length)
 
-    return compile_task(softmax_short_rows if forward else gradient_short_rows, (dtype, algorithm, forward, vl))
+    key = dtype, algorithm, forward, vl, vectors, known
+    return compile_task(softmax_short_rows if forward else gradient_short_rows, key)
 
 
 class _LaneByLane(Candidate[NoConfig, Cpu]):
@@ -240,12 +161,14 @@ class ShortRows(_LaneByLane):
 
     def prepare(self, problem: SoftmaxProblem, config: NoConfig, device: Cpu) -> Program:
         rows, length, _ = problem.rows
-        forward, compute = self.op == "softmax_fwd", problem.compute
-        vl, column_bytes = device.lanes(compute), length * len(problem.operands) * ITEMSIZE[compute]
-        width = max(_SCRATCH_BYTES // max(column_bytes, 1) // vl, 1) * vl
-        scratch = _Scratch(device.threads, column_bytes * width + 2 * width * ITEMSIZE[compute])
+        forward, vl = self.op == "softmax_fwd", device.lanes(problem.compute)
+        vector_bytes = 2 * length * vl * ITEMSIZE[problem.compute]
+        vectors = _most(_TURNED, vector_bytes, _FIRST_LEVEL_BYTES)
+        width = ceil(ceil(rows / (device.threads * _TASKS_PER_THREAD)) / (vectors * vl)) * vectors * vl
+        scratch = _Scratch(device.threads, vectors * vector_bytes)
         ctx = scratch.record(length=length, inner=1, width=width, blocks=1, rows=rows)
-        task = _short_rows_task(problem.dtype, problem.algorithm, forward, vl)
+        known = length if length > 1 and vl % length == 0 else 0
+        task = _short_rows_task(problem.dtype, problem.algorithm, forward, vl, vectors, known)
         return Program([Phase(task, ceil(rows / width), ctx)], [scratch.memory])
 
 
@@ -259,16 +182,23 @@ class Columns(_LaneByLane):
 
     def prepare(self, problem: SoftmaxProblem, config: NoConfig, device: Cpu) -> Program:
         outer, length, inner = problem.rows
-        forward, compute = self.op == "softmax_fwd", problem.compute
-        vl, row_bytes = device.lanes(compute), length * ITEMSIZE[problem.dtype] * len(problem.operands)
-        fitting = int(_SECOND_LEVEL_SHARE * device.l2_bytes) // max(row_bytes, 1)
-        width = min(max(fitting // vl * vl, _LEAST_WIDTH), _MOST_WIDTH, inner)
-        keeps_powers = forward and problem.dtype != compute and problem.algorithm != "log"
-        scratch = _Scratch(device.threads, (length * keeps_powers + 2) * width * ITEMSIZE[compute])
+        forward, vl = self.op == "softmax_fwd", device.lanes(problem.compute)
+        vector_bytes = length * vl * ITEMSIZE[problem.compute]
+        vectors = _most(_APART, vector_bytes, int(device.l2_bytes * _SECOND_LEVEL_SHARE))
+        if not forward:
+            vectors = _WIDEST if 2 * vector_bytes * _APART[0] > _FIRST_LEVEL_BYTES else _APART[0]
+        scratch = _Scratch(device.threads, vectors * vector_bytes if forward else 0)
+        wanted = ceil(device.threads * _TASKS_PER_THREAD / max(outer, 1))
+        width = ceil(ceil(inner / wanted) / (vectors * vl)) * vectors * vl
         blocks = ceil(inner / width)
         ctx = scratch.record(length=length, inner=inner, width=width, blocks=blocks, rows=0)
-        task = _columns_task(problem.dtype, problem.algorithm, forward)
+        task = _columns_task(problem.dtype, problem.algorithm, forward, vl, vectors)
         return Program([Phase(task, outer * blocks, ctx)], [scratch.memory])
+
+
+def _most(numbers: tuple[int, ...], vector_bytes: int, room_bytes: int) -> int:
+    """The first of the numbers of vectors that have room, else the last."""
+    return next((n for n in numbers if n * vector_bytes <= room_bytes), numbers[-1])
 
 
 class _Scratch:

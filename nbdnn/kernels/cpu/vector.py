@@ -97,12 +97,12 @@ def atomic_add(typingctx, address, value):
     return signature(types.int64, types.int64, types.int64), codegen
 
 
-def ask(builder, address) -> None:
-    """Ask for the cache line at an address, which need not be valid."""
+def ask(builder, address, writes: bool = False) -> None:
+    """Ask for the cache line at an address, which need not be valid; to write to it."""
     byte = I8.as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0i8")
-    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
+    builder.call(function, [builder.inttoptr(address, byte), I32(int(writes)), I32(3), I32(1)])
 
 
 @intrinsic
