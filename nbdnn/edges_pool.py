@@ -32,6 +32,8 @@ _MORE = (
     "n2c4h24w32:r3s3:p1x1:u2x2",  # several tiles, whole vectors of every type
     "n1c40h13w20:r3s3:p0x0:u2x2",  # vectors of channels with a remainder
     "n2c64h9w9:r5s5:p2x2:u1x1",  # more taps than a small window has
+    "n1c132h6w11:r3s3:p1x1:u1x1",  # more channels than vectors of them that go over pixels one by one
+    "n1c68d5h6w9:t3r3s3:p1x1x1:u2x2x2",  # the same over three axes
     "n1c6h11w70:r1s3:p0x1:u1x1",  # rows: one axis only
     "n1c6h35w3:r3s1:p1x0:u2x1",  # columns
     "n1c9h12w12:r3s3:p1x1:u3x3",  # stride 3: windows side by side, that begin in the padding

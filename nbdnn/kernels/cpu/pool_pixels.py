@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 
 from llvmlite import ir
 from numba import types
@@ -43,12 +44,13 @@ def _by_vectors(builder, channels, vl: int, body: Callable) -> None:
 
 
 @cache
-def find_pixels(dtype: str, vl: int, known: tuple[int, int]):
+def find_pixels(dtype: str, vl: int, known: Sequence[tuple[int, int, int]]):
     """Intrinsic (how, count, channels, x, x_apart, y, chosen, planes, lines, taps, plane_bytes, line_bytes, number,
     plane_taps, line_taps): what `count` windows side by side have chosen.
 
     x: the first of the first window's taps that are inside of the image, `planes` x `lines` x `taps` of them; number:
-    which tap it is, and plane_taps and line_taps more a plane and a line. how: 1 where lines and taps are the `known`.
+    which tap it is, and plane_taps and line_taps more a plane and a line. how: 0, or 1 + the place of these three in
+    `known`, of whose lines and taps a window has no more.
     """
     compute = DEFAULT_COMPUTE[dtype]
     read, _, itemsize, _ = row_types(dtype, compute, vl)
@@ -56,12 +58,15 @@ def find_pixels(dtype: str, vl: int, known: tuple[int, int]):
 
     def codegen(context, builder, sig, args):
         how, *args = args
-        switched(builder, how, [lambda is_known=is_known: find(builder, is_known, *args) for is_known in (False, True)])
+        switched(builder, how, [lambda some=some: find(builder, some, *args) for some in (None, *known)])
         return context.get_dummy_value()
 
-    def find(builder, is_known, count, channels, x, x_apart, y, chosen, planes, lines, taps, plane_bytes, line_bytes,
+    def find(builder, some, count, channels, x, x_apart, y, chosen, planes, lines, taps, plane_bytes, line_bytes,
              number, plane_taps, line_taps):  # fmt: skip
-        pixel_bytes = builder.mul(channels, I64(itemsize))
+        pixel_bytes, first_number = builder.mul(channels, I64(itemsize)), builder.trunc(number, I32)
+        # Taps are counted from the first one that is inside, so that their numbers are known.
+        nowhere = splat(builder, builder.sub(I32(NONE), first_number), numbers)
+        before = splat(builder, first_number, numbers)
 
         def value_at(start, i):
             value = builder.load(element(builder, start, i, read, itemsize), align=itemsize)
@@ -70,25 +75,31 @@ def find_pixels(dtype: str, vl: int, known: tuple[int, int]):
         def vector(q, i) -> None:
             first = moved(builder, x, (q, x_apart))
             wanted = value_at(moved(builder, y, (q, pixel_bytes)), i)
-            found = cgutils.alloca_once_value(builder, constant(numbers, NONE))
+            found = cgutils.alloca_once(builder, numbers)
+            builder.store(nowhere, found)
 
-            def walk(forward: bool, some: tuple, hits: Callable) -> None:
+            def walk(forward: bool, counts: tuple, hits: Callable) -> None:
                 def tap_at(d, h, r):
                     value = value_at(moved(builder, first, (d, plane_bytes), (h, line_bytes), (r, pixel_bytes)), i)
-                    tap = builder.add(moved(builder, number, (d, plane_taps), (h, line_taps)), r)
-                    tap = splat(builder, builder.trunc(tap, I32), numbers)
+                    tap = tap_number(d, h, r, counts is some)
                     builder.store(builder.select(hits(value), tap, builder.load(found)), found)
 
-                counted(builder, (planes, *some), forward, tap_at)
+                counted(builder, counts, forward, tap_at)
 
-            walk(False, known if is_known else (lines, taps), lambda value: builder.fcmp_ordered("==", value, wanted))
+            walk(False, some or (planes, lines, taps), lambda value: builder.fcmp_ordered("==", value, wanted))
             are_nan = builder.fcmp_unordered("uno", wanted, wanted)
             with builder.if_then(builder.icmp_signed("!=", builder.bitcast(are_nan, bits), bits(0)), likely=False):
                 is_nan = lambda value: builder.and_(builder.fcmp_unordered("uno", value, value), are_nan)  # noqa: E731
-                walk(True, (lines, taps), is_nan)
-            narrow = builder.trunc(builder.load(found), ir.VectorType(I8, vl))
+                walk(True, (planes, lines, taps), is_nan)
+            narrow = builder.trunc(builder.add(builder.load(found), before), ir.VectorType(I8, vl))
             at = builder.add(moved(builder, chosen, (q, channels)), i)
             builder.store(narrow, vector_at(builder, at, narrow.type), align=1)
+
+        def tap_number(d, h, r, are_known: bool):
+            if are_known:
+                return constant(numbers, (d.constant * some[1] + h.constant) * some[2] + r.constant)
+            tap = builder.add(moved(builder, I64(0), (d, plane_taps), (h, line_taps)), r)
+            return splat(builder, builder.trunc(tap, I32), numbers)
 
         with cgutils.for_range(builder, count) as loop:
             _by_vectors(builder, channels, vl, lambda i: vector(loop.index, i))
@@ -102,13 +113,14 @@ def find_pixels(dtype: str, vl: int, known: tuple[int, int]):
 
 
 @cache
-def give_pixels(dtype: str, vl: int, known: Sequence[tuple[int, int]], past_caches: bool):
+def give_pixels(dtype: str, vl: int, known: Sequence[tuple[int, int, int]], by_pixel: bool, past_caches: bool):
     """Intrinsic (how, count, channels, dx, dx_apart, dy, chosen, out_line, out_plane, planes, lines, windows, number,
     plane_taps, line_taps, step): `count` pixels of dx, each of them covered by `planes` x `lines` x `windows` windows.
 
     dy, chosen: of the first window that covers the first pixel; the next pixel's is the next one. out_line, out_plane:
     pixels from a line of windows to the next, and from a plane. number: of the pixel in the first window; plane_taps,
-    line_taps and step less a plane, a line and a window. how: 0, or 1 + the place of (lines, windows) in `known`.
+    line_taps and step less a plane, a line and a window. how: 0, or 1 + the place of these three in `known`. by_pixel:
+    a vector of all pixels after the other, and not all of a pixel, which is faster where these are few.
     """
     compute = DEFAULT_COMPUTE[dtype]
     read, wide, itemsize, _ = row_types(dtype, compute, vl)
@@ -121,21 +133,31 @@ def give_pixels(dtype: str, vl: int, known: Sequence[tuple[int, int]], past_cach
 
     def give(builder, some, count, channels, dx, dx_apart, dy, chosen, out_line, out_plane, planes, lines, windows,
              number, plane_taps, line_taps, step):  # fmt: skip
+        def window_at(d, p, q):
+            """How far away it is in dy, and which of its taps the pixel is."""
+            away = builder.mul(moved(builder, q, (d, out_plane), (p, out_line)), channels)
+            tap = builder.sub(number, moved(builder, I64(0), (d, plane_taps), (p, line_taps), (q, step)))
+            return away, splat(builder, builder.trunc(tap, I8), numbers)
+
+        # The same for all pixels: computed once where it is known how many there are.
+        found = {place: window_at(*map(I64, place)) for place in product(*map(range, some))} if some else {}
+
         def vector(pixel, i) -> None:
-            total = cgutils.alloca_once_value(builder, constant(wide, 0.0))
+            total = cgutils.alloca_once(builder, wide)
+            builder.store(constant(wide, 0.0), total)
+            first = moved(builder, i, (pixel, channels))
 
             def take(d, p, q):
-                window = moved(builder, builder.add(q, pixel), (d, out_plane), (p, out_line))
-                at = moved(builder, i, (window, channels))
-                tap = builder.sub(number, moved(builder, I64(0), (d, plane_taps), (p, line_taps), (q, step)))
-                found = builder.load(vector_at(builder, builder.add(chosen, at), numbers), align=1)
-                hit = builder.icmp_signed("==", found, splat(builder, builder.trunc(tap, I8), numbers))
+                away, tap = found[d.constant, p.constant, q.constant] if some else window_at(d, p, q)
+                at = builder.add(first, away)
+                chosen_there = builder.load(vector_at(builder, builder.add(chosen, at), numbers), align=1)
+                hit = builder.icmp_signed("==", chosen_there, tap)
                 share = builder.load(element(builder, dy, at, read, itemsize), align=itemsize)
                 before = builder.load(total)
                 more = builder.fadd(before, convert(builder, share, dtype, compute, vl))
                 builder.store(builder.select(hit, more, before), total)
 
-            counted(builder, (planes, *(some or (lines, windows))), True, take)
+            counted(builder, some or (planes, lines, windows), True, take)
             result = convert(builder, builder.load(total), compute, dtype, vl)
             slot = element(builder, moved(builder, dx, (pixel, dx_apart)), i, read, itemsize)
             if past_caches:
@@ -143,8 +165,15 @@ def give_pixels(dtype: str, vl: int, known: Sequence[tuple[int, int]], past_cach
             else:
                 store(builder, result, slot, itemsize, None)
 
-        with cgutils.for_range(builder, count) as loop:
-            _by_vectors(builder, channels, vl, lambda i: vector(loop.index, i))
+        def pixels(i) -> None:
+            with cgutils.for_range(builder, count) as loop:
+                vector(loop.index, i)
+
+        if by_pixel:
+            _by_vectors(builder, channels, vl, pixels)
+        else:
+            with cgutils.for_range(builder, count) as loop:
+                _by_vectors(builder, channels, vl, lambda i: vector(loop.index, i))
 
     @intrinsic
     def run(typingctx, how, count, channels, dx, dx_apart, dy, chosen, out_line, out_plane, planes, lines, windows,

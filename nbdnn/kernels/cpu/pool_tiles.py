@@ -25,6 +25,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes
+from nbdnn.kernels.cpu.pool_taps import ask_for
 from nbdnn.kernels.cpu.vector import (
     I32,
     I64,
@@ -47,6 +48,9 @@ from nbdnn.problem_pool import PoolProblem
 _WIDTH = 2  # positions of a window along a row
 _MOST_LINES = 8  # that a window covers
 _TASKS_PER_THREAD = 16
+# What is asked for ahead: 32x32x56x56 with windows of 2x2x2 took 0.40 ms without, 0.31 with 2 KiB, 0.33 with 4; from
+# memory 0.74, 0.39 and 0.44 (Zen 5, two threads).
+_AHEAD_BYTES = 2048
 
 _FIELDS = record("rows", "rows_a_task", "in_d", "in_h", "in_w", "out_d", "out_h", "out_w")
 
@@ -164,6 +168,10 @@ def _task(dtype: str, vl: int, depths: int, rows: int, past_caches: bool):
             d, image = rest % f.out_d, rest // f.out_d
             first = ((image * f.in_d + d * depths) * f.in_h + p * rows) * row_bytes
             x, dx, dy = pointers[0] + first, pointers[3] + first, pointers[2] + row * f.out_w * itemsize
+            for depth in range(depths):
+                ask_for(x + depth * plane_bytes + _AHEAD_BYTES, rows * row_bytes)
+                if not streams:
+                    ask_for(dx + depth * plane_bytes + _AHEAD_BYTES, rows * row_bytes)
             if streams:
                 stream(x, dx, dy, f.out_w, row_bytes, plane_bytes)
             else:
