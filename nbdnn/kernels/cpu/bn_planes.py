@@ -121,9 +121,9 @@ def _channel_loops(v: Variant, streams: bool):
         center, second, factor, offset = coefficients
         x, dy, target = pointers[x_place] + start, pointers[dy_place] + start, pointers[out_place] + start
         if streams and target % vector_bytes == 0:
-            stream_chunk(target, x, dy, n, center, second, factor, offset)
+            stream_chunk(target, x, dy, n, center, second, factor, offset, 0)
         else:
-            scale_chunk(target, x, dy, n, center, second, factor, offset)
+            scale_chunk(target, x, dy, n, center, second, factor, offset, 0)
 
     @njit(**DEVICE)
     def scale_channel(pointers, ctx, channel, coefficients):

@@ -10,6 +10,7 @@ from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.bn_channel import REAL, Variant
 from nbdnn.kernels.cpu.vector import (
+    I64,
     by_ends,
     by_vectors,
     convert,
@@ -40,47 +41,46 @@ def _scaled(builder, op: str, x, dy, coefficients):
 
 
 @cache
-def scale_row(v: Variant, by_column: bool, past_caches: bool = False):
-    """Intrinsic (to, x, dy, n, center, second, scale, offset): n neighbours scaled, not in place.
+def scale_row(v: Variant, by_column: bool, past_caches: bool = False, lines: int = 1):
+    """Intrinsic (to, x, dy, n, center, second, scale, offset, apart): n neighbours scaled, not in place; so many lines
+    of them, so many bytes apart, are by the same.
 
-    The last four are numbers or, by_column, addresses of as many. past_caches: of what is written, whole vectors, which
+    The four are numbers or, by_column, addresses of as many. past_caches: of what is written, whole vectors, which
     are then aligned, go to memory without being read first.
     """
     read, wide, itemsize, size = row_types(v.dtype, v.compute, v.vl)
     reads_x, reads_dy = v.op != "bn_infer_bwd", not v.is_forward
 
     def codegen(context, builder, sig, args):
-        to, x, dy, n, *coefficients = args
+        to, x, dy, n, *coefficients, apart = args
 
         def step(i, mask):
-            def values(start):
-                vector = load(builder, element(builder, start, i, read, itemsize), read, itemsize, mask)
-                return convert(builder, vector, v.dtype, v.compute, v.vl)
+            def values(start, line):
+                slot = element(builder, builder.add(start, builder.mul(apart, I64(line))), i, read, itemsize)
+                return convert(builder, load(builder, slot, read, itemsize, mask), v.dtype, v.compute, v.vl)
 
             def of_channel(given):
                 if by_column:
                     return load(builder, element(builder, given, i, wide, size), wide, size, mask)
                 return splat(builder, given, wide)
 
-            found = _scaled(
-                builder,
-                v.op,
-                values(x) if reads_x else None,
-                values(dy) if reads_dy else None,
-                [of_channel(each) for each in coefficients],
-            )
-            result, slot = convert(builder, found, v.compute, v.dtype, v.vl), element(builder, to, i, read, itemsize)
-            if past_caches and mask is None:
-                store_past_caches(builder, result, slot)
-            else:
-                store(builder, result, slot, itemsize, mask)
+            given = [of_channel(each) for each in coefficients]
+            for line in range(lines):
+                each_x, each_dy = values(x, line) if reads_x else None, values(dy, line) if reads_dy else None
+                found = _scaled(builder, v.op, each_x, each_dy, given)
+                result = convert(builder, found, v.compute, v.dtype, v.vl)
+                slot = element(builder, builder.add(to, builder.mul(apart, I64(line))), i, read, itemsize)
+                if past_caches and mask is None:
+                    store_past_caches(builder, result, slot)
+                else:
+                    store(builder, result, slot, itemsize, mask)
 
         (by_vectors if past_caches else by_ends)(builder, n, v.vl, step)
         return context.get_dummy_value()
 
     @intrinsic
-    def run(typingctx, to, x, dy, n, center, second, scale, offset):
+    def run(typingctx, to, x, dy, n, center, second, scale, offset, apart):
         coefficient = types.int64 if by_column else REAL[v.compute]
-        return signature(types.none, *[types.int64] * 4, *[coefficient] * 4), codegen
+        return signature(types.none, *[types.int64] * 4, *[coefficient] * 4, types.int64), codegen
 
     return run
