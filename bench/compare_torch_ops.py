@@ -19,9 +19,16 @@ from compare_torch import Comparison, interleaved, main
 
 from nbdnn.dispatch.timing import Operands
 from nbdnn.problem import Problem, parse
+from nbdnn.problem_spatialtf import SpatialtfProblem
 from nbdnn.workloads import Layer
 
-FAMILIES = {"softmax": "softmax", "batch normalisation": "bn", "pooling": "pool", "dropout": "dropout"}
+FAMILIES = {
+    "softmax": "softmax",
+    "batch normalisation": "bn",
+    "pooling": "pool",
+    "dropout": "dropout",
+    "spatial transformer": "spatialtf",
+}
 # Of the largest difference between the two sides' results: a bfloat16 is rounded twice.
 _TOLERANCES = {"f32": 1e-3, "bf16": 2e-2}
 
@@ -34,6 +41,12 @@ def tensors(problem: Problem) -> list[torch.Tensor]:
     return [tensor.view(torch.bfloat16) if dtype == "bf16" else tensor for tensor, dtype in inputs]
 
 
+def _is_alike(problem: Problem) -> bool:
+    """Whether both sides have the same result: two generators draw different masks, and PyTorch rounds the positions
+    that it samples at to the image's dtype."""
+    return problem.op != "dropout_fwd" and not (isinstance(problem, SpatialtfProblem) and problem.dtype == "bf16")
+
+
 def against_peers(family: ModuleType, layers: Sequence[Layer], comparison: Comparison, section: str) -> None:
     for layer in comparison.each(section, layers):
         problem = layer.problem
@@ -41,7 +54,7 @@ def against_peers(family: ModuleType, layers: Sequence[Layer], comparison: Compa
         inputs = tensors(problem)
         with torch.inference_mode():
             calls = [partial(side, *inputs) for side in (family.ours(problem), family.peer(problem, "cpu"))]
-            if problem.op != "dropout_fwd":  # whose two generators draw different masks
+            if _is_alike(problem):
                 results = [call() for call in calls]
                 mine, other = (result if isinstance(result, torch.Tensor) else result[0] for result in results)
                 tolerance = _TOLERANCES[problem.dtype]

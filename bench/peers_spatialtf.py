@@ -1,4 +1,4 @@
-"""The spatial transformer beside PyTorch: the rows of `compare_gpu_ops.py`, and PyTorch's call for each."""
+"""The spatial transformer beside PyTorch: rows of `compare_gpu_ops.py` and `compare_torch_ops.py`, and both calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+import nbdnn
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 # dims, output; those of a grid alone.
@@ -19,6 +20,8 @@ _SHAPES = (
     "n32c3h224w224:o112x112",
     "n8c3h512w512:o1024x1024",
 )
+_CPU_SHAPES = ("n8c3h224w224:o224x224", "n8c64h56w56:o56x56", "n32c1h28w28:o28x28")
+_WITH_IMAGE = ("spatialtf_fwd", "spatialtf_bwd", "spatialtf_sampler_fwd", "spatialtf_sampler_bwd")
 _GRIDS = ("n64:o224x224", "n64:o56x56")
 _BILINEAR, _ZEROS = 0, 0
 
@@ -29,11 +32,33 @@ def rows() -> list[str]:
         f"{op}:{dtype}:{shape}:{layout}{parameters}"
         for shape in _SHAPES
         for layout in ("nchw", "nhwc")
-        for op in ("spatialtf_fwd", "spatialtf_bwd", "spatialtf_sampler_fwd", "spatialtf_sampler_bwd")
+        for op in _WITH_IMAGE
         for dtype, parameters in (("f32", ""), ("f16", ""), ("bf16", ":pf32"))
     ]
     grids = [f"{op}:f32:{shape}" for shape in _GRIDS for op in ("spatialtf_grid_fwd", "spatialtf_grid_bwd")]
     return with_image + grids
+
+
+def cpu_rows() -> list[str]:
+    kinds = [("f32", shape, "") for shape in _CPU_SHAPES] + [("bf16", _CPU_SHAPES[1], ":pf32")]
+    return [
+        f"{op}:{dtype}:{shape}:{layout}{parameters}"
+        for dtype, shape, parameters in kinds
+        for layout in ("nchw", "nhwc")
+        for op in _WITH_IMAGE
+    ]
+
+
+def ours(problem: SpatialtfProblem) -> Callable[..., Any]:
+    """nbdnn's function of the same inputs as the peer's."""
+    (height, width), (out_height, out_width) = problem.spatial, problem.out_spatial
+    scales = out_width / width, out_height / height
+    return {
+        "spatialtf_fwd": lambda x, theta: nbdnn.dnn_spatialtf(x, theta, *scales),
+        "spatialtf_bwd": lambda x, theta, dy: nbdnn.dnn_spatialtf_grad(x, theta, dy, *scales),
+        "spatialtf_sampler_fwd": nbdnn.dnn_spatialtf_sampler,
+        "spatialtf_sampler_bwd": nbdnn.dnn_spatialtf_sampler_grad,
+    }[problem.op]
 
 
 def peer(problem: SpatialtfProblem, device: str) -> Callable[..., Any]:
