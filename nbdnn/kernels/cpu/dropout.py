@@ -100,31 +100,33 @@ def _bits_of(typingctx, words, threshold):
 
 
 @cache
-def _masked_product(dtype: str):
-    """Intrinsic (to, source, bits, scale): 8 elements times scale where their bit is set, 0 elsewhere."""
+def _masked_product(dtype: str, lanes: int):
+    """Intrinsic (to, source, bits, scale): 8 or 16 elements times scale where their bit is set, 0 elsewhere."""
     compute, itemsize = DEFAULT_COMPUTE[dtype], ITEMSIZE[dtype]
-    stored, wide, *_ = row_types(dtype, compute, 8)
+    stored, wide, *_ = row_types(dtype, compute, lanes)
+    word = {8: types.uint8, 16: types.uint16}[lanes]
 
     @intrinsic
     def product(typingctx, to, source, bits, scale):
         def codegen(context, builder, sig, args):
             given = builder.load(vector_at(builder, args[1], stored), align=itemsize)
-            scaled = builder.fmul(convert(builder, given, dtype, compute, 8), splat(builder, args[3], wide))
-            kept = builder.bitcast(args[2], ir.VectorType(ir.IntType(1), 8))
-            chosen = convert(builder, builder.select(kept, scaled, ir.Constant(wide, None)), compute, dtype, 8)
+            scaled = builder.fmul(convert(builder, given, dtype, compute, lanes), splat(builder, args[3], wide))
+            kept = builder.bitcast(args[2], ir.VectorType(ir.IntType(1), lanes))
+            chosen = convert(builder, builder.select(kept, scaled, ir.Constant(wide, None)), compute, dtype, lanes)
             builder.store(chosen, vector_at(builder, args[0], stored), align=itemsize)
             return context.get_dummy_value()
 
-        return signature(types.none, types.int64, types.int64, types.uint8, NUMBA_FLOAT[compute]), codegen
+        return signature(types.none, types.int64, types.int64, word, NUMBA_FLOAT[compute]), codegen
 
     return product
 
 
 @cache
-def _finish(dtype: str):
+def _finish(dtype: str, lanes: int):
     """Compiled-in functions: bits of words against a threshold; elements by their bits."""
     data, bytes_, real = pointer(dtype), pointer("u8"), NUMBA_FLOAT[DEFAULT_COMPUTE[dtype]]
-    masked_product, widen, narrow, itemsize = _masked_product(dtype), WIDEN[dtype], NARROW[dtype], ITEMSIZE[dtype]
+    masked_product, itemsize = _masked_product(dtype, lanes), ITEMSIZE[dtype]
+    widen, narrow, words_of = WIDEN[dtype], NARROW[dtype], pointer("u8" if lanes == 8 else "f16")
 
     @njit(**DEVICE)
     def bits(mask, words, threshold, count):
@@ -137,21 +139,22 @@ def _finish(dtype: str):
     @njit(**DEVICE)
     def product(to, source, mask, scale, count):
         given = bytes_(mask)
-        for byte in range(count // 8):
-            at = 8 * byte * itemsize
-            masked_product(to + at, source + at, given[byte], scale)
+        for word in range(count // lanes):
+            at = lanes * word * itemsize
+            masked_product(to + at, source + at, words_of(mask)[word], scale)
         y, x = data(to), data(source)
-        for i in range(count // 8 * 8, count):
+        for i in range(count // lanes * lanes, count):
             y[i] = narrow(widen(x[i]) * scale if (given[i >> 3] >> (i & 7)) & 1 else real(0.0))
 
     return bits, product
 
 
 @cache
-def _task(dtype: str, forward: bool):
+def _task(dtype: str, forward: bool, lanes: int):
     """A run of elements: x, y, mask, state; or dy, mask, dx."""
     i64, at, args_at, real = pointer("i64"), struct(_FIELDS), struct(ARGS), NUMBA_FLOAT[DEFAULT_COMPUTE[dtype]]
-    words_of, words, (bits, product), itemsize = stack(4 * _PIECE_ELEMS), _words(), _finish(dtype), ITEMSIZE[dtype]
+    words_of, words, itemsize = stack(4 * _PIECE_ELEMS), _words(), ITEMSIZE[dtype]
+    bits, product = _finish(dtype, lanes)
 
     def drop_out(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), at(ctx)
@@ -171,7 +174,7 @@ def _task(dtype: str, forward: bool):
             product(target + first * itemsize, source + first * itemsize, mask + first // 8, scale, count)
             first += count
 
-    return compile_task(drop_out, (dtype, forward))
+    return compile_task(drop_out, (dtype, forward, lanes))
 
 
 @cache
@@ -204,7 +207,8 @@ class Philox(Candidate[NoConfig, Cpu]):
         pieces = ceil(problem.elements / _PIECE_ELEMS)
         pieces_a_task = max(_LEAST_PIECES, ceil(pieces / (device.threads * _TASKS_PER_THREAD)))
         ctx = filled(_FIELDS, elements=problem.elements, elements_a_task=pieces_a_task * _PIECE_ELEMS)
-        task = _task(problem.dtype, forward)
+        lanes = max(8, device.lanes(DEFAULT_COMPUTE[problem.dtype]))
+        task = _task(problem.dtype, forward, lanes)
         few = not forward and problem.elements <= _FEW_ELEMS
         phases = [Phase(task, ceil(pieces / pieces_a_task), ctx, alone=few)]
         return Program([*phases, Phase(_advance_task(), 1, ctx)] if forward else phases)
