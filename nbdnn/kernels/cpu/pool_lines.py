@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -114,13 +115,13 @@ def _merged(builder, parts: Sequence, places: Sequence[tuple[int, int]]):
 
 
 @cache
-def find_lines(row: Row, known: int):
+def find_lines(row: Row, known: tuple[int, int]):
     """Intrinsic (how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines, plane_bytes,
     line_bytes, number, plane_taps): what `count` lines of windows have chosen.
 
     x: of the first window's taps, the first of `lines` lines in `planes` planes that are inside of the image, whose
-    first tap has that number; plane_taps more a plane. how: WHOLE where there are `known` lines; CAREFUL where nothing
-    may be read beside the lines.
+    first tap has that number; plane_taps more a plane. how: WHOLE where these planes and lines are the `known`, which
+    is all of a window; CAREFUL where nothing may be read beside the lines.
     """
     dtype, vl, taps, step, pad, is_deep = row
     compute = DEFAULT_COMPUTE[dtype]
@@ -174,28 +175,32 @@ def find_lines(row: Row, known: int):
             wanted = convert(builder, wanted, dtype, compute, vl)
             found = cgutils.alloca_once_value(builder, constant(numbers, NONE))
 
-            def walk(forward: bool, planes, lines, hits: Callable) -> None:
+            def walk(forward: bool, counts: Sequence, hits: Callable) -> None:
                 def line_at(d, h):
                     line = moved(builder, first_line, (d, plane_bytes), (h, line_bytes))
-                    first = moved(builder, number, (d, plane_taps), (h, I64(taps)))
-                    base = splat(builder, builder.trunc(first, I32), numbers)
+                    if forward or kind != WHOLE:
+                        first = moved(builder, number, (d, plane_taps), (h, I64(taps)))
+                        base = splat(builder, builder.trunc(first, I32), numbers)
+                    else:
+                        base = (d.constant * known[1] + h.constant) * taps
                     order = range(taps) if forward else reversed(range(taps))
                     values = list(values_of(line, q, exist is not None))
                     for r in order:
                         hit = hits(values[r]) if masks[r] is None else builder.and_(hits(values[r]), masks[r])
-                        tap = builder.add(base, constant(numbers, r))
+                        is_known = isinstance(base, int)
+                        tap = constant(numbers, base + r) if is_known else builder.add(base, constant(numbers, r))
                         builder.store(builder.select(hit, tap, builder.load(found)), found)
 
-                counted(builder, (planes, lines), forward, line_at)
+                counted(builder, counts, forward, line_at)
 
-            walk(False, planes if is_deep else 1, known if kind == WHOLE else lines,
-                 lambda value: builder.fcmp_ordered("==", value, wanted))  # fmt: skip
+            counts = known if kind == WHOLE else (planes if is_deep else 1, lines)
+            walk(False, counts, lambda value: builder.fcmp_ordered("==", value, wanted))
             are_nan = builder.fcmp_unordered("uno", wanted, wanted)
             if exist is not None:
                 are_nan = builder.and_(are_nan, exist)
             with builder.if_then(builder.icmp_signed("!=", builder.bitcast(are_nan, bits), bits(0)), likely=False):
                 is_nan = lambda value: builder.and_(builder.fcmp_unordered("uno", value, value), are_nan)  # noqa: E731
-                walk(True, planes, lines, is_nan)
+                walk(True, (planes, lines), is_nan)
             narrow = builder.trunc(builder.load(found), ir.VectorType(I8, vl))
             line = builder.add(moved(builder, chosen, (p, chosen_apart)), q)
             builder.store(narrow, vector_at(builder, line, narrow.type), align=1)
@@ -226,15 +231,15 @@ def find_lines(row: Row, known: int):
 
 
 @cache
-def give_lines(row: Row, known: int, past_caches: bool):
+def give_lines(row: Row, known: Sequence[tuple[int, int]], past_caches: bool):
     """Intrinsic (how, count, dx, dx_apart, dy, dy_line, dy_plane, chosen, chosen_line, chosen_plane, in_w, planes,
     lines, number, plane_taps, line_taps): `count` lines of dx, of the `lines` lines of windows in `planes` planes that
     cover it.
 
     Lines of windows are those of the first line; those of the next begin one later. number: of the first one's first
-    tap in this line of dx; plane_taps and line_taps less a plane and a line of windows. how: WHOLE where `known` lines
-    cover it, or one less and number and line_taps say so; STREAM as WHOLE, and past the caches; CAREFUL where nothing
-    may be read beside the lines of dy.
+    tap in this line of dx; plane_taps and line_taps less a plane and a line of windows. how: WHOLE + the place of
+    (planes, lines) in `known`; as many more for the same past the caches; CAREFUL where nothing may be read beside the
+    lines of dy.
     """
     dtype, vl, taps, step, pad, is_deep = row
     compute = DEFAULT_COMPUTE[dtype]
@@ -248,13 +253,23 @@ def give_lines(row: Row, known: int, past_caches: bool):
 
     def codegen(context, builder, sig, args):
         how, *args = args
-        kinds = (CAREFUL, SAFE, WHOLE, STREAM) if past_caches else (CAREFUL, SAFE, WHOLE)
-        switched(builder, how, [lambda kind=kind: give(builder, kind, *args) for kind in kinds])
+        ways = [(CAREFUL, None), (SAFE, None)]
+        ways += [(kind, some) for kind in ((WHOLE, STREAM) if past_caches else (WHOLE,)) for some in known]
+        switched(builder, how, [lambda way=way: give(builder, *way, *args) for way in ways])
         return context.get_dummy_value()
 
-    def give(builder, kind, count, dx, dx_apart, dy, dy_line, dy_plane, chosen, chosen_line, chosen_plane, in_w, planes,
-             lines, number, plane_taps, line_taps):  # fmt: skip
-        known_lines, out_w = known if kind in (WHOLE, STREAM) else lines, builder.sdiv(dy_line, I64(itemsize))
+    def give(builder, kind, some, count, dx, dx_apart, dy, dy_line, dy_plane, chosen, chosen_line, chosen_plane, in_w,
+             planes, lines, number, plane_taps, line_taps):  # fmt: skip
+        out_w = builder.sdiv(dy_line, I64(itemsize))
+
+        def taps_of(d, p) -> list:
+            """By number along the row, which tap of a line of windows this line of dx is."""
+            first = builder.sub(builder.sub(number, builder.mul(d, plane_taps)), builder.mul(p, line_taps))
+            base = splat(builder, builder.trunc(first, I8), numbers)
+            return [builder.add(base, constant(numbers, r)) for r in range(taps)]
+
+        # The same for all of the lines: computed once where it is known how many windows there are.
+        all_taps = {place: taps_of(*map(I64, place)) for place in product(*map(range, some))} if some else {}
 
         def existing(hit, at):
             """Of windows that exist: what lies behind a line's guard may be any number."""
@@ -271,22 +286,21 @@ def give_lines(row: Row, known: int, past_caches: bool):
                 at_line = builder.add(p, i)
                 line = moved(builder, chosen, (d, chosen_plane), (at_line, chosen_line))
                 shares = moved(builder, dy, (d, dy_plane), (at_line, dy_line))
-                first = builder.sub(builder.sub(number, builder.mul(d, plane_taps)), builder.mul(p, line_taps))
-                base = splat(builder, builder.trunc(first, I8), numbers)
+                numbered = all_taps[d.constant, p.constant] if some else taps_of(d, p)
                 found: dict[int, ir.Value] = {}
                 for phase, windows in enumerate(reaching):
                     for r, away in windows:
                         at = builder.add(k, I64(away))
                         if away not in found:
                             found[away] = builder.load(vector_at(builder, builder.add(line, at), numbers), align=1)
-                        hit = builder.icmp_signed("==", found[away], builder.add(base, constant(numbers, r)))
+                        hit = builder.icmp_signed("==", found[away], numbered[r])
                         slot = element(builder, shares, at, read, itemsize)
                         share = load(builder, slot, read, itemsize, existing(hit, at) if kind == CAREFUL else None)
                         total = builder.load(sums[phase])
                         more = builder.fadd(total, convert(builder, share, dtype, compute, vl))
                         builder.store(builder.select(hit, more, total), sums[phase])
 
-            counted(builder, (planes if is_deep else 1, known_lines), True, take)
+            counted(builder, some or (planes if is_deep else 1, lines), True, take)
             parts, to = [builder.load(total) for total in sums], moved(builder, dx, (i, dx_apart))
             for part in range(step):
                 places = [divmod(lane, step)[::-1] for lane in range(part * vl, part * vl + vl)]

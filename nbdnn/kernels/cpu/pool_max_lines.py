@@ -7,7 +7,8 @@ workspace, then its dx. Where planes are few, all windows of all planes are firs
 from __future__ import annotations
 
 from functools import cache
-from math import ceil
+from itertools import product
+from math import ceil, prod
 
 from numba import njit
 
@@ -16,7 +17,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
-from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, STREAM, WHOLE, Row, find_lines, give_lines
+from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, WHOLE, Row, find_lines, give_lines
 from nbdnn.kernels.cpu.pool_taps import ask_for
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
@@ -24,7 +25,7 @@ from nbdnn.problem_pool import PoolProblem
 
 _TASKS_PER_THREAD = 16
 _LEAST_LANES = 4
-_MOST_KNOWN = 25  # taps of a plane's window that are met without a loop
+_MOST_KNOWN = 27  # taps of a window that are met without a loop
 _BLOCK_BYTES = 8192  # of x that is asked for at once
 _PLANE_BYTES = 128 << 10  # of x that is asked for while the plane before it is given its gradient
 _GUARD = 8  # bytes on each side of a line of what is chosen; as many as taps
@@ -37,11 +38,11 @@ _FIELDS = record(
 
 
 @cache
-def _find(row: Row, taps_h: int):
+def _find(row: Row, taps_d: int, taps_h: int):
     """Compiled-in function (f, pointers, chosen, first, end): what lines of windows have chosen."""
     taps, i64, itemsize = row.taps, pointer("i64"), ITEMSIZE[row.dtype]
-    known = taps_h if taps_h * taps <= _MOST_KNOWN else 0
-    find_some = find_lines(row, known)
+    known_d, known_h = known = (taps_d, taps_h) if taps_d * taps_h * taps <= _MOST_KNOWN else (0, 0)
+    find_some = find_lines(row, known if known_d else (1, 1))
     before, behind = -(-row.pad // row.step) * row.step * itemsize, (row.step * row.vl + taps) * itemsize
 
     @njit(**DEVICE)
@@ -61,7 +62,7 @@ def _find(row: Row, taps_h: int):
         x_end = x + max(0, planes - 1) * plane_bytes + (lines + (count - 1) * f.step_h) * line_bytes
         window = (plane * f.out_d + d) * f.out_h + p
         y, y_end = pointers[1] + window * out_bytes, pointers[1] + (window + count) * out_bytes
-        how = WHOLE if known > 0 and lines == known else SAFE
+        how = WHOLE if known_d > 0 and planes == known_d and lines == known_h else SAFE
         ends_x, ends_y = f.planes * f.in_d * plane_bytes, f.planes * f.out_d * f.out_h * out_bytes
         if x - before < pointers[0] or x_end + behind > pointers[0] + ends_x or y_end + behind > pointers[1] + ends_y:
             how = CAREFUL
@@ -96,11 +97,14 @@ def _find(row: Row, taps_h: int):
 
 
 @cache
-def _give(row: Row, taps_h: int, step_h: int, past_caches: bool):
-    """Compiled-in function (f, pointers, chosen, first, end): lines of dx."""
+def _give(row: Row, windows: tuple[int, int], past_caches: bool):
+    """Compiled-in function (f, pointers, chosen, first, end): lines of dx. windows: the most planes and lines of them
+    that cover one."""
     taps, itemsize = row.taps, ITEMSIZE[row.dtype]
-    most = (taps_h - 1) // step_h + 1 if taps_h * taps <= _MOST_KNOWN else 0
-    many, less = (give_lines(row, max(1, n), past_caches) for n in (most, most - 1))
+    most_d, most_h = windows if prod(windows) * taps <= _MOST_KNOWN else (1, 1)
+    counts = [(n, n - 1) if n > 1 else (n,) for n in (most_d, most_h)]
+    n_d, n_h = map(len, counts)
+    give_some = give_lines(row, tuple(product(*counts)), past_caches)
     slack = (2 * taps + row.vl) * itemsize
     can_stream = past_caches and row.step * row.vl * itemsize % 64 == 0  # whole lines of the cache
 
@@ -117,19 +121,16 @@ def _give(row: Row, taps_h: int, step_h: int, past_caches: bool):
         dy = pointers[2] + window * out_bytes
         dy_end = dy + (max(0, planes - 1) * f.out_h + lines + count - 1) * out_bytes
         number = ((depth - from_d * f.step_d) * f.taps_h + h - from_p * f.step_h) * taps
-        how = SAFE
-        if lines > 0 and (lines == most or lines == most - 1):
-            how = STREAM if can_stream and (pointers[3] | line_bytes) % 64 == 0 else WHOLE
+        how, less_d, less_h = SAFE, most_d - planes, most_h - lines
+        if 0 <= less_d < n_d and 0 <= less_h < n_h:
+            how = WHOLE + less_d * n_h + less_h
+            if can_stream and (pointers[3] | line_bytes) % 64 == 0:
+                how += n_d * n_h
         if dy - slack < pointers[2] or dy_end + slack > pointers[2] + f.planes * f.out_d * f.out_h * out_bytes:
             how = CAREFUL
-        if lines == most:
-            many(how, count, dx, f.step_h * line_bytes, dy, out_bytes, f.out_h * out_bytes, chosen + window * f.pitch,
-                 f.pitch, f.out_h * f.pitch, f.in_w, planes, lines, number, f.step_d * f.taps_h * taps,
-                 f.step_h * taps)  # fmt: skip
-        else:
-            less(how, count, dx, f.step_h * line_bytes, dy, out_bytes, f.out_h * out_bytes, chosen + window * f.pitch,
-                 f.pitch, f.out_h * f.pitch, f.in_w, planes, lines, number, f.step_d * f.taps_h * taps,
-                 f.step_h * taps)  # fmt: skip
+        give_some(how, count, dx, f.step_h * line_bytes, dy, out_bytes, f.out_h * out_bytes, chosen + window * f.pitch,
+                  f.pitch, f.out_h * f.pitch, f.in_w, planes, lines, number, f.step_d * f.taps_h * taps,
+                  f.step_h * taps)  # fmt: skip
 
     @njit(**DEVICE)
     def give_run(f, pointers, chosen, line, end):
@@ -142,6 +143,10 @@ def _give(row: Row, taps_h: int, step_h: int, past_caches: bool):
             end_h = min(f.in_h, first_h + end - line, first_h + few)
             if plane_bytes <= _PLANE_BYTES:
                 ask_for(pointers[0] + line * line_bytes + plane_bytes, (end_h - first_h) * line_bytes)
+            if not past_caches:
+                ask_for(
+                    pointers[3] + line * line_bytes + (end_h - first_h) * line_bytes, (end_h - first_h) * line_bytes
+                )
             line += end_h - first_h
             for phase in range(f.step_h):
                 h = first_h + phase
@@ -157,10 +162,10 @@ def _give(row: Row, taps_h: int, step_h: int, past_caches: bool):
 
 
 @cache
-def _whole_task(row: Row, taps_h: int, step_h: int, past_caches: bool):
+def _whole_task(row: Row, taps: tuple[int, int], windows: tuple[int, int], past_caches: bool):
     """A run of planes."""
     i64, at, args_at = pointer("i64"), struct(_FIELDS), struct(ARGS)
-    find, give = _find(row, taps_h), _give(row, taps_h, step_h, past_caches)
+    find, give = _find(row, *taps), _give(row, windows, past_caches)
 
     def max_of_planes(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
@@ -170,33 +175,33 @@ def _whole_task(row: Row, taps_h: int, step_h: int, past_caches: bool):
             find(f, pointers, chosen, plane * out, (plane + 1) * out)
             give(f, pointers, chosen, plane * lines, (plane + 1) * lines)
 
-    return compile_task(max_of_planes, (row, taps_h, step_h, past_caches))
+    return compile_task(max_of_planes, (row, taps, windows, past_caches))
 
 
 @cache
-def _find_task(row: Row, taps_h: int):
+def _find_task(row: Row, taps: tuple[int, int]):
     """A run of lines of windows."""
-    i64, at, args_at, find = pointer("i64"), struct(_FIELDS), struct(ARGS), _find(row, taps_h)
+    i64, at, args_at, find = pointer("i64"), struct(_FIELDS), struct(ARGS), _find(row, *taps)
 
     def find_maxima(args, ctx, index, worker):
         f = at(ctx)
         first, end = index * f.find_lines, min(f.planes * f.out_d * f.out_h, (index + 1) * f.find_lines)
         find(f, i64(args), args_at(args).workspace + _GUARD, first, end)
 
-    return compile_task(find_maxima, (row, taps_h))
+    return compile_task(find_maxima, (row, taps))
 
 
 @cache
-def _give_task(row: Row, taps_h: int, step_h: int, past_caches: bool):
+def _give_task(row: Row, windows: tuple[int, int], past_caches: bool):
     """A run of lines of dx."""
-    i64, at, args_at, give = pointer("i64"), struct(_FIELDS), struct(ARGS), _give(row, taps_h, step_h, past_caches)
+    i64, at, args_at, give = pointer("i64"), struct(_FIELDS), struct(ARGS), _give(row, windows, past_caches)
 
     def give_gradient(args, ctx, index, worker):
         f = at(ctx)
         first, end = index * f.give_lines, min(f.planes * f.in_d * f.in_h, (index + 1) * f.give_lines)
         give(f, i64(args), args_at(args).workspace + _GUARD, first, end)
 
-    return compile_task(give_gradient, (row, taps_h, step_h, past_caches))
+    return compile_task(give_gradient, (row, windows, past_caches))
 
 
 def _pitch(axes: Axes) -> int:
@@ -225,7 +230,8 @@ def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     while vl > _LEAST_LANES and widest <= vl // 2:
         vl //= 2
     row = Row(problem.dtype, vl, axes.taps[2], axes.step[2], axes.pad[2], is_deep)
-    of_windows, of_dx = (row, axes.taps[1]), (row, axes.taps[1], axes.step[1], streams(problem, device))
+    taps, past_caches = axes.taps[:2], streams(problem, device)
+    most_d, most_h = ((taps - 1) // step + 1 for taps, step in zip(axes.taps[:2], axes.step[:2], strict=True))
     windows, lines = planes * axes.out[0] * axes.out[1], planes * axes.extent[0] * axes.extent[1]
     planes_a_task, find_lines, give_lines = (ceil(n / wanted) for n in (planes, windows, lines))
     ctx = filled(
@@ -239,6 +245,8 @@ def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         chosen_bytes=_plane_bytes(axes),
     )
     if _has_many(problem, device):
-        return Program([Phase(_whole_task(*of_dx), ceil(planes / planes_a_task), ctx)])
-    find = Phase(_find_task(*of_windows), ceil(windows / find_lines), ctx)
-    return Program([find, Phase(_give_task(*of_dx), ceil(lines / give_lines), ctx)])
+        return Program(
+            [Phase(_whole_task(row, taps, (most_d, most_h), past_caches), ceil(planes / planes_a_task), ctx)]
+        )
+    find = Phase(_find_task(row, taps), ceil(windows / find_lines), ctx)
+    return Program([find, Phase(_give_task(row, (most_d, most_h), past_caches), ceil(lines / give_lines), ctx)])
