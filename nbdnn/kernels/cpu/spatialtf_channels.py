@@ -20,9 +20,16 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 _MERGE = ("contract",)
 
 
+def channel_lanes(channels: int, vl: int) -> int:
+    """Lanes of a vector of so many channels, 4 at least: a wide one of few reaches into the next cache line, if only
+    with lanes that are off (3 channels of 224x224: 112 us instead of 177, a Zen 5 thread with AVX-512)."""
+    return min(vl, max(4, 1 << max(channels - 1, 0).bit_length()))
+
+
 def _weighted(builder, weight, vector):
-    """(the weight in every lane, whether it is any)."""
-    return splat(builder, weight, vector), builder.fcmp_ordered(">", weight, weight.type(0.0))
+    """(the weight in every lane, whether it is any: in every lane too, which is a mask at once)."""
+    lanes = splat(builder, weight, vector)
+    return lanes, builder.fcmp_ordered(">", lanes, constant(vector, 0.0))
 
 
 @cache

@@ -18,7 +18,7 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.spatialtf_channels import blend
+from nbdnn.kernels.cpu.spatialtf_channels import blend, channel_lanes
 from nbdnn.kernels.cpu.spatialtf_plan import MOST_PIXELS, PLAN_VECTORS
 from nbdnn.kernels.cpu.spatialtf_planes import sample_run
 from nbdnn.kernels.cpu.spatialtf_tasks import FIELDS, Scratch, plan_run
@@ -54,11 +54,11 @@ def _planar_task(affine: bool, dtype: str, param_dtype: str, pairs: bool, apart:
 
 
 @cache
-def _channels_task(affine: bool, dtype: str, param_dtype: str, vl: int):
-    """A run of outputs, one by one."""
+def _channels_task(affine: bool, dtype: str, param_dtype: str, vl: int, lanes: int):
+    """A run of outputs, one by one. lanes: of vectors of channels."""
     compute = DEFAULT_COMPUTE[dtype]
     i64, at, numbers, reals = pointer("i64"), struct(FIELDS), whole_numbers(compute), pointer(compute)
-    plan_outputs, blend_pixels = plan_run(affine, param_dtype, compute, vl), blend(dtype, vl)
+    plan_outputs, blend_pixels = plan_run(affine, param_dtype, compute, vl), blend(dtype, lanes)
     vector_bytes = vl * ITEMSIZE[compute]
 
     def blend_outputs(args, ctx, index, worker):
@@ -77,7 +77,7 @@ def _channels_task(affine: bool, dtype: str, param_dtype: str, vl: int):
                 w[lane], w[vl + lane], w[2 * vl + lane], w[3 * vl + lane],
             )  # fmt: skip
 
-    return compile_task(blend_outputs, (affine, dtype, param_dtype, vl))
+    return compile_task(blend_outputs, (affine, dtype, param_dtype, vl, lanes))
 
 
 def whole_numbers(compute: str):
@@ -149,7 +149,7 @@ class Channels(_Forward):
 
     def prepare(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> Program:
         vl = device.lanes(problem.compute)
-        task = _channels_task(problem.is_affine, problem.dtype, problem.param_dtype, vl)
+        task = _channels_task(problem.is_affine, problem.dtype, problem.param_dtype, vl, channel_lanes(problem.c, vl))
         return self.program(problem, device, task)
 
 
