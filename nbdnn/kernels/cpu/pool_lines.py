@@ -12,7 +12,7 @@ A line of `chosen` has numbers of taps as bytes, with NONE on both sides for win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -148,17 +148,28 @@ def find_lines(row: Row, known: tuple[int, int]):
                 mask = lanes_between(builder, vl, 0, builder.neg(start), builder.sub(in_w, start))
             return load(builder, element(builder, line, start, read, itemsize), read, itemsize, mask)
 
-        def values_of(line, q, is_end: bool) -> Iterator:
+        def tap_of(line, q, r: int, groups: dict[int, list], is_end: bool):
+            group, first = divmod(r - pad, step)
+            if group not in groups:
+                begin = builder.mul(builder.add(q, I64(group)), I64(step))
+                groups[group] = [part_of(line, builder.add(begin, I64(part * vl)), is_end) for part in range(step)]
+            return _merged(builder, groups[group], [divmod(lane * step + first, vl) for lane in range(vl)])
+
+        def values_of(line, q, is_end: bool) -> list:
             """By tap, x of the windows from q on."""
             groups: dict[int, list] = {}
-            for r in range(taps):
-                group, first = divmod(r - pad, step)
-                if group not in groups:
-                    begin = builder.mul(builder.add(q, I64(group)), I64(step))
-                    starts = [builder.add(begin, I64(part * vl)) for part in range(step)]
-                    groups[group] = [part_of(line, start, is_end) for start in starts]
-                value = _merged(builder, groups[group], [divmod(lane * step + first, vl) for lane in range(vl)])
-                yield convert(builder, value, dtype, compute, vl)
+            given: dict[int, ir.Value] = {}
+            for r in reversed(range(taps)):
+                if kind == CAREFUL or step == 1 or r + step not in given:
+                    given[r] = tap_of(line, q, r, groups, is_end)
+                    continue
+                # The window before has this element as a later tap: one is read instead of `step` vectors, of which
+                # most lie across two cache lines.
+                at = builder.add(builder.mul(q, I64(step)), I64(r - pad))
+                before = splat(builder, builder.load(element(builder, line, at, read.element, itemsize)), read)
+                order = ir.Constant(ir.VectorType(I32, vl), [vl, *range(vl - 1)])
+                given[r] = builder.shuffle_vector(given[r + step], before, order)
+            return [convert(builder, given[r], dtype, compute, vl) for r in range(taps)]
 
         def column(q, is_end: bool) -> None:
             masks = list(masks_at(q)) if is_end else [None] * taps
@@ -184,7 +195,7 @@ def find_lines(row: Row, known: tuple[int, int]):
                     else:
                         base = (d.constant * known[1] + h.constant) * taps
                     order = range(taps) if forward else reversed(range(taps))
-                    values = list(values_of(line, q, exist is not None))
+                    values = values_of(line, q, exist is not None)
                     for r in order:
                         hit = hits(values[r]) if masks[r] is None else builder.and_(hits(values[r]), masks[r])
                         is_known = isinstance(base, int)
