@@ -25,8 +25,7 @@ from nbdnn.kernels.cpu.bn_vector import scale_row
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.pool_taps import ask_for
-from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.rows import ask_for, convert_row
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem

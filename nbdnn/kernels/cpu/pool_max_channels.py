@@ -26,7 +26,8 @@ from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
 from nbdnn.kernels.cpu.pool_rows import fill, real_of
-from nbdnn.kernels.cpu.pool_taps import AHEAD_BYTES, ask_for, covering, find_few, gather_few, reached
+from nbdnn.kernels.cpu.pool_taps import AHEAD_BYTES, covering, find_few, gather_few, reached
+from nbdnn.kernels.cpu.rows import ask_for
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem

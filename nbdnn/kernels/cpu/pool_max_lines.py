@@ -18,7 +18,7 @@ from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
 from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, WHOLE, Row, find_lines, give_lines
-from nbdnn.kernels.cpu.pool_taps import ask_for
+from nbdnn.kernels.cpu.rows import ask_for
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem

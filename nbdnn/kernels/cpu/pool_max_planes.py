@@ -35,7 +35,8 @@ from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
 from nbdnn.kernels.cpu.pool_phases import kept_row, phases_of_row, row_of_phases
 from nbdnn.kernels.cpu.pool_rows import fill, real_of
-from nbdnn.kernels.cpu.pool_taps import AHEAD_BYTES, ask_for, find_few, gather_few
+from nbdnn.kernels.cpu.pool_taps import AHEAD_BYTES, find_few, gather_few
+from nbdnn.kernels.cpu.rows import ask_for
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem

@@ -29,7 +29,6 @@ from nbdnn.kernels.cpu.vector import (
     convert,
     element,
     load,
-    prefetch,
     row_types,
     splat,
     store,
@@ -192,13 +191,6 @@ def gather_few(source: str, compute: str, target: str, vl: int, past_caches: boo
             every(to, n, taps, taps_apart, shares, shares_apart, first, count, step)
 
     return gather
-
-
-@njit(**DEVICE)
-def ask_for(start, size_bytes):
-    """Ask for the cache lines of so many bytes."""
-    for offset in range(0, size_bytes, 64):
-        prefetch(start + offset)
 
 
 @njit(**DEVICE)

@@ -25,7 +25,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes
-from nbdnn.kernels.cpu.pool_taps import ask_for
+from nbdnn.kernels.cpu.rows import ask_for
 from nbdnn.kernels.cpu.vector import (
     I32,
     I64,

@@ -21,6 +21,7 @@ from nbdnn.kernels.cpu.vector import (
     lanes_between,
     masked,
     pointer,
+    prefetch,
     row_types,
     splat,
     store_past_caches,
@@ -219,3 +220,10 @@ def transpose(source: str, target: str, vl: int):
         return signature(types.none, *[types.int64] * 6), codegen
 
     return run
+
+
+@njit(**DEVICE)
+def ask_for(start, size_bytes):
+    """Ask for the cache lines of so many bytes."""
+    for offset in range(0, size_bytes, 64):
+        prefetch(start + offset)
