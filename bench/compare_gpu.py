@@ -46,6 +46,7 @@ from nbdnn.problem_conv import ConvProblem
 FWD, DATA, FILTER = "conv_fwd", "conv_bwd_data", "conv_bwd_filter"
 ALL = (FWD, DATA, FILTER)
 EVERY = ("f32", "tf32", "f16", "bf16")
+PLAIN = ("f32", "f16", "bf16")  # where nobody rounds to TF32: depthwise
 ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("stem", "n32c3h224w224:k64r7s7:p3x3:u2x2:d1x1:g1", (FWD, FILTER), EVERY),
     ("stem", "n64c3h224w224:k32r3s3:p1x1:u2x2:d1x1:g1", (FWD, FILTER), EVERY),
@@ -61,11 +62,11 @@ ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("batch 1", "n1c256h14w14:k256r3s3:p1x1:u1x1:d1x1:g1", (FWD,), EVERY),
     ("batch 1", "n1c512h7w7:k512r3s3:p1x1:u1x1:d1x1:g1", (FWD,), EVERY),
     ("batch 1", "n1c1024h14w14:k256r1s1:p0x0:u1x1:d1x1:g1", (FWD,), EVERY),
-    ("depthwise 3x3", "n32c32h112w112:k32r3s3:p1x1:u1x1:d1x1:g32", ALL, ("f32", "bf16")),
-    ("depthwise 3x3", "n32c144h56w56:k144r3s3:p1x1:u1x1:d1x1:g144", ALL, ("f32", "bf16")),
-    ("depthwise 3x3", "n32c144h56w56:k144r3s3:p1x1:u2x2:d1x1:g144", ALL, ("f32", "bf16")),
-    ("depthwise 5x5", "n32c672h14w14:k672r5s5:p2x2:u1x1:d1x1:g672", ALL, ("f32", "bf16")),
-    ("depthwise 7x7", "n32c384h14w14:k384r7s7:p3x3:u1x1:d1x1:g384", ALL, ("f32", "bf16")),
+    ("depthwise 3x3", "n32c32h112w112:k32r3s3:p1x1:u1x1:d1x1:g32", ALL, PLAIN),
+    ("depthwise 3x3", "n32c144h56w56:k144r3s3:p1x1:u1x1:d1x1:g144", ALL, PLAIN),
+    ("depthwise 3x3", "n32c144h56w56:k144r3s3:p1x1:u2x2:d1x1:g144", ALL, PLAIN),
+    ("depthwise 5x5", "n32c672h14w14:k672r5s5:p2x2:u1x1:d1x1:g672", ALL, PLAIN),
+    ("depthwise 7x7", "n32c384h14w14:k384r7s7:p3x3:u1x1:d1x1:g384", ALL, PLAIN),
     ("grouped", "n32c256h28w28:k256r3s3:p1x1:u1x1:d1x1:g32", ALL, EVERY),
     ("dilated", "n8c256h33w33:k256r3s3:p12x12:u1x1:d12x12:g1", ALL, EVERY),
     ("alexnet", "n128c3h224w224:k64r11s11:p2x2:u4x4:d1x1:g1", (FWD, FILTER), EVERY),
@@ -73,7 +74,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("vgg", "n16c64h224w224:k64r3s3:p1x1:u1x1:d1x1:g1", ALL, EVERY),
     ("3-D", "n4c64d16h56w56:k128t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", ALL, EVERY),
     ("3-D", "n1c32d64h64w64:k32t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", ALL, EVERY),
-    ("3-D depthwise", "n4c64d16h56w56:k64t3r3s3:p1x1x1:u1x1x1:d1x1x1:g64", ALL, ("f32", "bf16")),
+    ("3-D depthwise", "n4c64d16h56w56:k64t3r3s3:p1x1x1:u1x1x1:d1x1x1:g64", ALL, PLAIN),
     ("fused", "n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:e:bias+relu", (FWD,), EVERY),
 )
 _TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
