@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import partial
 from itertools import cycle, islice
 from math import ceil, exp, fsum, log
 from pathlib import Path
@@ -201,28 +202,28 @@ def peers(row: Row, copies: int, compiled: bool) -> dict[str, Peer]:
     found = {}
     for form in row.forms():
         memory = _FORMS[form.ndim, form.channels_last]
-        calls = []
+        inputs = []
         for _ in range(copies):
             tensors = [
                 torch.randn(o.shape, device="cuda").to(_TORCH[form.dtype]) for o in form.operands if o.role == "in"
             ]
-            shaped = [t.contiguous(memory_format=memory) if t.ndim > 1 else t for t in tensors]
-            calls.append((peer_call(form, shaped), shaped))
-        found[f"torch {form.layout}"] = Peer([call for call, _ in calls])
+            inputs.append([t.contiguous(memory_format=memory) if t.ndim > 1 else t for t in tensors])
+        found[f"torch {form.layout}"] = Peer([peer_call(form, tensors) for tensors in inputs])
         if compiled and row.problem.op == FWD and (row.problem.is_depthwise or row.problem.epilogue):
-            found[f"torch.compile {form.layout}"] = Peer([_compiled(form, tensors) for _, tensors in calls])
+            fast = _compiled(form)
+            found[f"torch.compile {form.layout}"] = Peer([partial(fast, *tensors) for tensors in inputs])
     return found
 
 
-def _compiled(problem: ConvProblem, tensors: Sequence[torch.Tensor]) -> Callable[[], Any]:
+def _compiled(problem: ConvProblem) -> Callable[..., Any]:
     pad, stride, dilation = [before for before, _ in problem.pad], list(problem.stride), list(problem.dilation)
 
     def forward(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = torch.convolution(x, w, bias, stride, pad, dilation, False, [0] * problem.ndim, problem.groups)
         return torch.relu(y) if "relu" in problem.epilogue else y
 
-    fast = torch.compile(forward, mode="max-autotune-no-cudagraphs")
-    return lambda: fast(*tensors)
+    torch._dynamo.reset()
+    return torch.compile(forward, mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
 def stopwatch(form: ConvProblem, option: Option, device: Gpu) -> GpuStopwatch:
