@@ -4,7 +4,8 @@
 
 No candidate takes these engines. Of each problem the first N engine configs that cuDNN proposes (default 4) are
 planned, run once and compared with what nbdnn's choice computes, and replayed in turns with it; a config that does not
-plan or run is printed with the reason. A ratio is nbdnn / cuDNN: above 1 an engine wins, and is worth a candidate.
+plan or run is printed with the reason. Each problem has a process of its own: an engine that reads where it must not
+ends no other's. A ratio is nbdnn / cuDNN: above 1 an engine wins, and is worth a candidate.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 from collections.abc import Iterator
+from multiprocessing import get_context
 from typing import NamedTuple
 
 import numpy as np
@@ -194,20 +196,28 @@ def measured(problem: Problem, device: Gpu, most: int) -> Iterator[_Measured]:
     return (_Measured(name, watch.median_us, apart[name]) for name, watch in watches.items())
 
 
+def report(text: str, most: int) -> None:
+    """Print what was measured of one problem."""
+    driver.use(0)
+    own, *others = measured(parse(text), gpu(0), most)
+    print(f"{text}: {own.name} {own.us:.1f} us")
+    for other in others:
+        ratio = own.us / other.us
+        print(f"  cudnn {other.name} {other.us:.1f} us, ratio {ratio:.2f}, results {other.apart:.1e} apart")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", action="append", default=[], metavar="TEXT", help="only rows with this in their name")
     parser.add_argument("--most", type=int, default=4, metavar="N", help="engine configs of a problem (default 4)")
     args = parser.parse_args()
-    driver.use(0)
-    device = gpu(0)
     for text in rows():
         if not args.rows or any(part in text for part in args.rows):
-            own, *others = measured(parse(text), device, args.most)
-            print(f"{text}: {own.name} {own.us:.1f} us")
-            for other in others:
-                ratio = own.us / other.us
-                print(f"  cudnn {other.name} {other.us:.1f} us, ratio {ratio:.2f}, results {other.apart:.1e} apart")
+            process = get_context("spawn").Process(target=report, args=(text, args.most))
+            process.start()
+            process.join()
+            if process.exitcode:
+                print(f"{text}: not measured, see above")
 
 
 if __name__ == "__main__":

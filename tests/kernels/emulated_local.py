@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from emulated import Block, Memory, Word
 
 from nbdnn.problem import ITEMSIZE
@@ -19,7 +21,7 @@ class LocalWords:
     def __init__(self, block: Block, words: Any) -> None:
         self._block, self._words = block, words
 
-    def _widened(self, dtype: str, words: list[Word]) -> list[float]:
+    def widened(self, dtype: str, words: list[Word]) -> list[float]:
         if dtype == "f32":
             return list(words)  # type: ignore[arg-type]
         return [value for word in words for value in self._words.UNPACK[dtype](word)]
@@ -28,7 +30,7 @@ class LocalWords:
         count = _words(dtype, lanes)
 
         def load(array: list, place: int, base: Memory, index: int) -> None:
-            array[place : place + lanes] = self._widened(dtype, base.load(index, count))
+            array[place : place + lanes] = self.widened(dtype, base.load(index, count))
 
         return load
 
@@ -37,7 +39,7 @@ class LocalWords:
 
         def load(array: list, place: int, address: int) -> None:
             at = self._block.place_of(address, count)
-            array[place : place + lanes] = self._widened(dtype, self._block.shared[at : at + count])
+            array[place : place + lanes] = self.widened(dtype, self._block.shared[at : at + count])
 
         return load
 
@@ -84,7 +86,35 @@ class GridWords:
 
 
 class BnWords:
-    """Stands in for `ptx_bn`."""
+    """Stands in for `ptx_bn`, with vectors of whole words."""
+
+    def __init__(self, local: LocalWords) -> None:
+        self._local = local
+
+    @staticmethod
+    def part(dtype: str, lanes: int) -> tuple[type, int]:
+        return np.uint32, _words(dtype, lanes)
+
+    @staticmethod
+    def load_parts(dtype: str, lanes: int) -> Callable:
+        count = _words(dtype, lanes)
+
+        def load(parts: list, place: int, base: Memory, index: int) -> None:
+            parts[place : place + count] = base.load(index, count)
+
+        return load
+
+    def widen_parts(self, dtype: str, lanes: int) -> Callable:
+        count = _words(dtype, lanes)
+
+        def widen(array: list, parts: list, place: int) -> None:
+            array[:lanes] = self._local.widened(dtype, parts[place : place + count])
+
+        return widen
+
+    @staticmethod
+    def rsqrt(compute: str) -> Callable:
+        return lambda value: 1 / math.sqrt(value)
 
     @staticmethod
     def share(compute: str) -> Callable:

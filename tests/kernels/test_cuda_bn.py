@@ -13,7 +13,7 @@ from guarded import values
 from libraries import library
 
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import bn_held, bn_plan, bn_teams
+from nbdnn.kernels.cuda import bn_held, bn_plan, bn_streamed, bn_teams
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.peaks import shared_bytes
 from nbdnn.problem import parse
@@ -100,13 +100,16 @@ def test_all_blocks_of_a_team_are_there_at_once(text: str) -> None:
         assert config.resident * block_bytes <= shared_bytes(H200) + 1024
 
 
-# Threads with no, few and eight vectors besides those they hold; slabs with columns of nobody; blocks with fewer rows.
+# Threads with no, few, eight and more vectors besides those they hold; slabs with columns of nobody; blocks with fewer
+# rows.
 _RESIDENT = (
     ("bn_train:f32:n3c5h5w7:spatial:nhwc", 3),
     ("bn_train:f32:n2c8h60w61:spatial:nhwc", 2),
     ("bn_train:bf16:n1c260h5w9:spatial:nhwc:pf32:run", 7),
     ("bn_train:f16:n40c6h3w4:per-activation:nchw", 4),
+    ("bn_train:f32:n2c8h66w67:spatial:nhwc", 2),
     ("bn_bwd:f32:n2c4h70w71:spatial:nhwc", 2),
+    ("bn_bwd:bf16:n2c8h94w97:spatial:nhwc:pf32", 2),
     ("bn_bwd:bf16:n1c24d3h9w10:spatial:ndhwc:pf32", 3),
 )
 
@@ -122,6 +125,30 @@ def test_blocks_that_stay(text: str, sms: int, early: bool, monkeypatch: pytest.
     for config in (*configs, configs[0]._replace(slots=0)):
         given = values(problem, "normal")
         emulated.assert_near(candidate, problem, config, given, device, block, problem.scalars)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bn_train:f32:n2c8h33w41:spatial:nhwc:run",
+        "bn_infer:f32:n2c8h33w41:spatial:nhwc",
+        "bn_infer:bf16:n3c2h40w40:spatial:nchw:pf32",
+        "bn_bwd:f16:n2c12h31w33:spatial:nhwc:pf32",
+        "bn_infer_bwd:f32:n40c3h8w10:spatial:nchw",
+        "bn_infer_bwd:bf16:n300c8h3w5:spatial:nhwc:pf32",
+    ],
+)
+def test_blocks_that_take_a_part(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads with fewer than four vectors, four, and more, of which the next are asked for while one is used; lanes of
+    the second kernel with no part, one and several."""
+    block = emulated_ptx.install(monkeypatch)
+    problem = parse(text)
+    candidate = registry.candidate(f"{problem.op}/numba/streamed")
+    columns = candidate.configs(problem, H200)[0].columns
+    for chunk_kib in (1, 16, 32):
+        given = values(problem, "normal")
+        config = bn_streamed.Streamed(columns, chunk_kib)
+        emulated.assert_near(candidate, problem, config, given, H200, block, problem.scalars)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 
 from nbdnn.kernels.cuda import bn_channel
-from nbdnn.kernels.cuda.bn_plan import Variant
+from nbdnn.kernels.cuda.bn_plan import Variant, next_row
 
 
 @cache
@@ -52,20 +52,68 @@ def begin_of(v: Variant):
 
 
 @cache
-def load_one(v: Variant, reads_x: bool):
-    """Device function (values, gradients, where, x, dy, at): a vector of x, if it is read, and of dy to arrays."""
-    from nbdnn.kernels.cuda import ptx, ptx_local
+def on_their_way(v: Variant):
+    """Vectors that a thread asks for before it uses them, as their parts: (type of a part, parts of a vector) for a
+    pair of local arrays `loaded`, of x and of dy, and two device functions.
 
-    load, reads_dy = ptx_local.load(v.dtype, v.lanes), not v.is_forward
+    load_one (loaded, where, x, dy, at): vector number `where`. widen_one (values, gradients, loaded, where): its
+    elements, to local arrays of v.lanes.
+    """
+    from nbdnn.kernels.cuda import ptx, ptx_bn
+
+    kind, count = ptx_bn.part(v.dtype, v.lanes)
+    load, widen = ptx_bn.load_parts(v.dtype, v.lanes), ptx_bn.widen_parts(v.dtype, v.lanes)
+    reads_dy = not v.is_forward
 
     @ptx.inline
-    def load_one(values, gradients, where, x, dy, at):
-        if reads_x:
-            load(values, where, x, at)
+    def load_one(loaded, where, x, dy, at):
+        x_parts, dy_parts = loaded
+        load(x_parts, where * count, x, at)
         if reads_dy:
-            load(gradients, where, dy, at)
+            load(dy_parts, where * count, dy, at)
 
-    return load_one
+    @ptx.inline
+    def widen_one(values, gradients, loaded, where):
+        x_parts, dy_parts = loaded
+        widen(values, x_parts, where * count)
+        if reads_dy:
+            widen(gradients, dy_parts, where * count)
+
+    return kind, count, load_one, widen_one
+
+
+@cache
+def fours(v: Variant):
+    """Device functions of four vectors of a thread, one by one: a loop over them would leave them in memory on some
+    architectures.
+
+    others (at, place, f): where the second to fourth are, and the next four. load_up_to_four (loaded, where, x, dy, at,
+    second, third, fourth, left): those that exist, as numbers `where` and on. left: rows to the end.
+    """
+    from nbdnn.kernels.cuda import ptx
+
+    moved, rows_at_once, (_, _, load_one, _) = next_row(v.bits), v.threads // v.columns, on_their_way(v)
+
+    @ptx.inline
+    def others(at, place, f):
+        second, place = moved(at, place, f)
+        third, place = moved(second, place, f)
+        fourth, place = moved(third, place, f)
+        end, place = moved(fourth, place, f)
+        return second, third, fourth, end, place
+
+    @ptx.inline
+    def load_up_to_four(loaded, where, x, dy, at, second, third, fourth, left):
+        if left > 0:
+            load_one(loaded, where, x, dy, at)
+        if left > rows_at_once:
+            load_one(loaded, where + 1, x, dy, second)
+        if left > 2 * rows_at_once:
+            load_one(loaded, where + 2, x, dy, third)
+        if left > 3 * rows_at_once:
+            load_one(loaded, where + 3, x, dy, fourth)
+
+    return others, load_up_to_four
 
 
 @cache

@@ -47,10 +47,10 @@ def finish(v: Variant):
     params: the pointers to PARAMS and RESULTS, of which the latter are written unless `write` is 0. pivot: what the
     mean `a` of a training is relative to.
     """
-    from nbdnn.kernels.cuda import ptx
+    from nbdnn.kernels.cuda import ptx, ptx_bn
 
     real, narrow = ptx.REAL[v.compute], ptx.NARROW[v.param_dtype]
-    one, running = real(1.0), v.running
+    one, running, rsqrt = real(1.0), v.running, ptx_bn.rsqrt(v.compute)
 
     @ptx.inline
     def of_train(known, params, channel, pivot, m, mean, squares, epsilon, factor, write):
@@ -74,7 +74,7 @@ def finish(v: Variant):
     @ptx.inline
     def of_infer(known, params, channel, pivot, m, a, b, epsilon, factor, write):
         gamma, beta, mean, var = known
-        return mean, real(0.0), gamma / math.sqrt(var + epsilon), beta
+        return mean, real(0.0), gamma * rsqrt(var + epsilon), beta
 
     @ptx.inline
     def of_bwd(known, params, channel, pivot, m, total, moment, epsilon, factor, write):

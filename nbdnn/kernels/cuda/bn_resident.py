@@ -65,84 +65,115 @@ def _kernel(*specialised_on):
     load_slot, (_, add_slot, end_sums) = bn_slots.loaded(v), bn_slots.summed(v)
     add, _, _ = bn_sums.steps(v)
     of_block, of_team, (_, meet) = bn_sums.of_block(v), bn_meeting.added_up(v), bn_meeting.barrier()
-    load_one, scale_one = bn_block.load_one(v, True), bn_block.scale_one(v, True)
+    part, parts, load_one, widen_one = bn_block.on_their_way(v)
+    scale_one = bn_block.scale_one(v, True)
     (asked, found, taken), widen = bn_channel.coefficients(v), ptx.WIDEN[v.param_dtype]
     slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
-    loaded_elems, coefficients_size = _AT_ONCE * lanes, 4 * channels
+    size, coefficients_size = _AT_ONCE * parts, 4 * channels
+    # Four vectors are used while four are on their way; of 8 lanes, for which registers are few, all eight at a time.
+    takes_turns = lanes < 8
     four_arrays = bn_block.four_arrays(lanes, v.compute)
 
     # Vectors one by one: a loop over them would leave them in memory on some architectures.
 
     @ptx.inline
-    def load_four(values, gradients, where, x, dy, at, step):
-        load_one(values, gradients, where, x, dy, at)
-        load_one(values, gradients, where + lanes, x, dy, integer(at + step))
-        load_one(values, gradients, where + 2 * lanes, x, dy, integer(at + 2 * step))
-        load_one(values, gradients, where + 3 * lanes, x, dy, integer(at + 3 * step))
+    def load_four(loaded, where, x, dy, at, step):
+        load_one(loaded, where, x, dy, at)
+        load_one(loaded, where + 1, x, dy, integer(at + step))
+        load_one(loaded, where + 2, x, dy, integer(at + 2 * step))
+        load_one(loaded, where + 3, x, dy, integer(at + 3 * step))
 
     @ptx.inline
-    def load_rest(values, gradients, x, dy, at, step, left):
+    def load_eight(loaded, x, dy, at, step):
+        load_four(loaded, 0, x, dy, at, step)
+        load_four(loaded, 4, x, dy, integer(at + 4 * step), step)
+
+    @ptx.inline
+    def load_rest(loaded, x, dy, at, step, left):
         if left > 0:
-            load_one(values, gradients, 0, x, dy, at)
+            load_one(loaded, 0, x, dy, at)
         if left > 1:
-            load_one(values, gradients, lanes, x, dy, integer(at + step))
+            load_one(loaded, 1, x, dy, integer(at + step))
         if left > 2:
-            load_one(values, gradients, 2 * lanes, x, dy, integer(at + 2 * step))
+            load_one(loaded, 2, x, dy, integer(at + 2 * step))
 
     @ptx.inline
-    def add_four(a, b, origin, values, gradients, where):
-        add(a, b, origin, values, gradients, where)
-        add(a, b, origin, values, gradients, where + lanes)
-        add(a, b, origin, values, gradients, where + 2 * lanes)
-        add(a, b, origin, values, gradients, where + 3 * lanes)
+    def add_loaded(a, b, origin, values, gradients, loaded, where):
+        widen_one(values, gradients, loaded, where)
+        add(a, b, origin, values, gradients, 0)
 
     @ptx.inline
-    def scale_four(coefficients, values, gradients, where, out, at, step):
-        scale_one(coefficients, values, gradients, where, out, at)
-        scale_one(coefficients, values, gradients, where + lanes, out, integer(at + step))
-        scale_one(coefficients, values, gradients, where + 2 * lanes, out, integer(at + 2 * step))
-        scale_one(coefficients, values, gradients, where + 3 * lanes, out, integer(at + 3 * step))
+    def add_four(a, b, origin, values, gradients, loaded, where):
+        add_loaded(a, b, origin, values, gradients, loaded, where)
+        add_loaded(a, b, origin, values, gradients, loaded, where + 1)
+        add_loaded(a, b, origin, values, gradients, loaded, where + 2)
+        add_loaded(a, b, origin, values, gradients, loaded, where + 3)
 
     @ptx.inline
-    def sum_rows(a, b, origin, values, gradients, x, dy, at, step, rows):
+    def scale_loaded(coefficients, values, gradients, loaded, where, out, at):
+        widen_one(values, gradients, loaded, where)
+        scale_one(coefficients, values, gradients, 0, out, at)
+
+    @ptx.inline
+    def scale_four(coefficients, values, gradients, loaded, where, out, at, step):
+        scale_loaded(coefficients, values, gradients, loaded, where, out, at)
+        scale_loaded(coefficients, values, gradients, loaded, where + 1, out, integer(at + step))
+        scale_loaded(coefficients, values, gradients, loaded, where + 2, out, integer(at + 2 * step))
+        scale_loaded(coefficients, values, gradients, loaded, where + 3, out, integer(at + 3 * step))
+
+    @ptx.inline
+    def sum_rows(a, b, origin, values, gradients, loaded, x, dy, at, step, rows):
         """So many rows of a thread, from `at` on."""
+        if rows >= 8:
+            load_eight(loaded, x, dy, at, step)
         while rows >= 8:
-            load_four(values, gradients, 0, x, dy, at, step)
-            load_four(values, gradients, 4 * lanes, x, dy, integer(at + 4 * step), step)
-            add_four(a, b, origin, values, gradients, 0)
-            add_four(a, b, origin, values, gradients, 4 * lanes)
-            at, rows = integer(at + 8 * step), small(rows - 8)
+            after = integer(at + 8 * step)
+            add_four(a, b, origin, values, gradients, loaded, 0)
+            if takes_turns and rows >= 16:
+                load_four(loaded, 0, x, dy, after, step)
+            add_four(a, b, origin, values, gradients, loaded, 4)
+            if takes_turns and rows >= 16:
+                load_four(loaded, 4, x, dy, integer(after + 4 * step), step)
+            if not takes_turns and rows >= 16:
+                load_eight(loaded, x, dy, after, step)
+            at, rows = after, small(rows - 8)
         if rows >= 4:
-            load_four(values, gradients, 0, x, dy, at, step)
-            add_four(a, b, origin, values, gradients, 0)
+            load_four(loaded, 0, x, dy, at, step)
+            add_four(a, b, origin, values, gradients, loaded, 0)
             at, rows = integer(at + 4 * step), small(rows - 4)
-        load_rest(values, gradients, x, dy, at, step, rows)
+        load_rest(loaded, x, dy, at, step, rows)
         if rows > 0:
-            add(a, b, origin, values, gradients, 0)
+            add_loaded(a, b, origin, values, gradients, loaded, 0)
         if rows > 1:
-            add(a, b, origin, values, gradients, lanes)
+            add_loaded(a, b, origin, values, gradients, loaded, 1)
         if rows > 2:
-            add(a, b, origin, values, gradients, 2 * lanes)
+            add_loaded(a, b, origin, values, gradients, loaded, 2)
 
     @ptx.inline
-    def scale_rows(coefficients, values, gradients, x, dy, out, at, step, rows):
+    def scale_rows(coefficients, values, gradients, loaded, x, dy, out, at, step, rows):
+        """So many rows of a thread, from `at` on, of which the first eight are loaded if there are as many."""
         while rows >= 8:
-            load_four(values, gradients, 0, x, dy, at, step)
-            load_four(values, gradients, 4 * lanes, x, dy, integer(at + 4 * step), step)
-            scale_four(coefficients, values, gradients, 0, out, at, step)
-            scale_four(coefficients, values, gradients, 4 * lanes, out, integer(at + 4 * step), step)
-            at, rows = integer(at + 8 * step), small(rows - 8)
+            after = integer(at + 8 * step)
+            scale_four(coefficients, values, gradients, loaded, 0, out, at, step)
+            if takes_turns and rows >= 16:
+                load_four(loaded, 0, x, dy, after, step)
+            scale_four(coefficients, values, gradients, loaded, 4, out, integer(at + 4 * step), step)
+            if takes_turns and rows >= 16:
+                load_four(loaded, 4, x, dy, integer(after + 4 * step), step)
+            if not takes_turns and rows >= 16:
+                load_eight(loaded, x, dy, after, step)
+            at, rows = after, small(rows - 8)
         if rows >= 4:
-            load_four(values, gradients, 0, x, dy, at, step)
-            scale_four(coefficients, values, gradients, 0, out, at, step)
+            load_four(loaded, 0, x, dy, at, step)
+            scale_four(coefficients, values, gradients, loaded, 0, out, at, step)
             at, rows = integer(at + 4 * step), small(rows - 4)
-        load_rest(values, gradients, x, dy, at, step, rows)
+        load_rest(loaded, x, dy, at, step, rows)
         if rows > 0:
-            scale_one(coefficients, values, gradients, 0, out, at)
+            scale_loaded(coefficients, values, gradients, loaded, 0, out, at)
         if rows > 1:
-            scale_one(coefficients, values, gradients, lanes, out, integer(at + step))
+            scale_loaded(coefficients, values, gradients, loaded, 1, out, integer(at + step))
         if rows > 2:
-            scale_one(coefficients, values, gradients, 2 * lanes, out, integer(at + 2 * step))
+            scale_loaded(coefficients, values, gradients, loaded, 2, out, integer(at + 2 * step))
 
     def normalise(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, counters, pairs,
@@ -169,7 +200,8 @@ def _kernel(*specialised_on):
 
         # 1. A thread's sums, and the block's.
         a, b, origin, pivot = four_arrays()
-        values, gradients = ptx.cuda.local.array(loaded_elems, real), ptx.cuda.local.array(loaded_elems, real)
+        loaded = ptx.cuda.local.array(size, part), ptx.cuda.local.array(size, part)
+        values, gradients = ptx.cuda.local.array(lanes, real), ptx.cuda.local.array(lanes, real)
         for i in range(lanes):
             a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)
         load(pivot, 0, x, integer(column * f.column_elems))
@@ -180,12 +212,16 @@ def _kernel(*specialised_on):
             for i in range(lanes):
                 origin[i] = widen(mean[integer(column * lanes + i)])
         others = integer(begin + held * f.step_elems)
-        sum_rows(a, b, origin, values, gradients, x, dy, others, f.step_elems, small(rows - held))
+        sum_rows(a, b, origin, values, gradients, loaded, x, dy, others, f.step_elems, small(rows - held))
         wait()
         slot, left = mine, held
         while left > 0:
             add_slot(a, b, origin, values, gradients, slot, of_dy)
             slot, left = u32(slot + u32(slot_bytes)), small(left - 1)
+        # The last ones, which come first, are on their way while all wait for each other.
+        end, back, again = integer(begin + (rows - 1) * f.step_elems), integer(-f.step_elems), small(rows - held)
+        if again >= 8:
+            load_eight(loaded, x, dy, end, back)
         count = end_sums(real(rows), a, b, origin, pivot)
         _, of_first, of_second = of_block(thread, count, a, b)
 
@@ -201,8 +237,7 @@ def _kernel(*specialised_on):
 
         # 3. Scaled and stored.
         four = (origin, pivot, a, b)
-        end = integer(begin + (rows - 1) * f.step_elems)
-        scale_rows(four, values, gradients, x, dy, out, end, integer(-f.step_elems), small(rows - held))
+        scale_rows(four, values, gradients, loaded, x, dy, out, end, back, again)
         slot, at = mine, begin
         while held > 0:
             load_slot(values, gradients, slot, of_dy)

@@ -7,7 +7,6 @@ own.
 
 from __future__ import annotations
 
-from nbdnn.kernels.cuda import bn_plan as plan
 from nbdnn.kernels.cuda.bn_plan import Variant, Walk
 
 _AT_ONCE = 4  # vectors of a thread in one of two groups
@@ -28,48 +27,33 @@ def short_kernel(*specialised_on):
     of_block, finish, widen = bn_sums.of_block(v), bn_channel.finish(v), ptx.WIDEN[v.param_dtype]
     known = bn_channel.known(v)
     begin_of, coefficients_of = bn_block.begin_of(v), bn_block.coefficients_of(v)
-    load_one, scale_one = bn_block.load_one(v, True), bn_block.scale_one(v)
-    held, moved = 2 * at_once, plan.next_row(v.bits)
+    part, parts, _, widen_one = bn_block.on_their_way(v)
+    (others, load_up_to_four), scale_one = bn_block.fours(v), bn_block.scale_one(v)
+    size = 2 * at_once * parts
 
     @ptx.inline
-    def load_up_to_four(values, gradients, where, x, dy, at, place, left, f):
-        """Those that exist: where the others and the next one are."""
-        second, place = moved(at, place, f)
-        third, place = moved(second, place, f)
-        fourth, place = moved(third, place, f)
-        end, place = moved(fourth, place, f)
-        if left > 0:
-            load_one(values, gradients, where, x, dy, at)
-        if left > rows_at_once:
-            load_one(values, gradients, where + 1, x, dy, second)
-        if left > 2 * rows_at_once:
-            load_one(values, gradients, where + 2, x, dy, third)
-        if left > 3 * rows_at_once:
-            load_one(values, gradients, where + 3, x, dy, fourth)
-        return second, third, fourth, end, place
-
-    @ptx.inline
-    def take_one(a, b, origin, coefficients, values, gradients, where, out, at):
-        add(a, b, origin, values, gradients, where)
-        scale_one(coefficients, values, gradients, where, out, at)
+    def take_one(a, b, origin, coefficients, values, gradients, loaded, where, out, at):
+        widen_one(values, gradients, loaded, where)
+        add(a, b, origin, values, gradients, 0)
+        scale_one(coefficients, values, gradients, 0, out, at)
 
     @ptx.inline
     def take_up_to_four(
-        a, b, origin, coefficients, values, gradients, where, out, at, second, third, fourth, left
+        a, b, origin, coefficients, values, gradients, loaded, where, out, at, second, third, fourth, left
     ):  # fmt: skip
         """Add and scale those that exist: how many."""
         count = real(0.0)
         if left > 0:
-            take_one(a, b, origin, coefficients, values, gradients, where, out, at)
+            take_one(a, b, origin, coefficients, values, gradients, loaded, where, out, at)
             count = real(1.0)
         if left > rows_at_once:
-            take_one(a, b, origin, coefficients, values, gradients, where + 1, out, second)
+            take_one(a, b, origin, coefficients, values, gradients, loaded, where + 1, out, second)
             count = real(2.0)
         if left > 2 * rows_at_once:
-            take_one(a, b, origin, coefficients, values, gradients, where + 2, out, third)
+            take_one(a, b, origin, coefficients, values, gradients, loaded, where + 2, out, third)
             count = real(3.0)
         if left > 3 * rows_at_once:
-            take_one(a, b, origin, coefficients, values, gradients, where + 3, out, fourth)
+            take_one(a, b, origin, coefficients, values, gradients, loaded, where + 3, out, fourth)
             count = real(4.0)
         return count
 
@@ -80,17 +64,20 @@ def short_kernel(*specialised_on):
         thread, slab = small(ptx.thread_x()), integer(ptx.block_x())
         column, row, last, at, place = begin_of(integer(0), slab, f)
         a, b, origin = ptx.cuda.local.array(1, real), ptx.cuda.local.array(1, real), ptx.cuda.local.array(1, real)
-        values, gradients = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
+        values, gradients = ptx.cuda.local.array(1, real), ptx.cuda.local.array(1, real)
+        loaded = ptx.cuda.local.array(size, part), ptx.cuda.local.array(size, part)
         left, after = integer(last - row), integer(last - row - at_once * rows_at_once)
-        two, three, four, five, place = load_up_to_four(values, gradients, 0, x, dy, at, place, left, f)
-        six, seven, eight, _, _ = load_up_to_four(values, gradients, at_once, x, dy, five, place, after, f)
+        two, three, four, five, place = others(at, place, f)
+        six, seven, eight, _, _ = others(five, place, f)
+        load_up_to_four(loaded, 0, x, dy, at, two, three, four, left)
+        load_up_to_four(loaded, at_once, x, dy, five, six, seven, eight, after)
         a[0], b[0], origin[0] = real(0.0), real(0.0), widen(mean[column])
         params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
         coefficients = coefficients_of(params, slab, column, epsilon, factor, f)
         count = take_up_to_four(
-            a, b, origin, coefficients, values, gradients, 0, out, at, two, three, four, left
+            a, b, origin, coefficients, values, gradients, loaded, 0, out, at, two, three, four, left
         ) + take_up_to_four(
-            a, b, origin, coefficients, values, gradients, at_once, out, five, six, seven, eight, after
+            a, b, origin, coefficients, values, gradients, loaded, at_once, out, five, six, seven, eight, after
         )  # fmt: skip
         as_pairs(count, a, b, origin, origin)
         count = joined(count, a, b)

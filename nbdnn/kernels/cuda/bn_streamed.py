@@ -28,14 +28,15 @@ from nbdnn.problem_bn import BnProblem
 
 _THREADS, _FINISH_THREADS = 256, 128
 _AT_ONCE = 4  # vectors of a thread that are on their way
-_MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor's 65536 registers, 85 a thread; 128 for 2 x 8 lanes
+_PARTS_AT_ONCE = 8  # sums of parts that a lane of the second kernel asks for
+_MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor's 65536 registers, 85 a thread; 128 for 2 x 8 lanes or float64
 _CHUNK_BYTES = (32 << 10, 16 << 10, 64 << 10)  # of x, a block
 _NARROW = 32  # channels of a block, where inference takes two slabs at a time: f32 is 2 % faster
 _LAUNCH_US, _NEXT_US = 3.0, 1.5  # of the first kernel; of each beside it, and of what lies between them
 _SHARE_OF_COPY = 0.9
 # Of training where neighbours are channels (H200): what the sums of a block cost, of 8 channels a thread and of fewer;
 # and 32 parts of a channel, one after the other.
-_SUMS_US, _PARTS_US = (6e-3, 2e-3), 0.4
+_SUMS_US, _PARTS_US = (6e-3, 2e-3), 0.05
 
 
 class Streamed(NamedTuple):
@@ -60,8 +61,9 @@ class _Parts(NamedTuple):
 
 
 def _block_kernel(*specialised_on):
-    """Sums or, where is_last, scaling: what a block does with its rows, four of a thread at a time. is_alone: it has
-    all rows of its columns, and finishes their channels."""
+    """Sums or, where is_last, scaling: what a block does with its rows. A thread has four on their way, and asks for
+    the next as soon as it has used one. is_alone: the block has all rows of its columns, and finishes their channels.
+    """
     from nbdnn.kernels.cuda import bn_block, bn_channel, bn_sums, ptx, ptx_local
 
     *of_variant, is_last, is_alone = specialised_on
@@ -72,45 +74,11 @@ def _block_kernel(*specialised_on):
     add, as_pairs, joined = bn_sums.steps(v)
     of_block, finish, known = bn_sums.of_block(v), bn_channel.finish(v), bn_channel.known(v)
     load, widen = ptx_local.load(v.dtype, lanes), ptx.WIDEN[v.param_dtype]
-    held, moved = at_once * lanes, plan.next_row(v.bits)
     begin_of, coefficients_of = bn_block.begin_of(v), bn_block.coefficients_of(v)
     four_arrays, four_arrays_of_sums = (bn_block.four_arrays(size, v.compute) for size in (lanes, sums))
-    load_one, scale_one = bn_block.load_one(v, not (is_last and op == "bn_infer_bwd")), bn_block.scale_one(v)
-
-    # Four vectors one by one: a loop over them would leave them in memory on some architectures.
-
-    @ptx.inline
-    def load_four(values, gradients, x, dy, at, place, f):
-        """Where they are, and where the next one is."""
-        load_one(values, gradients, 0, x, dy, at)
-        second, place = moved(at, place, f)
-        load_one(values, gradients, lanes, x, dy, second)
-        third, place = moved(second, place, f)
-        load_one(values, gradients, 2 * lanes, x, dy, third)
-        fourth, place = moved(third, place, f)
-        load_one(values, gradients, 3 * lanes, x, dy, fourth)
-        end, place = moved(fourth, place, f)
-        return second, third, fourth, end, place
-
-    @ptx.inline
-    def load_rest(values, gradients, x, dy, at, place, left, f):
-        """Those that exist of less than four: where the second and third are. left: rows to the end."""
-        second, place = moved(at, place, f)
-        third, place = moved(second, place, f)
-        if left > 0:
-            load_one(values, gradients, 0, x, dy, at)
-        if left > rows_at_once:
-            load_one(values, gradients, lanes, x, dy, second)
-        if left > 2 * rows_at_once:
-            load_one(values, gradients, 2 * lanes, x, dy, third)
-        return second, third
-
-    @ptx.inline
-    def scale_four(coefficients, values, gradients, out, first, second, third, fourth):
-        scale_one(coefficients, values, gradients, 0, out, first)
-        scale_one(coefficients, values, gradients, lanes, out, second)
-        scale_one(coefficients, values, gradients, 2 * lanes, out, third)
-        scale_one(coefficients, values, gradients, 3 * lanes, out, fourth)
+    part, parts, load_one, widen_one = bn_block.on_their_way(v)
+    (others, load_up_to_four), scale_one = bn_block.fours(v), bn_block.scale_one(v)
+    size = at_once * parts
 
     @ptx.inline
     def coefficients_found(workspace, column, f):
@@ -121,21 +89,67 @@ def _block_kernel(*specialised_on):
             scale[i], offset[i] = workspace[integer(at + 2 * f.channels)], workspace[integer(at + 3 * f.channels)]
         return center, second, scale, offset
 
+    @ptx.inline
+    def take(totals, coefficients, values, gradients, loaded, where, out, at):
+        """Add a vector, or scale it, or both."""
+        widen_one(values, gradients, loaded, where)
+        if not is_last:
+            a, b, origin = totals
+            add(a, b, origin, values, gradients, 0)
+        if is_last or op == "bn_infer_bwd":
+            scale_one(coefficients, values, gradients, 0, out, at)
+
+    @ptx.inline
+    def take_all(totals, coefficients, loaded, x, dy, out, at, two, three, four, end, place, left, f):
+        """A thread's vectors, of which the first four are on their way: how many."""
+        values, gradients = ptx.cuda.local.array(lanes, real), ptx.cuda.local.array(lanes, real)
+        count = real(0.0)
+        while left > 3 * rows_at_once:
+            after = integer(left - at_once * rows_at_once)
+            next_two, next_three, next_four, next_end, place = others(end, place, f)
+            take(totals, coefficients, values, gradients, loaded, 0, out, at)
+            if after > 0:
+                load_one(loaded, 0, x, dy, end)
+            take(totals, coefficients, values, gradients, loaded, 1, out, two)
+            if after > rows_at_once:
+                load_one(loaded, 1, x, dy, next_two)
+            take(totals, coefficients, values, gradients, loaded, 2, out, three)
+            if after > 2 * rows_at_once:
+                load_one(loaded, 2, x, dy, next_three)
+            take(totals, coefficients, values, gradients, loaded, 3, out, four)
+            if after > 3 * rows_at_once:
+                load_one(loaded, 3, x, dy, next_four)
+            at, two, three, four, end = end, next_two, next_three, next_four, next_end
+            left, count = after, count + real(at_once)
+        if left > 0:
+            take(totals, coefficients, values, gradients, loaded, 0, out, at)
+            count = count + real(1.0)
+        if left > rows_at_once:
+            take(totals, coefficients, values, gradients, loaded, 1, out, two)
+            count = count + real(1.0)
+        if left > 2 * rows_at_once:
+            take(totals, coefficients, values, gradients, loaded, 2, out, three)
+            count = count + real(1.0)
+        return count
+
     def sum_parts(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, workspace,
         epsilon, factor, f
     ):  # fmt: skip
         thread = small(ptx.thread_x())
-        part, slab = ptx.divided(integer(ptx.block_x()), f.slabs)
-        column, row, last, at, place = begin_of(part, slab, f)
+        part_of_column, slab = ptx.divided(integer(ptx.block_x()), f.slabs)
+        column, row, last, at, place = begin_of(part_of_column, slab, f)
+        loaded = ptx.cuda.local.array(size, part), ptx.cuda.local.array(size, part)
+        left = integer(last - row)
+        two, three, four, end, place = others(at, place, f)
+        load_up_to_four(loaded, 0, x, dy, at, two, three, four, left)
         a, b, origin, pivot = four_arrays()
-        values, gradients = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
         for i in range(lanes):
             a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)
         load(pivot, 0, x, integer(column * f.column_elems))
         if op == "bn_train":
-            if row < last:
-                load(origin, 0, x, at)
+            if left > 0:
+                widen_one(origin, origin, loaded, 0)
         else:
             for i in range(sums):
                 origin[i] = widen(mean[integer(column * sums + i)])
@@ -145,36 +159,10 @@ def _block_kernel(*specialised_on):
                 if op != "bn_train":
                     origin[i] = origin[0]
         params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
+        coefficients = (a, b, origin, pivot)  # none
         if op == "bn_infer_bwd":
             coefficients = coefficients_of(params, slab, column, epsilon, factor, f)
-        count = real(0.0)
-        while integer(row + (at_once - 1) * rows_at_once) < last:
-            two, three, four, end, place = load_four(values, gradients, x, dy, at, place, f)
-            add(a, b, origin, values, gradients, 0)
-            add(a, b, origin, values, gradients, lanes)
-            add(a, b, origin, values, gradients, 2 * lanes)
-            add(a, b, origin, values, gradients, 3 * lanes)
-            if op == "bn_infer_bwd":
-                scale_four(coefficients, values, gradients, out, at, two, three, four)
-            at = end
-            row, count = integer(row + at_once * rows_at_once), count + real(at_once)
-        left = integer(last - row)
-        two, three = load_rest(values, gradients, x, dy, at, place, left, f)
-        if left > 0:
-            add(a, b, origin, values, gradients, 0)
-            if op == "bn_infer_bwd":
-                scale_one(coefficients, values, gradients, 0, out, at)
-            count = count + real(1.0)
-        if left > rows_at_once:
-            add(a, b, origin, values, gradients, lanes)
-            if op == "bn_infer_bwd":
-                scale_one(coefficients, values, gradients, lanes, out, two)
-            count = count + real(1.0)
-        if left > 2 * rows_at_once:
-            add(a, b, origin, values, gradients, 2 * lanes)
-            if op == "bn_infer_bwd":
-                scale_one(coefficients, values, gradients, 2 * lanes, out, three)
-            count = count + real(1.0)
+        count = take_all((a, b, origin), coefficients, loaded, x, dy, out, at, two, three, four, end, place, left, f)
         as_pairs(count, a, b, origin, pivot)
         count = joined(count, a, b)
         _, of_first, of_second = of_block(thread, count, a, b)
@@ -184,7 +172,7 @@ def _block_kernel(*specialised_on):
                 of_known, m = known(params, channel), real(f.m)
                 finish(of_known, params, channel, real(0.0), m, of_first, of_second, epsilon, factor, True)
             else:
-                pair = integer(2 * (part * f.channels + channel))
+                pair = integer(2 * (part_of_column * f.channels + channel))
                 workspace[pair], workspace[integer(pair + 1)] = of_first, of_second
 
     def scale_parts(
@@ -192,34 +180,18 @@ def _block_kernel(*specialised_on):
         epsilon, factor, f
     ):  # fmt: skip
         block = integer(integer(f.parts * f.slabs) - integer(1) - integer(ptx.block_x()))
-        part, slab = ptx.divided(block, f.slabs)
-        column, row, last, at, place = begin_of(part, slab, f)
+        part_of_column, slab = ptx.divided(block, f.slabs)
+        column, row, last, at, place = begin_of(part_of_column, slab, f)
+        loaded = ptx.cuda.local.array(size, part), ptx.cuda.local.array(size, part)
+        left = integer(last - row)
+        two, three, four, end, place = others(at, place, f)
+        load_up_to_four(loaded, 0, x, dy, at, two, three, four, left)
         if op == "bn_infer":
             params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
             coefficients = coefficients_of(params, slab, column, epsilon, factor, f)
         else:
             coefficients = coefficients_found(workspace, column, f)
-        values, gradients = ptx.cuda.local.array(held, real), ptx.cuda.local.array(held, real)
-        while integer(row + (at_once - 1) * rows_at_once) < last:
-            two, three, four, end, place = load_four(values, gradients, x, dy, at, place, f)
-            scale_four(coefficients, values, gradients, out, at, two, three, four)
-            at = end
-            row = integer(row + at_once * rows_at_once)
-        if lanes < 8:
-            left = integer(last - row)
-            two, three = load_rest(values, gradients, x, dy, at, place, left, f)
-            if left > 0:
-                scale_one(coefficients, values, gradients, 0, out, at)
-            if left > rows_at_once:
-                scale_one(coefficients, values, gradients, lanes, out, two)
-            if left > 2 * rows_at_once:
-                scale_one(coefficients, values, gradients, 2 * lanes, out, three)
-        else:  # for whose three there are no registers beside the coefficients
-            while row < last:
-                load_one(values, gradients, 0, x, dy, at)
-                scale_one(coefficients, values, gradients, 0, out, at)
-                at, place = moved(at, place, f)
-                row = integer(row + rows_at_once)
+        take_all(coefficients, coefficients, loaded, x, dy, out, at, two, three, four, end, place, left, f)
 
     data, param, reals = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype), ptx.pointer(v.compute)
     types = (data, data, data, *[param] * 10, reals, real, real, ptx.record(Walk, v.bits))
@@ -228,13 +200,14 @@ def _block_kernel(*specialised_on):
 
 def _finish_kernel(*specialised_on):
     """A warp a channel."""
-    from nbdnn.kernels.cuda import bn_channel, bn_sums, ptx
+    from nbdnn.kernels.cuda import bn_block, bn_channel, bn_sums, ptx
 
     v = Variant(*specialised_on)
     integer, small, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.REAL[v.compute]
     merge, op = bn_sums.merged(v.op, v.compute), v.op
     finish, known = bn_channel.finish(v), bn_channel.known(v)
-    warps, widen_data = _FINISH_THREADS // 32, ptx.WIDEN[v.dtype]
+    warps, widen_data, at_once = _FINISH_THREADS // 32, ptx.WIDEN[v.dtype], _PARTS_AT_ONCE
+    four_arrays = bn_block.four_arrays(at_once, v.compute)
 
     def finish_channels(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, workspace,
@@ -243,13 +216,20 @@ def _finish_kernel(*specialised_on):
         thread = small(ptx.thread_x())
         channel, lane = integer(integer(ptx.block_x()) * warps + (thread >> 5)), small(thread & 31)
         count, a, b = real(0.0), real(0.0), real(0.0)
-        if channel < f.channels:
-            part = integer(lane)
-            while part < f.parts:
-                pair = integer(2 * (part * f.channels + channel))
-                n = real(f.full) if part < f.parts - 1 else real(f.rest)
-                count, a, b = merge(count, a, b, n, workspace[pair], workspace[integer(pair + 1)])
-                part = integer(part + 32)
+        ns, of_first, of_second, _ = four_arrays()
+        part = integer(lane)
+        while channel < f.channels and part < f.parts:
+            # All of them are asked for before one is added.
+            for i in range(at_once):
+                ns[i], of_first[i], of_second[i] = real(0.0), real(0.0), real(0.0)
+                one = integer(part + 32 * i)
+                if one < f.parts:
+                    pair = integer(2 * (one * f.channels + channel))
+                    ns[i] = real(f.full) if one < f.parts - 1 else real(f.rest)
+                    of_first[i], of_second[i] = workspace[pair], workspace[integer(pair + 1)]
+            for i in range(at_once):
+                count, a, b = merge(count, a, b, ns[i], of_first[i], of_second[i])
+            part = integer(part + 32 * at_once)
         for exchange in range(5):
             n, a_other = ptx.shuffle_xor(count, 16 >> exchange), ptx.shuffle_xor(a, 16 >> exchange)
             b_other = ptx.shuffle_xor(b, 16 >> exchange)
@@ -286,7 +266,12 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         if self.op == "bn_infer" and narrow and problem.planes[1] >= 2 * _NARROW:
             columns *= 2
         every = [Streamed(columns, chunk_bytes >> 10) for chunk_bytes in _CHUNK_BYTES]
-        return tuple(sorted(every, key=lambda config: self.estimate(problem, config, device)))
+        if self.op == "bn_infer_bwd":  # as many blocks as are there at once
+            v = plan.variant(problem, columns, _THREADS)
+            parts = max(1, _min_blocks(v) * device.sms // _walk(problem, every[0]).slabs)
+            row_bytes = v.columns * v.lanes * ITEMSIZE[v.dtype]
+            every.append(Streamed(columns, ceil(ceil(plan.rows_of(problem, v) / parts) * row_bytes / 1024)))
+        return tuple(sorted(dict.fromkeys(every), key=lambda config: self.estimate(problem, config, device)))
 
     def workspace_bytes(self, problem: BnProblem, config: Streamed, device: Gpu) -> int:
         integers = _walk(problem, config)
@@ -311,7 +296,7 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)
         blocks, arguments = integers.parts * integers.slabs, (*plan.pointers(problem), WORKSPACE)
         is_alone = _is_alone(problem, integers)
-        min_blocks = _MIN_BLOCKS_WIDE if v.lanes == 8 and not v.is_forward else _MIN_BLOCKS
+        min_blocks = _min_blocks(v)
 
         def over_rows(is_last: bool) -> Launch:
             short = is_alone and is_short(v, integers)
@@ -344,6 +329,12 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         if is_alone:
             return [over_rows(False)]
         return [over_rows(False), finish] if self.op == "bn_infer_bwd" else [over_rows(False), finish, over_rows(True)]
+
+
+def _min_blocks(v: Variant) -> int:
+    """Blocks that shall fit on a multiprocessor."""
+    is_wide = v.lanes == 8 or v.compute == "f64"
+    return _MIN_BLOCKS_WIDE if is_wide and not v.is_forward else _MIN_BLOCKS
 
 
 def _is_alone(problem: BnProblem, integers: Walk) -> bool:
