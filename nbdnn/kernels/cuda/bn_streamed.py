@@ -29,7 +29,7 @@ from nbdnn.problem_bn import BnProblem
 _THREADS, _FINISH_THREADS = 256, 128
 _AT_ONCE = 4  # vectors of a thread that are on their way
 _PARTS_AT_ONCE = 8  # sums of parts that a lane of the second kernel asks for
-_MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor's 65536 registers, 85 a thread; 128 for 2 x 8 lanes or float64
+_MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor: 85 registers a thread; 128 of 2 x 8 lanes and float64
 _CHUNK_BYTES = (32 << 10, 16 << 10, 64 << 10)  # of x, a block
 _NARROW = 32  # channels of a block, where inference takes two slabs at a time: f32 is 2 % faster
 _LAUNCH_US, _NEXT_US = 3.0, 1.5  # of the first kernel; of each beside it, and of what lies between them

@@ -2,12 +2,13 @@
 
     y[n, c] = max or sum over i of x[n, c, i];   dx[n, c, i] = dy[n, c], times the scale of an average
 
-    planar          a warp, or a block where planes are large, joins a plane of x: 4 vectors a thread in flight
+    planar          a warp, or several where planes are large, join a plane of x: 4 vectors a thread in flight
     channels-last   a block joins some vectors of channels over all pixels of an image,
 
                         thread:  pixels g, g + groups, ... of one vector      block: the groups, by halves
 
-and the gradient is a vector of dx a thread. Traffic: x and dx once. Sums in float32, in a fixed order. Source: own.
+and of the gradient the same threads write, of an image that is channels-last a block only some pixels: each has one
+value of dy. Traffic: x and dx once. Sums in float32, in a fixed order. Source: own.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from nbdnn.problem_pool import PoolProblem
 _THREADS = 256
 _VECTOR_BYTES = 16
 _IN_FLIGHT = 4  # vectors that a thread loads before it joins them
+_WRITTEN = 8  # vectors of a thread of a gradient, channels-last
 _INT32_END = 2**31 - 2**20
 _LEAST_CAPABILITY = (8, 0)  # has an instruction for maxima that keep NaN
 _LAUNCH_US = 3.0
 
 
 class Team(NamedTuple):
-    """Threads that join one plane; channels-last those of a block that are at different pixels."""
+    """Threads that have one plane; channels-last those of a block that are at different pixels. block: its threads."""
 
     threads: int
+    block: int = _THREADS
 
     def __str__(self) -> str:
-        return str(self.threads)
+        return f"{self.threads}/{self.block}"
 
 
 class Variant(NamedTuple):
@@ -49,14 +52,16 @@ class Variant(NamedTuple):
     channels_last: bool
     lanes: int
     team: int
+    threads: int
 
 
 class Planes(NamedTuple):
-    """planes: runs to join, or vectors of dx. vectors: of a plane, or of a pixel. divisor: of the sum."""
+    """planes: of x. vectors: of a plane, or of a pixel. chunk: pixels of a block. divisor: of the sum."""
 
     planes: int
     vectors: int
     pixels: int
+    chunk: int
     divisor: int
 
 
@@ -69,8 +74,9 @@ def _forward_kernel(*specialised_on):
     load, join = ptx_pool_vector.load(v.dtype, lanes, otherwise), ptx_pool_vector.join_vectors(v.is_max, lanes)
     neutral = ptx_vector.repeated(lanes)
     join_one, lowest = ptx_pool_vector.join_vectors(v.is_max, 1), real(float("-inf")) if v.is_max else real(0.0)
+    of_team = team // 32
     narrow, join_lanes = ptx.NARROW[v.dtype], ptx_pool_vector.join_lanes(v.is_max, lanes)
-    of_block, warps, floats = _THREADS // team, _THREADS // 32, _THREADS * lanes
+    threads, of_block, warps, floats = v.threads, v.threads // team, v.threads // 32, v.threads * lanes
 
     @ptx.inline
     def joined_run(x, start, step, first, end):
@@ -101,19 +107,19 @@ def _forward_kernel(*specialised_on):
             found = joined_run(x, start, integer(f.vectors * lanes), group, end)
             parts = ptx.cuda.shared.array(floats, real)
             for lane in range(lanes):
-                parts[lane * _THREADS + thread] = found[lane]
+                parts[lane * threads + thread] = found[lane]
             half = integer(team // 2)
             while half > 0:
                 ptx.cuda.syncthreads()
                 if group < half:
                     for lane in range(lanes):
-                        at = integer(lane * _THREADS + thread)
+                        at = integer(lane * threads + thread)
                         parts[at] = join_one((parts[at],), (parts[at + half * of_block],))[0]
                 half = integer(half // 2)
             if group == 0 and inside:
                 scale = real(1.0) / real(f.divisor)
                 for lane in range(lanes):
-                    total = parts[lane * _THREADS + thread]
+                    total = parts[lane * threads + thread]
                     at = integer((n * f.vectors + vector) * lanes + lane)
                     y[at] = narrow(total if v.is_max else total * scale)
 
@@ -134,9 +140,9 @@ def _forward_kernel(*specialised_on):
                 if thread & 31 == 0:
                     parts[thread >> 5] = found
                 ptx.cuda.syncthreads()
-                found = parts[0]
-                for warp in range(1, warps):
-                    found = join_one((found,), (parts[warp],))[0]
+                found = parts[in_block * of_team]
+                for warp in range(1, of_team):
+                    found = join_one((found,), (parts[in_block * of_team + warp],))[0]
             if lane == 0 and plane < f.planes:
                 y[plane] = narrow(found if v.is_max else found * (real(1.0) / real(f.divisor)))
 
@@ -149,31 +155,40 @@ def _backward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_pool_vector, ptx_vector
 
     v = Variant._make(specialised_on)
-    integer, real, lanes = ptx.INTEGER[32], ptx.REAL["f32"], v.lanes
+    integer, real, lanes, team = ptx.INTEGER[32], ptx.REAL["f32"], v.lanes, v.team
     load = ptx_pool_vector.load(v.dtype, lanes if v.channels_last else 1)
     repeat, store = ptx_vector.repeated(lanes), ptx_pool_vector.store(v.dtype, lanes)
-    scaled = ptx_vector.scaled(lanes if v.channels_last else 1)
+    scaled, of_block = ptx_vector.scaled(lanes if v.channels_last else 1), v.threads // team
 
     if v.channels_last:
 
-        @ptx.inline
-        def share(dy, rest, vector, scale, inside, f):
-            n, _ = ptx.divided(rest, f.pixels)
-            return scaled(load(dy, integer((n * f.vectors + vector) * lanes), inside), scale)
+        def spread(dy, dx, f):
+            slabs = integer((f.vectors + of_block - 1) // of_block)
+            rest, slab = ptx.divided(integer(ptx.block_x()), slabs)
+            n, chunk = ptx.divided(rest, integer((f.pixels + f.chunk - 1) // f.chunk))
+            group, in_slab = ptx.divided(integer(ptx.thread_x()), integer(of_block))
+            vector = integer(slab * of_block + in_slab)
+            inside = vector < f.vectors
+            share = scaled(load(dy, integer((n * f.vectors + vector) * lanes), inside), real(1.0) / real(f.divisor))
+            pixel, end = integer(chunk * f.chunk + group), integer(min(f.pixels, integer((chunk + 1) * f.chunk)))
+            at = integer(((n * f.pixels + pixel) * f.vectors + vector) * lanes)
+            while pixel < end:
+                store(dx, at, inside, share)
+                pixel, at = integer(pixel + team), integer(at + team * f.vectors * lanes)
+
     else:
 
-        @ptx.inline
-        def share(dy, rest, vector, scale, inside, f):
-            return repeat(scaled(load(dy, rest, inside), scale)[0])
-
-    def spread_planes(dy, dx, f):
-        thread = integer(integer(ptx.block_x()) * _THREADS + ptx.thread_x())
-        inside = thread < f.planes
-        rest, vector = ptx.divided(thread, f.vectors)
-        store(dx, integer(thread * lanes), inside, share(dy, rest, vector, real(1.0) / real(f.divisor), inside, f))
+        def spread(dy, dx, f):
+            in_block, i = ptx.divided(integer(ptx.thread_x()), integer(team))
+            plane = integer(integer(ptx.block_x()) * of_block + in_block)
+            inside = plane < f.planes
+            share = repeat(scaled(load(dy, plane, inside), real(1.0) / real(f.divisor))[0])
+            while i < f.vectors:
+                store(dx, integer((plane * f.vectors + i) * lanes), inside, share)
+                i = integer(i + team)
 
     data = ptx.pointer(v.dtype)
-    return spread_planes, (data, data, ptx.record(Planes, 32))
+    return spread, (data, data, ptx.record(Planes, 32))
 
 
 def _lanes(problem: PoolProblem) -> int:
@@ -206,33 +221,30 @@ class Plane(LaunchedCandidate[Team]):
         return YES if elements < _INT32_END else Support(False, f"x has {elements} elements, more than {_INT32_END}")
 
     def configs(self, problem: PoolProblem, device: Gpu) -> tuple[Team, ...]:
-        if self.op == "pool_bwd":
-            return (Team(1),)
         if not problem.channels_last:
-            return Team(32), Team(256)
-        return Team(64), Team(32), Team(128), Team(16)
+            return Team(32), Team(128), Team(256), Team(64)
+        if self.op == "pool_fwd":
+            return Team(64), Team(128, 512), Team(128, 1024), Team(64, 512), Team(32), Team(16)
+        vectors = problem.c // _lanes(problem)
+        every = [Team(8), Team(16), Team(32), Team(64)]  # those with fewer threads beyond the last vector first
+        return tuple(sorted(every, key=lambda team: -vectors % (_THREADS // team.threads)))
 
     def estimate(self, problem: PoolProblem, config: Team, device: Gpu) -> float:
         return _LAUNCH_US + 1.15 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
 
     def launches(self, problem: PoolProblem, config: Team, device: Gpu) -> list[Launch]:
         lanes, forward, last = _lanes(problem), self.op == "pool_fwd", problem.channels_last
-        v = Variant(problem.dtype, problem.is_max, last, lanes, config.threads)
-        pixels = prod(problem.spatial)
-        vectors = (problem.c if last else pixels) // lanes
-        if not forward:
-            planes = prod(problem.x_shape) // lanes
-            blocks = ceil(planes / _THREADS)
-        else:
-            planes, of_block = problem.n * problem.c, _THREADS // config.threads
-            blocks = problem.n * ceil(vectors / of_block) if last else ceil(planes / of_block)
+        v = Variant(problem.dtype, problem.is_max, last, lanes, *config)
+        pixels, planes, of_block = prod(problem.spatial), problem.n * problem.c, config.block // config.threads
+        vectors, chunk = (problem.c if last else pixels) // lanes, pixels if forward else config.threads * _WRITTEN
+        blocks = problem.n * ceil(vectors / of_block) * ceil(pixels / chunk) if last else ceil(planes / of_block)
         return [
             Launch(
-                source=Source(_forward_kernel if forward else _backward_kernel, v, _THREADS),
+                source=Source(_forward_kernel if forward else _backward_kernel, v, config.block),
                 grid=(blocks, 1, 1),
                 pointers=(0, 1),
                 scalars="",
-                integers=Planes(planes, vectors, pixels, 1 if problem.mode == "sum" else pixels),
+                integers=Planes(planes, vectors, pixels, chunk, 1 if problem.mode == "sum" else pixels),
             )
         ]
 
