@@ -221,13 +221,16 @@ class Plane(LaunchedCandidate[Team]):
         return YES if elements < _INT32_END else Support(False, f"x has {elements} elements, more than {_INT32_END}")
 
     def configs(self, problem: PoolProblem, device: Gpu) -> tuple[Team, ...]:
-        if not problem.channels_last:
-            return Team(32), Team(128), Team(256), Team(64)
+        pixels, vectors = prod(problem.spatial), problem.c // _lanes(problem)
+        if not problem.channels_last:  # those that just have a plane on its way at once come first
+            teams = [Team(threads) for threads in (32, 64, 128, 256)]
+            of_plane = pixels // _lanes(problem)
+            return tuple(sorted(teams, key=lambda team: abs(team.threads * _IN_FLIGHT - of_plane)))
         if self.op == "pool_fwd":
-            return Team(64), Team(128, 512), Team(128, 1024), Team(64, 512), Team(32), Team(16)
-        vectors = problem.c // _lanes(problem)
-        every = [Team(8), Team(16), Team(32), Team(64)]  # those with fewer threads beyond the last vector first
-        return tuple(sorted(every, key=lambda team: -vectors % (_THREADS // team.threads)))
+            every = Team(128, 1024), Team(64, 512), Team(128, 512), Team(64), Team(32), Team(16)
+            return tuple(sorted(every, key=lambda team: team.threads > pixels))
+        teams = [Team(8), Team(16), Team(32), Team(64)]  # those with fewer threads beyond the last vector first
+        return tuple(sorted(teams, key=lambda team: -vectors % (_THREADS // team.threads)))
 
     def estimate(self, problem: PoolProblem, config: Team, device: Gpu) -> float:
         return _LAUNCH_US + 1.15 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
