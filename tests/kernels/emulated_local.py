@@ -13,7 +13,7 @@ from nbdnn.problem import ITEMSIZE
 
 
 class LocalWords:
-    """Stands in for `ptx_local`, with vectors of whole words."""
+    """Stands in for `ptx_local`, with vectors of whole words; in global memory also of one 16-bit element."""
 
     AT_ONCE = 4
     copy_halves = None  # of 2 bytes, which no word is
@@ -21,16 +21,16 @@ class LocalWords:
     def __init__(self, block: Block, words: Any) -> None:
         self._block, self._words = block, words
 
-    def widened(self, dtype: str, words: list[Word]) -> list[float]:
+    def widened(self, dtype: str, lanes: int, parts: list[Word]) -> list[float]:
         if dtype == "f32":
-            return list(words)  # type: ignore[arg-type]
-        return [value for word in words for value in self._words.UNPACK[dtype](word)]
+            return list(parts)  # type: ignore[arg-type]
+        if _is_half(dtype, lanes):
+            return [self._words.WIDEN[dtype](parts[0])]
+        return [value for word in parts for value in self._words.UNPACK[dtype](word)]
 
     def load(self, dtype: str, lanes: int) -> Callable:
-        count = _words(dtype, lanes)
-
         def load(array: list, place: int, base: Memory, index: int) -> None:
-            array[place : place + lanes] = self.widened(dtype, base.load(index, count))
+            array[place : place + lanes] = self.widened(dtype, lanes, parts_at(base, index, dtype, lanes))
 
         return load
 
@@ -39,15 +39,16 @@ class LocalWords:
 
         def load(array: list, place: int, address: int) -> None:
             at = self._block.place_of(address, count)
-            array[place : place + lanes] = self.widened(dtype, self._block.shared[at : at + count])
+            array[place : place + lanes] = self.widened(dtype, lanes, self._block.shared[at : at + count])
 
         return load
 
     def store(self, dtype: str, lanes: int, streams: bool = False) -> Callable:
-        _words(dtype, lanes)
-
         def store(base: Memory, index: int, array: list, place: int) -> None:
             values = array[place : place + lanes]
+            if _is_half(dtype, lanes):
+                base[index] = self._words.NARROW[dtype](values[0])
+                return
             if dtype != "f32":
                 values = list(map(self._words.PACK[dtype], values[::2], values[1::2]))
             base.store(index, values)
@@ -57,6 +58,15 @@ class LocalWords:
     def copy_to_shared(self, dtype: str, lanes: int, once: bool = False) -> Callable:
         copy, count = self._words.COPY_ASYNC[lanes * ITEMSIZE[dtype]], _words(dtype, lanes)
         return lambda shared, base, index: copy(shared, (base, index), 4 * count)
+
+
+def _is_half(dtype: str, lanes: int) -> bool:
+    return lanes * ITEMSIZE[dtype] == 2
+
+
+def parts_at(base: Memory, index: int, dtype: str, lanes: int) -> list[Word]:
+    """The words of a vector, or its only element."""
+    return [base[index]] if _is_half(dtype, lanes) else base.load(index, _words(dtype, lanes))
 
 
 def _words(dtype: str, lanes: int) -> int:
@@ -86,29 +96,28 @@ class GridWords:
 
 
 class BnWords:
-    """Stands in for `ptx_bn`, with vectors of whole words."""
+    """Stands in for `ptx_bn`, with vectors of whole words or of one 16-bit element."""
 
     def __init__(self, local: LocalWords) -> None:
         self._local = local
 
     @staticmethod
     def part(dtype: str, lanes: int) -> tuple[type, int]:
-        return np.uint32, _words(dtype, lanes)
+        return (np.uint16, 1) if _is_half(dtype, lanes) else (np.uint32, _words(dtype, lanes))
 
-    @staticmethod
-    def load_parts(dtype: str, lanes: int) -> Callable:
-        count = _words(dtype, lanes)
+    def load_parts(self, dtype: str, lanes: int) -> Callable:
+        _, count = self.part(dtype, lanes)
 
         def load(parts: list, place: int, base: Memory, index: int) -> None:
-            parts[place : place + count] = base.load(index, count)
+            parts[place : place + count] = parts_at(base, index, dtype, lanes)
 
         return load
 
     def widen_parts(self, dtype: str, lanes: int) -> Callable:
-        count = _words(dtype, lanes)
+        _, count = self.part(dtype, lanes)
 
         def widen(array: list, parts: list, place: int) -> None:
-            array[:lanes] = self._local.widened(dtype, parts[place : place + count])
+            array[:lanes] = self._local.widened(dtype, lanes, parts[place : place + count])
 
         return widen
 

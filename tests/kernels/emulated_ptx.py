@@ -17,7 +17,7 @@ import pytest
 from emulated import Block, Memory, Word, float_of
 from emulated_local import BnWords, GridWords, LocalWords
 from emulated_tma import TmaWords, WgmmaWords
-from emulated_vector import RowWords, VectorWords
+from emulated_vector import PoolWords, RowWords, VectorWords
 from guarded import NUMPY_DTYPE
 
 import nbdnn.kernels.cuda as package
@@ -375,6 +375,7 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     local = LocalWords(block, words)
     monkeypatch.setitem(package.__dict__, "ptx_local", local)
     monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))
+    monkeypatch.setitem(package.__dict__, "ptx_pool_vector", PoolWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_vector_rows", RowWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_grid", GridWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_bn", BnWords(local))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 from emulated import Block, Memory, Word
 
 from nbdnn.kernels.cuda import epilogue
+from nbdnn.kernels.cuda.pool_axes import LOWEST
 from nbdnn.problem import ITEMSIZE
 
 
@@ -32,6 +35,10 @@ class VectorWords:
     def scaled(count: int) -> Callable:
         return lambda values, factor: tuple(value * factor for value in values)
 
+    @staticmethod
+    def repeated(count: int) -> Callable:
+        return lambda value: (value,) * count
+
     def load_run(self, dtype: str, count: int) -> Callable:
         widen = self._words.WIDEN[dtype]
         return lambda base, at, step: tuple(widen(base[at + i * step]) for i in range(count))
@@ -44,6 +51,44 @@ class VectorWords:
             return tuple(values[lane * taps + tap] for tap in order for lane in range(lanes))
 
         return load
+
+
+class PoolWords:
+    """Stands in for `ptx_pool_vector`; vectors are whole words or single elements."""
+
+    def __init__(self, words: Any) -> None:
+        self._words = words
+
+    def load(self, dtype: str, lanes: int, otherwise: int = 0, constant: bool = True) -> Callable:
+        assert otherwise in (0, LOWEST[dtype])
+        nothing, widen = (-math.inf if otherwise else 0.0,) * lanes, self._words.WIDEN[dtype]
+
+        def load(base: Memory, index: int, wanted: bool) -> tuple[float, ...]:
+            if not wanted:
+                return nothing
+            return (widen(base[index]),) if lanes == 1 else tuple(_vector(self._words, base, index, dtype, lanes))
+
+        return load
+
+    def store(self, dtype: str, lanes: int) -> Callable:
+        narrow, pack = self._words.NARROW[dtype], self._words.PACK.get(dtype)
+
+        def store(base: Memory, index: int, wanted: bool, values: tuple[float, ...]) -> None:
+            if wanted and lanes == 1:
+                base[index] = narrow(values[0])
+            elif wanted:
+                base.store(index, list(values) if dtype == "f32" else list(map(pack, values[::2], values[1::2])))
+
+        return store
+
+    @staticmethod
+    def join_vectors(is_max: bool, lanes: int) -> Callable:
+        join = max if is_max else operator.add
+        return lambda a, b: tuple(map(join, a, b))
+
+    @staticmethod
+    def join_lanes(is_max: bool, lanes: int) -> Callable:
+        return max if is_max else sum
 
 
 class RowWords:

@@ -136,6 +136,11 @@ def test_blocks_that_stay(text: str, sms: int, early: bool, monkeypatch: pytest.
         "bn_bwd:f16:n2c12h31w33:spatial:nhwc:pf32",
         "bn_infer_bwd:f32:n40c3h8w10:spatial:nchw",
         "bn_infer_bwd:bf16:n300c8h3w5:spatial:nhwc:pf32",
+        "bn_train:f16:n7c3h15w17:spatial:nchw",
+        "bn_infer:f16:n40c5h5w7:spatial:nhwc:pf32",
+        "bn_bwd:bf16:n60c5h5w7:spatial:nhwc:pf32",
+        "bn_infer_bwd:bf16:n9c5h7w7:spatial:nchw:pf32",
+        "bn_infer_bwd:f16:n90c3h7w9:spatial:nchw",
     ],
 )
 def test_blocks_that_take_a_part(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,12 @@ from dataclasses import replace
 from itertools import product
 from math import ceil
 
+import emulated
+import emulated_ptx
 import pytest
 from edge_cases import edges
 from gpus import H200
+from guarded import values
 from libraries import library
 
 from nbdnn.candidate import Candidate
@@ -85,7 +88,7 @@ def test_every_edge_case_has_configs_with_names_of_their_own() -> None:
 
 def test_tables_are_the_definition() -> None:
     """Each output of a tile meets what its windows say, both ways, and every tap of a window once."""
-    for axis in (Axis(*values) for values in product((1, 2, 3, 5), (1, 2, 3), (0, 1, 2))):
+    for axis in (Axis(*numbers) for numbers in product((1, 2, 3, 5), (1, 2, 3), (0, 1, 2))):
         assert reaches(axis, 4) == [(p, p * axis.stride + r - axis.pad) for p in range(4) for r in range(axis.taps)]
         tile = 2 * axis.stride
         expected = {
@@ -225,3 +228,26 @@ def test_older_gpus_have_no_maximum_that_keeps_nan() -> None:
     problem = parse("pool_fwd:f32:n2c4h8w8:r2s2:p0x0:u2x2:max:nchw")
     support = pool_window.FWD.supports(problem, replace(H200, capability=(7, 5)))
     assert not support.ok and "(7, 5)" in support.reason
+
+
+# Planes of less than a vector a thread and of several; pixels, and vectors of channels, that no team divides.
+_GLOBAL = (
+    "f32:n2c5h6w10:r6s10:p0x0:u1x1:{}:nchw",
+    "bf16:n3c3h40w34:r40s34:p0x0:u1x1:{}:nchw",
+    "f16:n2c9h3w5:r3s5:p0x0:u1x1:{}:nchw",
+    "f32:n3c20h5w7:r5s7:p0x0:u1x1:{}:nhwc",
+    "bf16:n2c80h9w10:r9s10:p0x0:u1x1:{}:nhwc",
+    "f32:n2c3d2h4w9:t2r4s9:p0x0x0:u1x1x1:{}:ndhwc",
+)
+
+
+@pytest.mark.parametrize("mode", ["max", "average_inc_pad", "sum"])
+@pytest.mark.parametrize("text", _GLOBAL)
+def test_global_pooling(text: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = emulated_ptx.install(monkeypatch)
+    for candidate in (pool_plane.FWD, pool_plane.BWD):
+        problem = parse(f"{candidate.op}:{text.format(mode)}")
+        if candidate.supports(problem, H200).ok:
+            given = values(problem, "normal")
+            for config in candidate.configs(problem, H200):
+                emulated.assert_near(candidate, problem, config, given, H200, block)
