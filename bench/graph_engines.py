@@ -217,7 +217,7 @@ def main() -> None:
             process.start()
             process.join()
             if process.exitcode:
-                print(f"{text}: not measured, see above")
+                print(f"{text}: its process ended with {process.exitcode}")
 
 
 if __name__ == "__main__":
