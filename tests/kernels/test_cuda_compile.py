@@ -48,6 +48,14 @@ def direct() -> Source:
     return launch.source
 
 
+def test_a_process_compiles_as_many_kernels_as_it_likes(empty_cache: Path) -> None:
+    """numba-cuda numbers blocks on and on: NVVM refused those of numbers with thousands of digits."""
+    from numba.cuda.core import ir_utils
+
+    ir_utils._the_max_label.update(10**6000)
+    assert compile_kernel(direct(), "sm_90a").cubin
+
+
 def test_a_second_process_compiles_nothing_and_imports_no_compiler(tmp_path: Path) -> None:
     def printed() -> list[str]:
         environment = {**os.environ, "NBDNN_CACHE_DIR": str(tmp_path)}

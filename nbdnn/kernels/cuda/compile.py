@@ -204,6 +204,7 @@ def _ltoir(source: Source, arch: str) -> bytes:
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ltoir"}
     try:
         with _scopes_copied_once():
+            _number_blocks_anew()
             code, _ = cuda.compile(
                 function,
                 cuda.types.void(*types),
@@ -224,6 +225,21 @@ def _chained(kernel: Callable[..., None], count: int) -> Callable[..., None]:
     names = {"__name__": kernel.__module__, "begin": ptx_tile.effect(_CHAINED), "inlined": ptx.inline(kernel)}
     exec(f"def {name}({arguments}):\n    begin()\n    inlined({arguments})\n", names)
     return names[name]
+
+
+def _number_blocks_anew() -> None:
+    """Begin where a process begins to number the blocks of kernels.
+
+    numba-cuda goes on from one compilation to the next, and gives what it inlines into something inlined twice the
+    last number: after 430 kernels of batch normalisation they had thousands of digits, which took time and which NVVM
+    refused at last. Within a compilation it looks for the largest itself.
+    """
+    try:
+        from numba.cuda.core import ir_utils
+
+        ir_utils._the_max_label = type(ir_utils._the_max_label)()
+    except (ImportError, AttributeError, TypeError):  # a numba-cuda that numbers them otherwise
+        pass
 
 
 @contextmanager
