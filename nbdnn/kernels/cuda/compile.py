@@ -231,8 +231,8 @@ def _number_blocks_anew() -> None:
     """Begin where a process begins to number the blocks of kernels.
 
     numba-cuda goes on from one compilation to the next, and gives what it inlines into something inlined twice the
-    last number: after 430 kernels of batch normalisation they had thousands of digits, which took time and which NVVM
-    refused at last. Within a compilation it looks for the largest itself.
+    last number: after 430 kernels of batch normalisation they had thousands of digits, and NVVM refused them. Within a
+    compilation it looks for the largest itself.
     """
     try:
         from numba.cuda.core import ir_utils
