@@ -34,6 +34,26 @@ class LocalWords:
 
         return load
 
+    @staticmethod
+    def part(dtype: str, lanes: int) -> tuple[type, int]:
+        return (np.uint16, 1) if _is_half(dtype, lanes) else (np.uint32, _words(dtype, lanes))
+
+    def load_parts(self, dtype: str, lanes: int) -> Callable:
+        _, count = self.part(dtype, lanes)
+
+        def load(parts: list, place: int, base: Memory, index: int) -> None:
+            parts[place : place + count] = parts_at(base, index, dtype, lanes)
+
+        return load
+
+    def widen_parts(self, dtype: str, lanes: int) -> Callable:
+        _, count = self.part(dtype, lanes)
+
+        def widen(array: list, parts: list, place: int) -> None:
+            array[:lanes] = self.widened(dtype, lanes, parts[place : place + count])
+
+        return widen
+
     def load_shared(self, dtype: str, lanes: int) -> Callable:
         count = _words(dtype, lanes)
 
@@ -96,30 +116,7 @@ class GridWords:
 
 
 class BnWords:
-    """Stands in for `ptx_bn`, with vectors of whole words or of one 16-bit element."""
-
-    def __init__(self, local: LocalWords) -> None:
-        self._local = local
-
-    @staticmethod
-    def part(dtype: str, lanes: int) -> tuple[type, int]:
-        return (np.uint16, 1) if _is_half(dtype, lanes) else (np.uint32, _words(dtype, lanes))
-
-    def load_parts(self, dtype: str, lanes: int) -> Callable:
-        _, count = self.part(dtype, lanes)
-
-        def load(parts: list, place: int, base: Memory, index: int) -> None:
-            parts[place : place + count] = parts_at(base, index, dtype, lanes)
-
-        return load
-
-    def widen_parts(self, dtype: str, lanes: int) -> Callable:
-        _, count = self.part(dtype, lanes)
-
-        def widen(array: list, parts: list, place: int) -> None:
-            array[:lanes] = self._local.widened(dtype, lanes, parts[place : place + count])
-
-        return widen
+    """Stands in for `ptx_bn`."""
 
     @staticmethod
     def rsqrt(compute: str) -> Callable:

@@ -372,13 +372,12 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     for name in ("ptx", "ptx_tile", "ptx_matrix"):
         monkeypatch.setitem(package.__dict__, name, words)
     monkeypatch.setitem(package.__dict__, "ptx_fourier", FourierWords)
-    local = LocalWords(block, words)
-    monkeypatch.setitem(package.__dict__, "ptx_local", local)
+    monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_vector", PoolWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_vector_rows", RowWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_grid", GridWords(block))
-    monkeypatch.setitem(package.__dict__, "ptx_bn", BnWords(local))
+    monkeypatch.setitem(package.__dict__, "ptx_bn", BnWords)
     monkeypatch.setitem(package.__dict__, "ptx_tma", TmaWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_wgmma", WgmmaWords(block))
     for module in _BUILDERS:

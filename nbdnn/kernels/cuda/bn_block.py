@@ -59,10 +59,10 @@ def on_their_way(v: Variant):
     load_one (loaded, where, x, dy, at): vector number `where`. widen_one (values, gradients, loaded, where): its
     elements, to local arrays of v.lanes.
     """
-    from nbdnn.kernels.cuda import ptx, ptx_bn
+    from nbdnn.kernels.cuda import ptx, ptx_local
 
-    kind, count = ptx_bn.part(v.dtype, v.lanes)
-    load, widen = ptx_bn.load_parts(v.dtype, v.lanes), ptx_bn.widen_parts(v.dtype, v.lanes)
+    kind, count = ptx_local.part(v.dtype, v.lanes)
+    load, widen = ptx_local.load_parts(v.dtype, v.lanes), ptx_local.widen_parts(v.dtype, v.lanes)
     reads_dy = not v.is_forward
 
     @ptx.inline

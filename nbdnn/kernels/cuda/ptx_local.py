@@ -30,15 +30,25 @@ def _elements(context, builder, kind, array, place, lanes):
 
 
 def _load(context, builder, dtype, lanes, where, targets, constant):
+    values = _values(builder, dtype, _loaded(builder, dtype, lanes, where, constant))
+    for value, target in zip(values, targets, strict=True):
+        builder.store(value, target)
+
+
+def _loaded(builder, dtype, lanes, where, constant):
+    """The parts of a vector in memory."""
     part, count = _parts(dtype, lanes)
     vector = ir.VectorType(part, count)
     at = builder.bitcast(where, vector.as_pointer(where.type.addrspace))
     loaded = builder.load(at, align=lanes * ITEMSIZE[dtype])
     if constant:
         loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
-    parts = [builder.extract_element(loaded, I32(i)) for i in range(count)]
-    for value, target in zip(parts if dtype == "f64" else widened(builder, dtype, parts), targets, strict=True):
-        builder.store(value, target)
+    return [builder.extract_element(loaded, I32(i)) for i in range(count)]
+
+
+def _values(builder, dtype, parts):
+    """The elements of a vector's parts, in the compute type."""
+    return parts if dtype == "f64" else widened(builder, dtype, parts)
 
 
 def _parts(dtype, lanes):
@@ -77,6 +87,55 @@ def load(dtype: str, lanes: int):
         return signature(types.none, array, place, base, index), codegen
 
     return load_lanes
+
+
+# A vector that is on its way stays in registers as it lies in memory, until it is used.
+
+
+def part(dtype: str, lanes: int):
+    """(type, number) of the parts of a vector: words that may hold two elements, one half, or float64."""
+    if dtype == "f64":
+        return types.float64, lanes
+    kind, count = parts_of(dtype, lanes)
+    return types.uint16 if kind == _I16 else types.uint32, count
+
+
+@cache
+def load_parts(dtype: str, lanes: int):
+    """Intrinsic (parts, place, base, index): parts[place + i] of the vector at base[index], which no thread writes."""
+
+    @intrinsic
+    def load(typingctx, parts, place, base, index):
+        def codegen(context, builder, sig, args):
+            loaded = _loaded(builder, dtype, lanes, builder.gep(args[2], [args[3]]), True)
+            targets = _elements(context, builder, sig.args[0], args[0], args[1], len(loaded))
+            for value, target in zip(loaded, targets, strict=True):
+                builder.store(value, target)
+            return context.get_dummy_value()
+
+        return signature(types.none, parts, place, base, index), codegen
+
+    return load
+
+
+@cache
+def widen_parts(dtype: str, lanes: int):
+    """Intrinsic (array, parts, place): array[i] = element i of the vector whose parts begin at parts[place]."""
+
+    @intrinsic
+    def widen(typingctx, array, parts, place):
+        def codegen(context, builder, sig, args):
+            _, count = part(dtype, lanes)
+            sources = _elements(context, builder, sig.args[1], args[1], args[2], count)
+            values = _values(builder, dtype, [builder.load(source) for source in sources])
+            targets = _elements(context, builder, sig.args[0], args[0], args[2].type(0), lanes)
+            for value, target in zip(values, targets, strict=True):
+                builder.store(value, target)
+            return context.get_dummy_value()
+
+        return signature(types.none, array, parts, place), codegen
+
+    return widen
 
 
 @cache
