@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 # A word of -inf and one of NaN, of one or two elements.
@@ -39,7 +40,8 @@ class Tile(NamedTuple):
 
 class Variant(NamedTuple):
     """What a kernel is compiled for. lanes_x, lanes_y: elements of a vector of x or dx, and of y or dy. once: what is
-    loaded need not stay in the second-level cache."""
+    loaded need not stay in the second-level cache. Of a tile that reads y, pairs: 16-bit elements are compared two at
+    once; ahead: there are registers for x before it is known whether y has a NaN."""
 
     op: str
     mode: str
@@ -51,6 +53,13 @@ class Variant(NamedTuple):
     tile: Tile
     bits: int
     once: bool = False
+    pairs: bool = False
+    ahead: bool = False
+
+    @property
+    def may_pair(self) -> bool:
+        """Whether two elements of a vector lie in a word."""
+        return self.channels_last and self.dtype != "f32" and self.lanes_x % 2 == 0
 
     @property
     def is_max(self) -> bool:
@@ -84,3 +93,38 @@ def taps_met(axis: Axis, windows: list[int]) -> dict[int, list[tuple[int, int]]]
         for tap in range(axis.taps):
             met.setdefault(window * axis.stride - axis.pad + tap, []).append((window, tap))
     return dict(sorted(met.items()))
+
+
+# ---- a gradient of maxima that looks for what equals y ---------------------------------------------------------------
+
+Place = tuple[int, int, int]  # depth, row and column, from the tile's beginning; or a window's number on each axis
+
+
+def windows_met(v: Variant) -> list[list[int]]:
+    """The windows that cover a tile of dx, axis by axis."""
+    return [sorted({w for _, w in covers(axis, extent)}) for axis, extent in zip(v.axes, v.tile.extents, strict=True)]
+
+
+def in_tile(v: Variant, place: Place) -> bool:
+    return all(0 <= at < extent for at, extent in zip(place, v.tile.extents, strict=True))
+
+
+def last_tap(v: Variant, window: Place) -> Place:
+    """Of a window's taps that lie in the tile: nobody asks for those behind it."""
+    starts = [at * axis.stride - axis.pad for at, axis in zip(window, v.axes, strict=True)]
+    depths, rows, columns = (range(start, start + axis.taps) for start, axis in zip(starts, v.axes, strict=True))
+    return max(tap for tap in product(depths, rows, columns) if in_tile(v, tap))
+
+
+def rows_met(v: Variant) -> dict[tuple[int, int], dict[Place, list[int]]]:
+    """By row of the image, in order, the columns there that each window goes through, up to its last tap."""
+    windows = first, second, third = windows_met(v)
+    last = {window: last_tap(v, window) for window in product(first, second, third)}
+    depths, rows, columns = (taps_met(axis, line) for axis, line in zip(v.axes, windows, strict=True))
+    met: dict[tuple[int, int], dict[Place, list[int]]] = {}
+    for d, h, w in product(depths, rows, columns):
+        for (in_d, _), (in_h, _), (in_w, _) in product(depths[d], rows[h], columns[w]):
+            window = in_d, in_h, in_w
+            if (d, h, w) <= last[window]:
+                met.setdefault((d, h), {}).setdefault(window, []).append(w)
+    return met

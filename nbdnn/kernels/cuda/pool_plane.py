@@ -163,9 +163,10 @@ def _backward_kernel(*specialised_on):
     if v.channels_last:
 
         def spread(dy, dx, f):
-            slabs = integer((f.vectors + of_block - 1) // of_block)
+            slabs, _ = ptx.divided(integer(f.vectors + of_block - 1), integer(of_block))
+            chunks, _ = ptx.divided(integer(f.pixels + f.chunk - 1), f.chunk)
             rest, slab = ptx.divided(integer(ptx.block_x()), slabs)
-            n, chunk = ptx.divided(rest, integer((f.pixels + f.chunk - 1) // f.chunk))
+            n, chunk = ptx.divided(rest, chunks)
             group, in_slab = ptx.divided(integer(ptx.thread_x()), integer(of_block))
             vector = integer(slab * of_block + in_slab)
             inside = vector < f.vectors

@@ -6,43 +6,43 @@
                         vectors x block_w x block_h threads
 
 so that what the windows of neighbouring tiles share is in the first-level cache. Every load and store is a vector of
-up to 16 bytes without a branch; `ptx_pool` has the code of a tile. The gradient of a maximum does not read y: its
-windows' maxima are found again from x, in the registers of every tile that they reach into.
+up to 16 bytes without a branch; `ptx_pool` has the code of a tile. The gradient of a maximum looks for the element that
+equals y, or finds the windows' maxima again from x, in the registers of every tile that they reach into. Where y has a
+NaN or an infinity, a tile that reads it goes element by element instead, as slowly as `pool_direct`.
 
-Traffic: each operand once from memory; the halo of a tile again from cache, 49 rows and columns for 16 outputs in a
-gradient of 3x3 windows 2 apart. Sums in float32, one rounding each. Source: own.
+Traffic: each operand once from memory, y only where it is read; the halo of a tile again from cache, 49 rows and
+columns for 16 outputs in a gradient of 3x3 windows 2 apart. Sums in float32, one rounding each. Source: own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import spatial3
+from nbdnn.kernels.cuda import pool_element
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.division import reciprocals
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.kernels.cuda.pool_axes import Axis, Tile, Variant, covers, reaches, taps_met
+from nbdnn.kernels.cuda.pool_axes import Tile, Variant
 from nbdnn.kernels.cuda.pool_plan import Pool, index_bits, pool
-from nbdnn.problem import ITEMSIZE
+from nbdnn.kernels.cuda.pool_tiles import Cost, variants
 from nbdnn.problem_pool import PoolProblem
 
 _THREADS = 256
-_VECTOR_BYTES = 16
 _MOST_TAPS = 64  # of a window
-_MOST_LOADS = 160  # vectors that one tile loads
 _CROWDED = 80  # of them: 128 registers hold more on compute capability 9.0 alone
-_MOST_KEPT = 100  # values that a tile keeps by name: 104 were spilled
 _FEW_OUTPUTS, _FEW_LOADS = 24, 24  # of a tile: 80 registers hold them, else it gets 128
 _SMALL_OUTPUTS, _SMALL_LOADS = 4, 8  # of a tile that 32 registers hold: all blocks of a small image are there at once
+# Of a tile that reads y, words, or words and loads: 64 registers hold them, and twice as many threads wait at once. f16
+# 64x112x112 channels-last 34.9 us, not 36.6; but f32 in tiles of 76 words 67.7, not 71.7.
+_FEW_WORDS, _FEW_PLANAR = 52, 80
 _MOST_VECTORS = 16  # of channels in a block: 256 bytes of a pixel
 _MOST_TILES_H = 4  # in a block, channels-last
-_CONFIGS = 6
+_CONFIGS, _CONFIGS_BESIDE = 6, 2  # tiles; of those that find maxima, where others read y
 _LEAST_CAPABILITY = (8, 0)  # has an instruction for maxima that keep NaN
 _LAUNCH_US = 3.0
 # Of a thread's, priors for the guess: what looks for maxima hardly waits for memory.
@@ -162,44 +162,25 @@ def _kernel(*specialised_on):
 
         return spread_tiles, (data, data, *integers)
 
-    def find_tiles(x, y, dy, dx, f, b, r):
+    if not v.tile.reads_y:
+
+        def find_tiles(x, y, dy, dx, f, b, r):
+            at = place(f, b, r)
+            if at[0] >= 0:
+                compute((image(x, at, f), pooled(y, at, f), pooled(dy, at, f), image(dx, at, f)))
+
+        return find_tiles, (data, data, data, data, *integers)
+
+    element = pool_element.Variant(v.op, v.dtype, v.mode, v.channels_last, v.bits)
+    find_each = pool_element.gradients_of_box(element, (*v.tile.extents, v.cell_lanes))
+
+    def match_tiles(x, y, dy, dx, f, b, r):
         at = place(f, b, r)
-        if at[0] >= 0:
-            compute((image(x, at, f), pooled(y, at, f), pooled(dy, at, f), image(dx, at, f)))
+        if at[0] >= 0 and compute((image(x, at, f), pooled(y, at, f), pooled(dy, at, f), image(dx, at, f))):
+            n, channel, d, row, column = at
+            find_each(x, dy, dx, n, channel, integer(d * x_d), integer(row * x_h), integer(column * x_w), f)
 
-    return find_tiles, (data, data, data, data, *integers)
-
-
-def _axes(problem: PoolProblem) -> tuple[Axis, Axis, Axis]:
-    fields = spatial3(problem.window), spatial3(problem.stride), spatial3(problem.pad, 0)
-    depth, rows, columns = (Axis(*values) for values in zip(*fields, strict=True))
-    return depth, rows, columns
-
-
-def _variants(problem: PoolProblem) -> list[tuple[Cost, Variant]]:
-    """Every tile that fits into registers."""
-    axes, forward, last = _axes(problem), problem.op == "pool_fwd", problem.channels_last
-    widest = min(_VECTOR_BYTES, problem.align) // ITEMSIZE[problem.dtype]
-    finds, overlap = problem.is_max and not forward, any(axis.taps > axis.stride for axis in axes)
-    mode, found = problem.mode.removesuffix("_deterministic"), []
-    if not any(problem.pad):
-        mode = mode.replace("exc", "inc")  # every window is whole
-    for tile in _tiles(axes, forward, last, _VECTOR_BYTES // ITEMSIZE[problem.dtype], finds and overlap):
-        step = axes[2].stride
-        x_apart, y_apart = (tile.columns * step, tile.columns) if forward else (tile.columns, tile.columns // step)
-        if last:
-            lanes_x = lanes_y = tile.lanes
-            most = _lanes(problem.c, widest, widest)
-            if tile.lanes not in (most, most // 2):
-                continue
-        else:
-            lanes_x = _lanes(problem.spatial[-1], x_apart, widest)
-            lanes_y = _lanes(problem.out_spatial[-1], y_apart, widest)
-        v = Variant(problem.op, mode, problem.dtype, last, lanes_x, lanes_y, axes, tile, 32)
-        cost = _cost(v)
-        if cost is not None:
-            found.append((cost, v))
-    return found
+    return match_tiles, (data, data, data, data, *integers)
 
 
 def _guess_us(problem: PoolProblem, cost: Cost, device: Gpu) -> float:
@@ -212,65 +193,6 @@ def _guess_us(problem: PoolProblem, cost: Cost, device: Gpu) -> float:
     issue_s = instructions / (per_clock * device.sms * device.clock_hz)
     move_s = 1.15 * problem.min_bytes / copy_bytes_per_s(device)
     return _LAUNCH_US + (max(issue_s, move_s) + 0.1 * min(issue_s, move_s)) * 1e6
-
-
-def _tiles(axes: tuple[Axis, Axis, Axis], forward: bool, last: bool, widest: int, overlap: bool) -> Iterator[Tile]:
-    """Every tile that is worth a thought; those of a gradient begin where a window does."""
-    depth, step_h, step_w = (1, 1, 1) if forward else (axis.stride for axis in axes)
-    for rows, reads_y in product((1, 2, 4), (False, True) if overlap else (False,)):
-        if last:
-            for columns, lanes in product((1, 2, 4), (1, 2, 4, 8)):
-                if lanes <= widest:
-                    yield Tile(depth, rows * step_h, columns * step_w, lanes, reads_y)
-        else:
-            for columns in (widest // 2, widest):
-                yield Tile(depth, rows * step_h, -(-columns // step_w) * step_w, 1, reads_y)
-
-
-def _lanes(extent: int, apart: int, most: int) -> int:
-    """Elements of a vector: a power of two that divides the extent of rows and the distance of tiles."""
-    lanes = 1
-    while 2 * lanes <= most and extent % (2 * lanes) == 0 and apart % (2 * lanes) == 0:
-        lanes *= 2
-    return lanes
-
-
-class Cost(NamedTuple):
-    """Of a tile: instructions an output, vectors that are loaded, outputs."""
-
-    instructions: float
-    loads: int
-    outputs: int
-
-
-def _cost(v: Variant) -> Cost | None:
-    """None where a tile has too much to load or to keep."""
-    reached = reaches if v.op == "pool_fwd" else covers
-    met = [sorted({position for _, position in reached(a, t)}) for a, t in zip(v.axes, v.tile.extents, strict=True)]
-    pairs = prod(len(reached(a, t)) for a, t in zip(v.axes, v.tile.extents, strict=True))
-    outputs = prod(v.tile.extents) * v.cell_lanes
-    if v.op == "pool_bwd" and v.is_max:
-        places = [taps_met(axis, windows) for axis, windows in zip(v.axes, met, strict=True)]
-        windows = prod(map(len, met))
-        loads = _vectors(v, places, v.lanes_x) + (1 + v.tile.reads_y) * _vectors(v, met, v.lanes_y)
-        kept, most_loads = outputs + 2 * windows * v.cell_lanes, _MOST_LOADS
-        if v.tile.reads_y:
-            work = 2 * windows * prod(axis.taps for axis in v.axes) + pairs
-        else:
-            folds = len(places[0]) * len(places[1]) * len(met[2]) * v.axes[2].taps
-            work = 4 * (folds + windows * v.axes[0].taps * v.axes[1].taps) + 3 * pairs
-    else:
-        kept, work, most_loads = outputs + len(met[2]) * v.cell_lanes, pairs, _MOST_LOADS // 2
-        loads = _vectors(v, met, v.lanes_x if v.op == "pool_fwd" else v.lanes_y)
-    if loads > most_loads or kept > _MOST_KEPT:
-        return None
-    return Cost((work * v.cell_lanes + 10 * loads + 60) / outputs, loads, outputs)
-
-
-def _vectors(v: Variant, places: Sequence[Collection[int]], lanes: int) -> int:
-    """Vectors that lie in a box of positions."""
-    columns = len(places[2]) if v.channels_last else len({column // lanes for column in places[2]})
-    return len(places[0]) * len(places[1]) * columns
 
 
 def _blocks(problem: PoolProblem, v: Variant) -> Blocks:
@@ -297,6 +219,28 @@ def _reads_once(problem: PoolProblem, v: Variant, device: Gpu) -> bool:
     return v.op == "pool_fwd" and apart and problem.operands[0].size_bytes <= 2 * device.l2_bytes
 
 
+def _has_pairs(v: Variant, device: Gpu) -> bool:
+    """Whether neighbouring channels are compared two at once, for which bfloat16 has instructions since 9.0."""
+    return v.tile.reads_y and v.may_pair and (v.dtype == "f16" or device.capability >= (9, 0))
+
+
+def _has_room(v: Variant, cost: Cost) -> bool:
+    """Whether a tile that reads y has many registers, and few blocks that wait at once."""
+    words = cost.words if v.pairs or not v.may_pair else 2 * cost.words
+    return v.tile.reads_y and (words > _FEW_WORDS or (not v.channels_last and words + cost.loads > _FEW_PLANAR))
+
+
+def _min_blocks(v: Variant, cost: Cost, device: Gpu) -> int:
+    """Blocks of a multiprocessor, which bound the registers of a thread."""
+    if cost.loads > _CROWDED and device.capability[0] != 9:
+        return 1
+    if v.tile.reads_y:
+        return 2 if v.ahead else 4
+    if (v.is_max and v.op == "pool_bwd") or cost.outputs > _FEW_OUTPUTS or cost.loads > _FEW_LOADS:
+        return 2
+    return 8 if cost.outputs <= _SMALL_OUTPUTS and cost.loads <= _SMALL_LOADS else 3
+
+
 class Window(LaunchedCandidate[Tile]):
     """Small windows, unrolled."""
 
@@ -312,34 +256,39 @@ class Window(LaunchedCandidate[Tile]):
             return Support(False, f"compute capability {device.capability}: no maximum that keeps NaN before 8.0")
         if prod(problem.window) > _MOST_TAPS:
             return Support(False, f"the window has {prod(problem.window)} elements, more than {_MOST_TAPS}")
-        if not _variants(problem):
+        if not variants(problem):
             return Support(False, f"a tile of windows {problem.window}, {problem.stride} apart, fits no registers")
         return YES
 
     def configs(self, problem: PoolProblem, device: Gpu) -> tuple[Tile, ...]:
-        every = sorted(_variants(problem), key=lambda each: _guess_us(problem, each[0], device))
-        return tuple(v.tile for _, v in every[:_CONFIGS])
+        every = sorted(variants(problem), key=lambda each: _guess_us(problem, each[0], device))
+        tiles = [v.tile for _, v in every]
+        reading, others = [tile for tile in tiles if tile.reads_y], [tile for tile in tiles if not tile.reads_y]
+        chosen = {*reading[:_CONFIGS], *others[: _CONFIGS_BESIDE if reading else _CONFIGS]}
+        return tuple(tile for tile in tiles if tile in chosen)
 
     def estimate(self, problem: PoolProblem, config: Tile, device: Gpu) -> float:
-        return _guess_us(problem, next(cost for cost, v in _variants(problem) if v.tile == config), device)
+        return _guess_us(problem, next(cost for cost, v in variants(problem) if v.tile == config), device)
 
     def launches(self, problem: PoolProblem, config: Tile, device: Gpu) -> list[Launch]:
-        cost, v = next(each for each in _variants(problem) if each[1].tile == config)
+        cost, v = next(each for each in variants(problem) if each[1].tile == config)
         b = _blocks(problem, v)
         tiles = problem.n * b.tiles_d * b.tiles_h * b.tiles_w
         threads = tiles if v.channels_last else tiles * problem.c
         integers = pool(problem, threads)
-        v = v._replace(bits=index_bits(problem, integers), once=_reads_once(problem, v, device))
+        v = v._replace(
+            bits=index_bits(problem, integers),
+            once=_reads_once(problem, v, device),
+            pairs=_has_pairs(v, device),
+        )
+        v = v._replace(ahead=_has_room(v, cost))
         boxes = problem.n * b.tiles_d * b.blocks_h * b.blocks_w * b.slabs
         last = len(problem.operands) - 1
         forward = self.op == "pool_fwd"
         finds = not forward and v.is_max
-        many = finds or cost.outputs > _FEW_OUTPUTS or cost.loads > _FEW_LOADS
-        small = cost.outputs <= _SMALL_OUTPUTS and cost.loads <= _SMALL_LOADS
-        min_blocks = 1 if cost.loads > _CROWDED and device.capability[0] != 9 else 2 if many else 8 if small else 3
         return [
             Launch(
-                source=Source(_kernel, v, _THREADS, min_blocks),
+                source=Source(_kernel, v, _THREADS, _min_blocks(v, cost, device)),
                 grid=(boxes if v.channels_last else ceil(threads / _THREADS), 1, 1),
                 pointers=(0, 1, 2, 3) if finds else (last - 1, last),
                 scalars="",

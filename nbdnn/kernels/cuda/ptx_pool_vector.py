@@ -20,6 +20,11 @@ def loaded(builder, where, wanted, dtype: str, lanes: int, otherwise: int = 0, *
     return widened(builder, dtype, parts)
 
 
+def loaded_pairs(builder, where, wanted, dtype: str, lanes: int, otherwise: int = 0, **how: bool) -> list:
+    """The same as words, each of two 16-bit elements."""
+    return load_parts(builder, where, wanted, dtype, lanes, fill=otherwise, **how)
+
+
 def joined(builder, is_max: bool, found, value):
     """Of two vectors, lane by lane: the sums, or the larger ones, NaN where one is."""
     if found is None:

@@ -19,17 +19,34 @@ def staged_bytes(size: int) -> int:
 
 
 @cache
-def staged(dtype: str, threads: int, anywhere: bool):
+def staged(dtype: str, threads: int, anywhere: bool, summed: bool = False):
     """Device functions (shared address, array, elements, bytes): the block's bytes of an array of so many elements to
     shared memory, asynchronously, and from there. Of the last block only those that there are. The first returns where
     they are in shared memory, whose address is a multiple of 16 bytes, as the array's is. anywhere: the bytes are not
-    such a multiple, so that blocks begin anywhere."""
+    such a multiple, so that blocks begin anywhere. summed: from shared memory come float32, as many bytes from the
+    beginning as elements of the array are, which are rounded."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, wide, word, itemsize = ptx.INTEGER[32], ptx.INTEGER[64], ptx.WORD, ITEMSIZE[dtype]
     copy, load, store = ptx_tile.COPY_ASYNC[COPY_BYTES], ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
-    pointed, of_copy = ptx_tile.pointer_to_shared(dtype), COPY_BYTES // itemsize
-    bits = itemsize.bit_length() - 1
+    of_copy, bits = COPY_BYTES // itemsize, itemsize.bit_length() - 1
+    if summed and dtype != "f32":
+        pack, single, narrow = ptx_tile.PACK[dtype], ptx_tile.float_of, ptx.NARROW[dtype]
+        pointed = ptx_tile.pointer_to_shared("f32")
+
+        @ptx.inline
+        def vector(shared, at):
+            here = word(shared + word(2 * at))
+            a, b, c, d = load(here)
+            e, f, g, h = load(word(here + word(COPY_BYTES)))
+            first, second = pack(single(a), single(b)), pack(single(c), single(d))
+            return first, second, pack(single(e), single(f)), pack(single(g), single(h))
+    else:
+        pointed, narrow = ptx_tile.pointer_to_shared(dtype), ptx.NARROW["f32"]  # as it is
+
+        @ptx.inline
+        def vector(shared, at):
+            return load(word(shared + word(at)))
 
     @ptx.inline
     def extent(elements, size):
@@ -57,15 +74,15 @@ def staged(dtype: str, threads: int, anywhere: bool):
         if at < lead:
             for i in range(1, of_copy):
                 if i * itemsize >= lead and i * itemsize < end:
-                    array[wide(first + i)] = held[i]
+                    array[wide(first + i)] = narrow(held[i])
             at = integer(at + threads * COPY_BYTES)
         while at + COPY_BYTES <= end:
-            store(array, wide(first + (at >> bits)), load(word(shared + word(at))))
+            store(array, wide(first + (at >> bits)), vector(shared, at))
             at = integer(at + threads * COPY_BYTES)
         if at < end:
             for i in range(of_copy - 1):
                 one = integer((at >> bits) + i)
                 if one * itemsize < end:
-                    array[wide(first + one)] = held[one]
+                    array[wide(first + one)] = narrow(held[one])
 
     return come, go
