@@ -164,15 +164,22 @@ def test_a_mean_far_from_zero_costs_nothing(last: bool) -> None:
     np.testing.assert_allclose(invstd.ravel(), 1 / np.sqrt(exact.var(axis=(0, 2, 3)) + 1e-5), rtol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(8, 2, 40, 40), (2, 3, 200, 200), (64, 32, 7, 7)], ids=str)
 @pytest.mark.parametrize("last", [False, True])
-def test_one_large_value_costs_the_others_nothing(last: bool) -> None:
-    x = draw(8, 2, 40, 40, dtype=np.float32)
-    x[0, :, 0, 0] = 1e4
-    x = channels_last(x) if last else x
-    gamma, beta = np.ones((1, 2, 1, 1), np.float32), np.zeros((1, 2, 1, 1), np.float32)
-    _, _, invstd = dnn_batch_normalization_train(x, gamma, beta, "spatial")
-    var = x.astype(np.float64).var(axis=(0, 2, 3))
-    np.testing.assert_allclose(invstd.ravel(), 1 / np.sqrt(var + 1e-4), rtol=1e-4)
+def test_one_large_value_costs_the_others_nothing(last: bool, shape: tuple[int, ...]) -> None:
+    channels = shape[1]
+    gamma, beta = np.ones((1, channels, 1, 1), np.float32), np.zeros((1, channels, 1, 1), np.float32)
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        x = rng.standard_normal(shape, np.float32)
+        x[0, :, 0, 0] = 1e4  # what sums might begin with
+        x[-1, 0, rng.integers(shape[2]), rng.integers(shape[3])] = -1e4
+        x = channels_last(x) if last else x
+        _, mean, invstd = dnn_batch_normalization_train(x, gamma, beta, "spatial")
+        exact = x.astype(np.float64)
+        std = np.sqrt(exact.var(axis=(0, 2, 3)) + 1e-4)
+        np.testing.assert_allclose(invstd.ravel(), 1 / std, rtol=2e-5, err_msg=f"seed {seed}")
+        np.testing.assert_allclose(mean.ravel() / std, exact.mean(axis=(0, 2, 3)) / std, atol=2e-5)
 
 
 def test_special_values() -> None:
@@ -236,6 +243,13 @@ def test_torch_arrays_give_torch_arrays() -> None:
     np.testing.assert_allclose(y.numpy(), normalised(x, gamma, beta, "spatial", 1e-4), atol=1e-12)
 
 
+def test_a_number_is_one_of_any_library() -> None:
+    x, (gamma, beta) = draw(4, 3, 5, 5), params((4, 3, 5, 5), "spatial", "gamma", "beta")
+    expected = dnn_batch_normalization_train(x, gamma, beta, "spatial", 0.25)[0]
+    for epsilon in (np.float32(0.25), np.array(0.25)):
+        np.testing.assert_array_equal(dnn_batch_normalization_train(x, gamma, beta, "spatial", epsilon)[0], expected)
+
+
 def test_few_channels_are_shared_by_threads() -> None:
     x, (gamma, beta) = draw(3, 1, 90, 100, dtype=np.float32), params((1, 1, 1, 1), "spatial", "gamma", "beta")
     y, *_ = dnn_batch_normalization_train(x, gamma.astype(np.float32), beta.astype(np.float32), "spatial")
@@ -249,7 +263,15 @@ X, G = np.zeros((4, 3, 5, 5), np.float32), np.ones((1, 3, 1, 1), np.float32)
     ("call", "error", "text"),
     [
         (lambda: dnn_batch_normalization_train(X, G, G, "spatial", 9e-6), InvalidProblem, "epsilon is 9e-06"),
+        (lambda: dnn_batch_normalization_train(X, G, G, "spatial", None), InvalidType, "epsilon is None, expected a"),
+        (lambda: dnn_batch_normalization_test(X, G, G, G, G, "spatial", 1j), InvalidType, "epsilon is 1j, expected a"),
+        (
+            lambda: dnn_batch_normalization_train(X, G, G, "spatial", 1e-4, "a"),
+            InvalidType,
+            "running_average_factor is 'a', expected a number",
+        ),
         (lambda: dnn_batch_normalization_train(X, G, G, "space"), InvalidProblem, "mode 'space' is not one of"),
+        (lambda: dnn_batch_normalization_train(X, G, G, ["spatial"]), InvalidProblem, r"mode \['spatial'\] is not one"),
         (
             lambda: dnn_batch_normalization_train(X, G, G, "spatial", running_mean=G),
             InvalidProblem,
@@ -306,7 +328,7 @@ X, G = np.zeros((4, 3, 5, 5), np.float32), np.ones((1, 3, 1, 1), np.float32)
         ),
         (lambda: dnn_batch_normalization_train(X[:, :, :0], G, G, "spatial"), InvalidProblem, "spatial extent is 0"),
     ],
-    ids=range(17),
+    ids=range(21),
 )
 def test_errors_name_what_is_wrong(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

@@ -23,6 +23,9 @@ from nbdnn.problem_bn import BnProblem
 
 REASSOCIATED = FASTMATH | {"reassoc"}
 REAL = {"f32": float32, "f64": float64}
+# Of the sum of squared differences from a pivot, what its distance from the mean may be. Beyond, the variance has lost
+# more than 6 of 24 binary digits, and the mean is the next pivot: a first element is rarely so far from all others.
+_MOST_OF_PIVOT = 1 - 1 / 64
 
 
 class Variant(NamedTuple):
@@ -47,6 +50,12 @@ class Variant(NamedTuple):
 def variant(problem: BnProblem, vl: int) -> Variant:
     places = tuple(problem.places.items())
     return Variant(problem.op, problem.dtype, problem.param_dtype, problem.running, vl, places)
+
+
+@njit(**DEVICE)
+def is_far(n, total, squares):
+    """Whether n differences from a pivot, of which the sum and the sum of squares are given, say that it is too far."""
+    return total * total > _MOST_OF_PIVOT * n * squares
 
 
 @cache

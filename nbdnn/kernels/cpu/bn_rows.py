@@ -6,8 +6,8 @@
     scale    as the first
 
 Traffic: x (and dy) twice, what comes out once; of a batch that fits the last-level cache once. For sums 16-bit data are
-widened into a worker's scratch. Within a part sums are of the compute type, of differences from the part's first line;
-parts are merged in float64. Source: own.
+widened into a worker's scratch. Within a part sums are of the compute type, of differences from the part's first line,
+or where one of its columns is far from the others' from their means; parts are merged in float64. Source: own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numba import float64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.bn_channel import REAL, Variant, finish, merge, variant
+from nbdnn.kernels.cpu.bn_channel import REAL, Variant, finish, is_far, merge, variant
 from nbdnn.kernels.cpu.bn_vector import scale_row
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us, streams
@@ -140,12 +140,9 @@ def _sums_task(v: Variant, together: int, streams: bool):
                 widen_row(wide_dy + k * row_bytes, dy + k * step, n)
         return scratch, wide_dy, row_bytes
 
-    def sums_of_part(args, ctx, index, worker):
-        pointers, given, f = i64(args), args_at(args), at(ctx)
-        part, first, last, column, n = part_of(ctx, index)
-        sums = f.scratch + worker * f.scratch_bytes
+    @njit(**DEVICE)
+    def add_part(sums, pointers, f, first, last, column, n):
         scratch = sums + 3 * row_bytes
-        start_sums(sums, pointers, given, f, first, column, n)
         step, line = f.width * itemsize, first
         full = min(last, f.lines - 1)
         while together > 1 and line + together <= full:
@@ -164,12 +161,39 @@ def _sums_task(v: Variant, together: int, streams: bool):
                 x, dy, _ = opened(pointers, start, step, 1, there, scratch)
                 add_line(sums, x, dy, there)
             line += 1
+
+    @njit(**DEVICE)
+    def count_of(f, first, last, column):
+        """Elements of a column, at least 1: the last line may be short."""
+        return max(last - first - (last == f.lines and column >= f.tail), 1)
+
+    @njit(**DEVICE)
+    def mended(sums, f, first, last, column, n):
+        """Whether pivots were too far from what they were subtracted from: they are the means then, and the sums 0."""
+        pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
+        far, count, tail = 0, real(last - first), f.tail if last == f.lines else f.width
+        for j in range(n):
+            far |= is_far(count - real(column + j >= tail), total[j], second[j])
+        if far:
+            for j in range(n):
+                pivot[j] += real(total[j] / count_of(f, first, last, column + j))
+                total[j], second[j] = real(0.0), real(0.0)
+        return far
+
+    def sums_of_part(args, ctx, index, worker):
+        pointers, given, f = i64(args), args_at(args), at(ctx)
+        part, first, last, column, n = part_of(ctx, index)
+        sums = f.scratch + worker * f.scratch_bytes
+        start_sums(sums, pointers, given, f, first, column, n)
+        for attempt in range(2):
+            add_part(sums, pointers, f, first, last, column, n)
+            if attempt or not (is_train and mended(sums, f, first, last, column, n)):
+                break
         pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
         a, b = f64(f.sums + 16 * part * f.width), f64(f.sums + 16 * part * f.width + 8 * f.width)
         for j in range(n):
             if is_train:
-                count = float64(last - first - (last == f.lines and column + j >= f.tail))
-                mean = float64(total[j]) / max(count, 1.0)
+                mean = float64(total[j]) / count_of(f, first, last, column + j)
                 a[column + j] = float64(pivot[j]) + mean
                 b[column + j] = float64(second[j]) - mean * float64(total[j])
             else:
