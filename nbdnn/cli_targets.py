@@ -1,14 +1,15 @@
-"""What a command works on: workloads, problem texts and files of them, and the flags that the command line sets."""
+"""What a command works on: workloads, models, problem texts and files of them, and the flags that arguments set."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdnn import config, driver
+from nbdnn import config, driver, workload_onnx
 from nbdnn.device import Device, cpu_device, gpu
 from nbdnn.errors import CudaError, InvalidProblem
 from nbdnn.problem import FAMILIES, ITEMSIZE, OPS, Problem, parse
@@ -24,11 +25,18 @@ def add_targets(parser: argparse.ArgumentParser) -> None:
         "target",
         nargs="+",
         metavar="TARGET",
-        help=f"a workload ({', '.join(WORKLOADS)}), a problem text, or a file of them, one a line, # for comments",
+        help=f"a workload ({', '.join(WORKLOADS)}), a model (.onnx), a problem text, or a file of them, one a line, "
+        "# for comments",
     )
-    of_workloads = parser.add_argument_group("workloads")
-    of_workloads.add_argument("--batch", type=positive, default=1, metavar="N", help="images (default 1)")
-    of_workloads.add_argument("--dtype", choices=tuple(ITEMSIZE), default="f32", help="of every operand (default f32)")
+    of_workloads = parser.add_argument_group("workloads and models")
+    of_workloads.add_argument(
+        "--batch", type=positive, metavar="N", help="images (default: what a model says, where it says nothing 1)"
+    )
+    of_workloads.add_argument(
+        "--dtype",
+        choices=tuple(ITEMSIZE),
+        help="of every operand (default: that of a model's nodes, of a workload f32)",
+    )
     of_workloads.add_argument(
         "--layout", choices=("nchw", "nhwc"), default="nchw", help="channels first or last (default nchw)"
     )
@@ -107,12 +115,21 @@ def _matches(layer: Layer, wanted: str) -> bool:
 
 def _resolve(target: str, args: argparse.Namespace) -> list[Layer]:
     if target in WORKLOADS:
-        return workload(target, args.batch, args.dtype, args.layout, train=args.train)
+        return workload(target, args.batch or 1, args.dtype or "f32", args.layout, train=args.train)
     if target.partition(":")[0] in OPS:
         return [Layer(parse(target), "", 1)]
     if Path(target).is_file():
-        return _read(Path(target))
+        return _model(Path(target), args) if target.endswith(workload_onnx.SUFFIX) else _read(Path(target))
     raise InvalidProblem(f"{target!r} is not a workload ({', '.join(WORKLOADS)}), a problem text or a file")
+
+
+def _model(path: Path, args: argparse.Namespace) -> list[Layer]:
+    """The layers of an ONNX model; a line on stderr says what of it is none."""
+    found, skipped = workload_onnx.read(path, args.batch, args.dtype, args.layout, train=args.train)
+    if skipped:
+        nodes = f"{skipped.total()} node{'s' * (skipped.total() > 1)}"
+        print(f"nbdnn: {path}: {nodes} skipped: {workload_onnx.listed(skipped)}", file=sys.stderr)
+    return found
 
 
 def problems(path: Path) -> Iterator[Problem]:

@@ -16,6 +16,7 @@ from nbdnn.problem_bn import BnProblem
 from nbdnn.problem_conv import ConvProblem
 from nbdnn.problem_dropout import DropoutProblem
 from nbdnn.problem_pool import PoolProblem
+from nbdnn.problem_rnn import RnnProblem
 from nbdnn.problem_softmax import SoftmaxProblem
 
 
@@ -52,8 +53,11 @@ def network(name: str, batch: int = 1, dtype: str = "f32", layout: str = "nchw",
         raise InvalidProblem(f"workload {name!r} is not one of {', '.join(WORKLOADS)}")
     net = _Net(batch, dtype, layout, train)
     forward = [Layer(problem, layer, 1) for layer, problem in _NETWORKS[name](net)]
-    if not train:
-        return forward
+    return with_gradients(forward) if train else forward
+
+
+def with_gradients(forward: list[Layer]) -> list[Layer]:
+    """The layers of a network, then the gradients of each, from the last to the first."""
     return forward + [gradient for layer in reversed(forward) for gradient in _gradients(layer, layer is forward[0])]
 
 
@@ -75,8 +79,15 @@ def _gradients(layer: Layer, is_first: bool) -> list[Layer]:
         return [Layer(problem.with_op(op), f"{layer.name}.{op.removeprefix('conv_')}", 1) for op in ops]
     if isinstance(problem, BnProblem):
         return [Layer(replace(problem, op="bn_bwd", running=False), f"{layer.name}.bwd", 1)]
+    if isinstance(problem, RnnProblem):
+        return [Layer(replace(problem, op="rnn_bwd", training=False), f"{layer.name}.bwd", 1)]
     assert isinstance(problem, PoolProblem | SoftmaxProblem | DropoutProblem)
     return [Layer(replace(problem, op=problem.op.replace("fwd", "bwd")), f"{layer.name}.bwd", 1)]
+
+
+def layout_of(layout: str, ndim: int) -> str:
+    """'nchw' or 'nhwc', for images of three spatial axes 'ncdhw' or 'ndhwc'."""
+    return {"nchw": "ncdhw", "nhwc": "ndhwc"}.get(layout, layout) if ndim == 3 else layout
 
 
 @dataclass(frozen=True)
@@ -112,16 +123,13 @@ class _Net:
             stride=(stride,) * ndim,
             dilation=(1,) * ndim,
             groups=groups,
-            layout=self._layout(ndim),
+            layout=layout_of(self.layout, ndim),
         )
-
-    def _layout(self, ndim: int) -> str:
-        return {"nchw": "ncdhw", "nhwc": "ndhwc"}.get(self.layout, self.layout) if ndim == 3 else self.layout
 
     def norm(self, c: int, spatial: tuple[int, ...]) -> BnProblem:
         """Parameters of 16-bit data are float32; training updates the running averages."""
         op, params = "bn_train" if self.train else "bn_infer", DEFAULT_COMPUTE[self.dtype]
-        layout = self._layout(len(spatial))
+        layout = layout_of(self.layout, len(spatial))
         return BnProblem(op, self.dtype, self.batch, c, spatial, "spatial", layout, params, running=self.train)
 
     def pool(self, c: int, side: int, extent: int, stride: int, mode: str = "max", pad: int = 0) -> PoolProblem:
@@ -136,7 +144,7 @@ class _Net:
 
     def softmax(self, c: int, spatial: tuple[int, ...] = (1, 1)) -> SoftmaxProblem:
         """Over the classes; a loss takes its logarithm."""
-        algorithm, layout = "log" if self.train else "accurate", self._layout(len(spatial))
+        algorithm, layout = "log" if self.train else "accurate", layout_of(self.layout, len(spatial))
         return SoftmaxProblem("softmax_fwd", self.dtype, self.batch, c, spatial, algorithm, "channel", layout)
 
     def dropout(self, c: int) -> Iterator[DropoutProblem]:
