@@ -42,6 +42,12 @@ _MORE = (
     "n1c5d4h6w5:t4r1s2:p0x0x1:u1x2x1",  # nothing alike on three axes
     "n2c6d4h9w8:t1r3s2:p0x1x0:u1x2x2",  # every depth by itself
     "n1c7d5h3w6:t3r1s1:p1x0x0:u2x1x1",  # depths only
+    "n1c8d4h6w6:t1r3s3:p1x1x1:u1x1x1",  # every depth by itself, behind windows wholly in the padding
+    "n2c3d3h4w7:t1r1s1:p1x0x0:u1x1x1",  # one element a window, whole planes of them in the padding
+    "n1c5h6w7:r1s1:p2x1:u1x1",  # the same over two axes
+    "n1c4d5h7w9:t1r2s3:p2x0x1:u3x1x2",  # depths that no window reaches, of windows that begin in the padding
+    "n2c6h9w8:r2s3:p0x2:u1x5",  # stride beyond the window on one axis only, overlap on the other
+    "n1c9h5w6:r2s2:p1x0:u40x3",  # one row of windows, whose stride is beyond the image
 )
 _LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}
 

@@ -35,9 +35,9 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
         raise InvalidType(f"img has {len(shape)} axes, expected 4 or 5")
     window, dtype = _axes("ws", ws, ndim), common_dtype([each.dtype for each in given])
     last = next((each.layout for each in given if each.layout is not None), False)
-    mode = _AVERAGE.get(mode, mode)
-    if mode not in MODES:
+    if mode not in (*MODES, *_AVERAGE):
         raise InvalidProblem(f"mode {mode!r} is not one of {', '.join((*MODES, *_AVERAGE))}")
+    mode = _AVERAGE.get(mode, mode)
     axes = _axes("pad", 0 if pad is None else pad, ndim), _axes("stride", 1 if stride is None else stride, ndim)
     problem = PoolProblem(op, dtype, shape[0], shape[1], shape[2:], window, *axes, mode, LAYOUTS[ndim][last])
     for place in range(1, len(names)):

@@ -28,9 +28,11 @@ from nbdnn.problem import (
     DEFAULT_COMPUTE,
     DIM_NAMES,
     ITEMSIZE,
+    LARGEST_STEP,
     Operand,
     Problem,
     check_fields,
+    check_numbers,
     dense_strides,
     named,
 )
@@ -68,9 +70,7 @@ class PoolProblem(Problem):
         for name, smallest, axes in (("window", 1, self.window), ("pad", 0, self.pad), ("stride", 1, self.stride)):
             if len(axes) != len(self.spatial):
                 raise InvalidProblem(f"{name} has {len(axes)} axes, the image has {len(self.spatial)} spatial axes")
-            for value in axes:
-                if value < smallest:
-                    raise InvalidProblem(f"{name} is {value}, it must be at least {smallest}")
+            check_numbers(name, axes, smallest, LARGEST_STEP)
         for axis, extent in enumerate(self.out_spatial):
             if extent < 1:
                 raise InvalidProblem(

@@ -21,6 +21,7 @@ from nbdnn.candidate import NoConfig
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cpu import pool_max_channels, pool_max_planes
+from nbdnn.kernels.cpu.pool_axes import axes_of
 from nbdnn.problem import FAMILIES, parse
 from nbdnn.problem_pool import MODES
 
@@ -229,6 +230,8 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
         (lambda x: dnn_pool_grad(x, x, x, 2), InvalidProblem, r"out has shape .*, expected \(2, 3, 3, 4\)"),
         (lambda x: dnn_pool_grad(x, x, x, 1, dx=x), InvalidProblem, "dx overlaps img"),
         (lambda x: dnn_pool(x, 1, policy="pool_fwd/cpu/none"), InvalidProblem, "pool_fwd/cpu/rows"),
+        (lambda x: dnn_pool(x, 1, 2**63), InvalidProblem, f"stride is {2**63}, it must be at most 2147483647"),
+        (lambda x: dnn_pool(x, 1, mode=["max"]), InvalidProblem, r"mode \['max'\] is not one of max, "),
     ],
 )
 def test_errors_name_what_is_wrong(call: Any, error: type, match: str) -> None:
@@ -356,6 +359,15 @@ def test_gradients_in_blocks_of_one_row(narrow: tuple[str, int], device: Cpu, mo
     for problem in edges("pool_bwd", "cpu"):
         if problem.dtype == "f32" and problem.is_max:
             check(registry.candidate("pool_bwd/cpu/rows"), problem, NoConfig(), narrower)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_a_stride_beyond_the_image_is_one_that_reaches_its_end(layout: str) -> None:
+    """Of what is kept for a stride's phases there would be as much more."""
+    far, near = (
+        axes_of(parse(f"pool_bwd:f32:n1c1h8w8:r3s8:p1x0:{steps}:max:{layout}")) for steps in ("u4000x4000", "u8x8")
+    )
+    assert far == near
 
 
 @pytest.mark.parametrize(("vector_bytes", "more_threads"), [(32, 1), (64, 64)], ids=["shorter vectors", "few planes"])

@@ -16,7 +16,7 @@ document processing" (2006).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import ceil, prod
@@ -137,11 +137,19 @@ def _lower_program(lowerings: Sequence[tuple[Lowering, int]], first: int, rows: 
     return Program([phase for phase, _ in parts], [table for _, tables in parts for table in tables])
 
 
-def _strips(total_rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """(first row, rows) of each strip."""
-    strips = ceil(total_rows / max(1, _STRIP_BYTES // max(1, row_bytes)))
-    rows = ceil(total_rows / strips)
-    return [(first, min(rows, total_rows - first)) for first in range(0, total_rows, rows)]
+class _Strips:
+    """(first row, rows) of each strip, not made before they are asked for: an estimate wants their number alone."""
+
+    def __init__(self, total_rows: int, row_bytes: int) -> None:
+        strips = ceil(total_rows / max(1, _STRIP_BYTES // max(1, row_bytes)))
+        self.total_rows, self.rows = total_rows, ceil(total_rows / strips)
+
+    def __len__(self) -> int:
+        return ceil(self.total_rows / self.rows)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for first in range(0, self.total_rows, self.rows):
+            yield first, min(self.rows, self.total_rows - first)
 
 
 def _round_up(size_bytes: int) -> int:
@@ -163,12 +171,12 @@ class _GatherProduct:
         ]
         self._in_place = bool(in_order) and problem.dtype == compute
         out_row_bytes = geo.groups * geo.c_out * gather.w.count * ITEMSIZE[compute]
-        self._strips = _strips(geo.n * gather.d.count * gather.h.count, self._low.row_bytes + out_row_bytes)
-        _, rows = self._strips[0]
+        self._strips = _Strips(geo.n * gather.d.count * gather.h.count, self._low.row_bytes + out_row_bytes)
+        rows = self._strips.rows
         self._low_offset = 0 if self._in_place else _round_up(prod(self._w_shape) * ITEMSIZE[compute])
         self._out_offset = self._low_offset + _round_up(rows * self._low.row_bytes)
         self.workspace_bytes = self._out_offset + _round_up(rows * out_row_bytes)
-        self.strips, self.lowered_bytes = len(self._strips), sum(self._strips[-1]) * self._low.row_bytes
+        self.strips, self.lowered_bytes = len(self._strips), self._strips.total_rows * self._low.row_bytes
 
     def runner(self, device: Cpu) -> Runner:
         pack = self._pack_program(device)
@@ -248,8 +256,8 @@ class _FilterProduct:
         pixels = Gather(*(Axis(((0, 0),), 1, axis.count, 0, 1, axis.count) for axis in gather))
         self._x = Lowering.of(problem.dtype, 0, geo.n, geo.groups, geo.c_in, geo.in_strides, gather)
         self._dy = Lowering.of(problem.dtype, 1, geo.n, geo.groups, geo.c_out, geo.out_strides, pixels)
-        self._strips = _strips(geo.n * gather.d.count * gather.h.count, self._x.row_bytes + self._dy.row_bytes)
-        _, rows = self._strips[0]
+        self._strips = _Strips(geo.n * gather.d.count * gather.h.count, self._x.row_bytes + self._dy.row_bytes)
+        rows = self._strips.rows
         self._shape = (geo.groups, geo.c_out, self._x.k_len)
         sum_bytes = _round_up(prod(self._shape) * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]])
         self._dy_offset = _round_up(rows * self._x.row_bytes)
@@ -257,7 +265,7 @@ class _FilterProduct:
         self._part_offset = self._sum_offset + sum_bytes
         self.workspace_bytes = self._part_offset + (sum_bytes if len(self._strips) > 1 else 0)
         self.strips = len(self._strips)
-        self.lowered_bytes = sum(self._strips[-1]) * (self._x.row_bytes + self._dy.row_bytes)
+        self.lowered_bytes = self._strips.total_rows * (self._x.row_bytes + self._dy.row_bytes)
 
     def runner(self, device: Cpu) -> Runner:
         lowerings = [(self._x, 0), (self._dy, self._dy_offset)]

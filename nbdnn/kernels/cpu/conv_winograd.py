@@ -303,13 +303,12 @@ class Winograd(Candidate[NoConfig, Cpu]):
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         made = self._plan(problem, device)
         geo, vl = made.geo, device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        chunks, xis = made.chunks, made.tile.products**2
-        tiles = geo.groups * sum(chunk.tiles for chunk in chunks)
+        xis, tiles = made.tile.products**2, geo.groups * made.tiles_of(made.all_strips)
         fmas = tiles * xis * made.k_len * ceil(geo.c_out / vl)
         side_ns = geo.groups * geo.c_out * made.k_len * len(made.tile.matrices.filter) ** 2 * _FILTER_NS
         side_ns += tiles * xis * (made.k_len * _INPUT_NS + geo.c_out * _OUTPUT_NS)
-        tasks = geo.groups * made.panels * ceil(chunks[0].tiles / made.group_tiles) if chunks else 1
-        return kernel_us(device, fmas, side_ns, tasks, 1 + 2 * len(chunks))
+        tasks = max(1, geo.groups * made.panels * ceil(made.tiles_of(made.chunk_strips) / made.group_tiles))
+        return kernel_us(device, fmas, side_ns, tasks, 1 + 2 * made.chunk_count)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         made, vl = self._plan(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])

@@ -19,6 +19,11 @@ class Axes(NamedTuple):
     step: tuple[int, ...]
     pad: tuple[int, ...]
 
+    @property
+    def is_deep(self) -> bool:
+        """Whether windows have an axis of depths: else window d is of depth d alone."""
+        return (self.taps[0], self.step[0], self.pad[0]) != (1, 1, 0)
+
     def fields(self) -> dict[str, int]:
         """As fields of a record, such as in_h and out_w."""
         named = ("in", self.extent), ("out", self.out), ("taps", self.taps), ("step", self.step), ("pad", self.pad)
@@ -28,7 +33,8 @@ class Axes(NamedTuple):
 def axes_of(problem: PoolProblem) -> Axes:
     """With rows that windows take as a whole made one: a global pooling of planes is one window of one long row."""
     extents, windows = (spatial3(problem.spatial), spatial3(problem.out_spatial)), spatial3(problem.window)
-    axes = Axes(*extents, windows, spatial3(problem.stride), spatial3(problem.pad, 0))
+    pads = spatial3(problem.pad, 0)
+    axes = Axes(*extents, windows, _steps(spatial3(problem.stride), extents[0], windows, pads), pads)
     while not problem.channels_last and axes.extent[1] > 1 and axes.taps[2] == axes.extent[2] <= _LONG_ROW:
         if axes.pad[2]:
             break
@@ -41,6 +47,15 @@ def axes_of(problem: PoolProblem) -> Axes:
             (0, axes.pad[0], axes.pad[1] * width),
         )
     return axes
+
+
+def _steps(
+    strides: tuple[int, ...], extents: tuple[int, ...], windows: tuple[int, ...], pads: tuple[int, ...]
+) -> tuple[int, ...]:  # fmt: skip
+    """The strides, of which those beyond the padded image are the least that leave one window of it: kernels take time
+    and memory in proportion."""
+    axes = zip(strides, extents, windows, pads, strict=True)
+    return tuple(min(step, max(taps, extent + 2 * pad - taps + 1)) for step, extent, taps, pad in axes)
 
 
 def whole_lines(size_bytes: int) -> int:

@@ -226,15 +226,11 @@ class _Block:
         return d, h
 
     @property
-    def is_deep(self) -> bool:
-        return self.axes.taps[0] * self.axes.step[0] > 1
-
-    @property
     def parts(self) -> tuple[int, ...]:
         """Bytes of each of `_KEPT`."""
         (rows_d, rows_h), (windows_d, windows_h) = self.rows, self.windows
         along, across = rows_d * rows_h, rows_d * windows_h
-        deep = self.is_deep
+        deep = self.axes.is_deep
         lines = along, across if deep else 1, deep, along, across, windows_d * windows_h * deep, windows_h * deep, 1
         return tuple(n * self.line_bytes for n in lines)
 
@@ -271,7 +267,7 @@ def max_of_channels(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         **{f"offsets_{axis}": table.ctypes.data for axis, table in zip("dhw", offsets, strict=True)},
         channels=problem.c,
         covering=columns.ctypes.data,
-        is_deep=block.is_deep,
+        is_deep=axes.is_deep,
         blocks_d=blocks_d,
         blocks_h=blocks_h,
         block_d=depths,

@@ -225,11 +225,11 @@ def _plane_bytes(axes: Axes) -> int:
 
 def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     """The runner of a gradient of planes whose windows are short."""
-    is_deep, planes, wanted = axes.taps[0] * axes.step[0] > 1, problem.n * problem.c, device.threads * _TASKS_PER_THREAD
+    planes, wanted = problem.n * problem.c, device.threads * _TASKS_PER_THREAD
     vl, widest = device.lanes(problem.compute), max(axes.out[2], ceil(axes.extent[2] / axes.step[2]))
     while vl > _LEAST_LANES and widest <= vl // 2:
         vl //= 2
-    row = Row(problem.dtype, vl, axes.taps[2], axes.step[2], axes.pad[2], is_deep)
+    row = Row(problem.dtype, vl, axes.taps[2], axes.step[2], axes.pad[2], axes.is_deep)
     taps, past_caches = axes.taps[:2], streams(problem, device)
     most_d, most_h = ((taps - 1) // step + 1 for taps, step in zip(axes.taps[:2], axes.step[:2], strict=True))
     windows, lines = planes * axes.out[0] * axes.out[1], planes * axes.extent[0] * axes.extent[1]

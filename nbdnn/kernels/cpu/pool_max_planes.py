@@ -304,17 +304,13 @@ class _Block:
         return whole_lines(((reach_d * self.lines[1] + reach_h) * self.pitch + reach_w) * self.size)
 
     @property
-    def is_deep(self) -> bool:
-        return self.axes.taps[0] * self.axes.step[0] > 1
-
-    @property
     def parts(self) -> tuple[int, ...]:
         """Bytes of each of `_KEPT`."""
         (step_d, step_h, step_w), phase = self.axes.step, self.phase_bytes
         windows, line = self.guard_bytes + phase, whole_lines((self.axes.extent[2] + self.vl) * self.size)
         found = step_d * step_h * phase, step_d * phase
-        dy = windows, windows * self.is_deep, windows
-        return (step_w * phase, *found, *found, phase * self.is_deep, *dy, step_w * phase, line)
+        dy = windows, windows * self.axes.is_deep, windows
+        return (step_w * phase, *found, *found, phase * self.axes.is_deep, *dy, step_w * phase, line)
 
     @property
     def offsets(self) -> list[np.ndarray]:
@@ -348,7 +344,7 @@ def max_of_planes(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         **axes.fields(),
         **kept,
         **{f"offsets_{axis}": table.ctypes.data for axis, table in zip("dhw", offsets, strict=True)},
-        is_deep=block.is_deep,
+        is_deep=axes.is_deep,
         blocks_d=block.blocks[0],
         blocks_h=block.blocks[1],
         block_d=depths,

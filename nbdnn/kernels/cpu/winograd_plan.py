@@ -110,8 +110,21 @@ class Plan:
         return ceil(self.tile_rows / self.strip_rows)
 
     @property
+    def all_strips(self) -> int:
+        """Of all images."""
+        return self.geo.n * self.lowering.d.count * self.strips
+
+    @property
+    def chunk_count(self) -> int:
+        return ceil(self.all_strips / self.chunk_strips)
+
+    def tiles_of(self, strips: int) -> int:
+        """Of the first strips, as far as there are so many."""
+        return self._first_tile(min(strips, self.all_strips))
+
+    @property
     def chunks(self) -> list[Chunk]:
-        total = self.geo.n * self.lowering.d.count * self.strips
+        total = self.all_strips
         firsts = range(0, total, self.chunk_strips)
         tiles = [self._first_tile(first) for first in (*firsts, total)]
         return [
