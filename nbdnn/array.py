@@ -65,9 +65,17 @@ class View(NamedTuple):
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether one byte is surely several elements, as in a broadcast array."""
-        broadcast = any(stride == 0 and extent > 1 for extent, stride in zip(self.shape, self.strides, strict=True))
-        return broadcast and 0 not in self.shape
+        """Whether a byte may be of several elements, as in a broadcast array: a stride is less than what the smaller
+        ones span. No part of a dense array has such, be it turned or transposed."""
+        reach = ANY_ITEMSIZE[self.dtype]
+        steps = sorted(
+            (abs(step), extent - 1) for extent, step in zip(self.shape, self.strides, strict=True) if extent > 1
+        )
+        for step, more in steps if 0 not in self.shape else ():
+            if step < reach:
+                return True
+            reach += step * more
+        return False
 
     def is_dense(self, channels_last: bool) -> bool:
         """Whether the array is dense in that layout. One with extents of 1 may be so in both."""
@@ -228,15 +236,31 @@ _NUMPY = NumPy()
 _LIBRARIES: dict[type, Library] = {np.ndarray: _NUMPY}
 
 
+class UnknownDtype(InvalidType):
+    """A dtype that nbdnn has no use for, as its library calls it."""
+
+    def __init__(self, given: object) -> None:
+        super().__init__(_unexpected(given, tuple(ITEMSIZE)))
+        self.given = given
+
+
 def dtype_named(name: str, given: object = None) -> str:
-    """The dtype, such as 'f32', that libraries call `name`; InvalidType for one that nbdnn has no use for."""
+    """The dtype, such as 'f32', that libraries call `name`."""
     if name not in _BY_NAME:
-        raise InvalidType(_unexpected(given or name, tuple(ITEMSIZE)))
+        raise UnknownDtype(given or name)
+    return _BY_NAME[name]
+
+
+def float_named(name: str) -> str:
+    """The same of a dtype that is computed on."""
+    if _BY_NAME.get(name) not in ITEMSIZE:
+        raise UnknownDtype(name)
     return _BY_NAME[name]
 
 
 def _unexpected(given: object, dtypes: tuple[str, ...]) -> str:
-    return f"dtype {given} is not one of {', '.join(DTYPE_NAMES[dtype] for dtype in dtypes)}"
+    valid = ", ".join(DTYPE_NAMES[dtype] for dtype in dtypes)
+    return f"dtype {given} is not {'one of ' if len(dtypes) > 1 else ''}{valid}"
 
 
 def library_of(array: Any) -> Library:
@@ -253,6 +277,8 @@ def view(array: Any, name: str, dtypes: tuple[str, ...] = tuple(ITEMSIZE)) -> Vi
     """What `array` is; InvalidType names it where its dtype is none of `dtypes`."""
     try:
         seen = library_of(array).view(array)
+    except UnknownDtype as error:
+        raise InvalidType(f"{name}: {_unexpected(error.given, dtypes)}") from None
     except InvalidType as error:
         raise InvalidType(f"{name}: {error}") from None
     if seen.dtype not in dtypes:

@@ -145,7 +145,9 @@ class Torch(Library):
 
 
 def _not_dense(tensor: Any, error: RuntimeError) -> InvalidType:
-    """Why a tensor has no address or no strides: a sparse one has neither."""
+    """Why a tensor has no address or no strides: a sparse one has neither, one that is traced no address."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return InvalidType("a tensor without values: nbdnn functions cannot be called inside torch.vmap or torch.func")
     return InvalidType(f"a {tensor.layout} tensor: it must be dense ({error})")
 
 

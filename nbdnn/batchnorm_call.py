@@ -36,11 +36,13 @@ _RANKS = 2, 6
 _MOST_SPATIAL = 3
 
 
-def compute(arguments: tuple, arrays: Sequence[Any], out: Any, scalars: tuple[float, float], stream: Any = None) -> Any:
+def compute(arguments: tuple, arrays: Sequence[Any], out: Any, scalars: tuple[Any, Any], stream: Any = None) -> Any:
     """The results of a call. arguments: op, mode and `call_setup.Options`. arrays: its inputs, None where absent. out:
     what the caller gave; a tuple where there are several results. scalars: epsilon, factor of the running averages."""
     op = arguments[0]
     epsilon, factor = scalars
+    if type(epsilon) is not float or type(factor) is not float:
+        epsilon, factor = call_setup.number("epsilon", epsilon), call_setup.number("running_average_factor", factor)
     if not epsilon >= _LEAST_EPSILON:
         raise InvalidProblem(f"epsilon is {epsilon}, it must be at least {_LEAST_EPSILON}")
     names = _OUTPUTS[op]
@@ -56,7 +58,7 @@ def _names(arguments: tuple) -> tuple[str, ...]:
 
 def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]) -> Call:
     op, mode, *options = arguments
-    if mode not in _MODE:
+    if mode not in tuple(_MODE):  # what has no hash is none of them
         raise InvalidProblem(f"mode {mode!r} is not one of {', '.join(_MODE)}")
     mode = _MODE[mode]
     names, plain = _names(arguments)[: len(arrays)], (*_INPUTS[op], *_OUTPUTS[op])[: len(arrays)]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from nbdnn import config
 from nbdnn.array import DTYPE_NAMES, View, alignment, common_dtype, library_of, view
@@ -17,9 +20,11 @@ from nbdnn.dispatch.selection import Filters
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem import ITEMSIZE, Problem
 
+_MOST_BYTES = 2**63 - 1  # of which there are addresses
+
 
 class Options(NamedTuple):
-    """What every function but those with algo= takes besides its own arguments."""
+    """What every function takes besides its own arguments; policy: where there is no algo=."""
 
     policy: str | None
     workspace_limit: int | None
@@ -37,17 +42,54 @@ def request(problem: Problem, options: Options) -> Request:
         example = registry.candidates(problem.op)[-1].id
         valid = ", ".join(config.POLICIES)
         raise InvalidProblem(f"policy {policy!r} is unknown; valid: {valid}, or a candidate id such as {example}")
-    filters = Filters(
-        deterministic=_or_flag(options.deterministic, settings["dnn.deterministic"]),
-        allow_tf32=_or_flag(options.allow_tf32, settings["dnn.allow_tf32"]),
-        workspace_limit=_or_flag(options.workspace_limit, settings["dnn.workspace_limit"]),
-        candidate=policy if is_id else "",
-    )
+    filters = filters_of(options)._replace(candidate=policy if is_id else "")
     return Request("guess_on_shape_change" if is_id else policy, filters, options.layer)
 
 
-def _or_flag(given: Any, flag: Any) -> Any:
-    return flag if given is None else given
+def filters_of(options: Options) -> Filters:
+    """What the options permit, all of which are checked; the flags speak where one is None."""
+    if not isinstance(options.layer, str | int | None):
+        raise InvalidProblem(f"layer is {options.layer!r}, expected a name")
+    limit = options.workspace_limit
+    return Filters(
+        deterministic=_permission("deterministic", options.deterministic),
+        allow_tf32=_permission("allow_tf32", options.allow_tf32),
+        workspace_limit=_flag("workspace_limit") if limit is None else integer("workspace_limit", limit, 0),
+    )
+
+
+def _permission(name: str, given: Any) -> bool:
+    if given is None:
+        return _flag(name)
+    if not isinstance(given, int | np.bool_) or given not in (True, False):
+        raise InvalidProblem(f"{name} is {given!r}, expected True, False or None")
+    return bool(given)
+
+
+def _flag(name: str) -> Any:
+    return config.current()["dnn." + name]
+
+
+def number(name: str, value: Any) -> float:
+    """`value` as a float, of whatever is a number; one of an array may be another at the next call."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidType(f"{name} is {value!r}, expected a number") from None
+
+
+def integer(name: str, value: Any, smallest: int) -> int:
+    """`value`, where it is an int and not less than `smallest`."""
+    return integer_in(name, value, value, smallest, "an int")
+
+
+def integer_in(name: str, value: Any, each: Any, smallest: int, expected: str = "an int or a tuple of ints") -> int:
+    """`each`, one of the numbers of `value`, where it is an int and not less than `smallest`."""
+    if not isinstance(each, Integral):  # an array of one integer is an index too, but no part of a key: it may change
+        raise InvalidProblem(f"{name} is {value!r}, expected {expected}")
+    if each < smallest:
+        raise InvalidProblem(f"{name} is {value!r}: {each} is less than {smallest}")
+    return int(each)
 
 
 def views_of(
@@ -162,6 +204,8 @@ def assemble(
             check_out(names[place], out, shape, operand.dtype)
             if out is not None and out.is_dense(last):
                 continue
+            if operand.size_bytes > _MOST_BYTES:
+                raise InvalidProblem(f"{names[place]} would have shape {shape}: {operand.size_bytes} bytes")
             library = library_of(arrays[0] if out is None else arrays[place])
             allocate = library.allocator(shape, last, operand.dtype, first.gpu)
             made.append(Made(place, library, allocate, out is not None, operand.keeps))

@@ -42,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; the exit code."""
     warnings.showwarning = _show_warning
+    if sys.stdout is None:  # closed by the caller: nobody reads, which is no error
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         args = parser().parse_args(argv)
         code = args.func(args)

@@ -345,7 +345,7 @@ def get_conv_out_shape(
 def _scalars(alpha: Any, beta: Any) -> tuple[float, float]:
     try:
         return float(alpha), float(beta)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidProblem(f"alpha is {alpha!r} and beta {beta!r}, expected two numbers") from None
 
 

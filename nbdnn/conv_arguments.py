@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from nbdnn import config
 from nbdnn.array import DTYPE_NAMES
+from nbdnn.call_setup import Options, filters_of, integer_in
 from nbdnn.dispatch import events, registry
 from nbdnn.dispatch.policy import Request
-from nbdnn.dispatch.selection import Filters
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem import ITEMSIZE, LAYOUTS
 from nbdnn.problem_conv import ACTIVATIONS, COMPUTE_OF, ConvProblem
@@ -50,7 +50,7 @@ def axes(name: str, value: Any, ndim: int, smallest: int = 1) -> tuple[int, ...]
     given = value if isinstance(value, tuple) else (value,) * ndim
     if len(given) != ndim:
         raise InvalidProblem(f"{name} is {value!r}: {len(given)} axes, but the image has {ndim}")
-    return tuple(_integer(name, value, each, smallest) for each in given)
+    return tuple(integer_in(name, value, each, smallest) for each in given)
 
 
 def padding(
@@ -74,13 +74,8 @@ def padding(
     pairs = [each if isinstance(each, tuple) else (each, each) for each in given]
     if wrong := [pair for pair in pairs if len(pair) != 2]:
         raise InvalidProblem(f"border_mode is {border_mode!r}: {wrong[0]!r} is not a pair (before, after)")
-    before_after = [[_integer("border_mode", border_mode, each, 0) for each in pair] for pair in pairs]
+    before_after = [[integer_in("border_mode", border_mode, each, 0) for each in pair] for pair in pairs]
     return tuple((before, after) for before, after in before_after)
-
-
-def integer(name: str, value: Any, smallest: int) -> int:
-    """`value`, where it is an int and not less than `smallest`."""
-    return _integer(name, value, value, smallest, "an int")
 
 
 def shape(name: str, value: Any) -> tuple[int, ...]:
@@ -89,14 +84,6 @@ def shape(name: str, value: Any) -> tuple[int, ...]:
     if not all(isinstance(extent, Integral) for extent in extents):
         raise InvalidProblem(f"{name} is {value!r}, expected a tuple of ints")
     return tuple(map(int, extents))
-
-
-def _integer(name: str, value: Any, each: Any, smallest: int, expected: str = "an int or a tuple of ints") -> int:
-    if not isinstance(each, Integral):  # an array of one integer is an index too, but no part of a key: it may change
-        raise InvalidProblem(f"{name} is {value!r}, expected {expected}")
-    if each < smallest:
-        raise InvalidProblem(f"{name} is {value!r}: {each} is less than {smallest}")
-    return int(each)
 
 
 def out_shape(ishape: Any, kshape: Any, border_mode: Any, subsample: Any, dilation: Any) -> tuple[int, ...]:
@@ -132,13 +119,6 @@ def check(given: Arguments) -> None:
     ):
         if value not in valid:
             raise InvalidProblem(f"{name} is {value!r}, expected one of {', '.join(map(repr, valid))}")
-    if not isinstance(given.layer, str | int | None):
-        raise InvalidProblem(f"layer is {given.layer!r}, expected a name")
-    if given.workspace_limit is not None:
-        integer("workspace_limit", given.workspace_limit, 0)
-    for name, flag in (("deterministic", given.deterministic), ("allow_tf32", given.allow_tf32)):
-        if flag not in (None, True, False):
-            raise InvalidProblem(f"{name} is {flag!r}, expected True, False or None")
 
 
 def compute_type(op: str, dtype: str, precision: str | None) -> str:
@@ -151,24 +131,21 @@ def compute_type(op: str, dtype: str, precision: str | None) -> str:
     if compute == "f16" and op != "conv_fwd":
         raise InvalidType(f"precision {precision!r} is 16-bit compute on {DTYPE_NAMES[dtype]}: gradients need float32")
     if compute not in COMPUTE_OF[dtype]:
-        possible = ", ".join(DTYPE_NAMES[each] for each in COMPUTE_OF[dtype])
+        possible = [DTYPE_NAMES[each] for each in COMPUTE_OF[dtype] if each != "f16" or op == "conv_fwd"]
         raise InvalidProblem(
-            f"precision {precision!r} does not go with {DTYPE_NAMES[dtype]} data; possible: {possible}"
+            f"precision {precision!r} does not go with {DTYPE_NAMES[dtype]} data; possible: {', '.join(possible)}"
         )
     return compute
 
 
 def request(given: Arguments, problem: ConvProblem) -> Request:
     """How the caller wants the problem computed; the flags speak where an argument is None."""
-    settings = config.current()
     flag = "dnn.conv.algo_" + problem.op.removeprefix("conv_")
-    algo = given.algo if given.algo is not None else settings[flag]
+    algo = given.algo if given.algo is not None else config.current()[flag]
     if algo not in (*config.METHODS[given.op, given.ndim], *config.POLICIES) and not _is_id(algo):
         raise InvalidProblem(_unknown_algo(given, algo))
-    filters = Filters(
-        deterministic=settings["dnn.deterministic"] if given.deterministic is None else given.deterministic,
-        allow_tf32=settings["dnn.allow_tf32"] if given.allow_tf32 is None else given.allow_tf32,
-        workspace_limit=settings["dnn.workspace_limit"] if given.workspace_limit is None else given.workspace_limit,
+    options = Options(algo, given.workspace_limit, given.deterministic, given.allow_tf32, given.layer)
+    filters = filters_of(options)._replace(
         method=algo if algo in config.METHODS[given.op, given.ndim] else "",
         candidate=algo if _is_id(algo) else "",
         hint=_applicable_hint(given.direction_hint, problem),

@@ -59,7 +59,7 @@ class _EpilogueOfZeros:
             total += widened(raw["bias"], problem.dtype).reshape(-1, *(1 for _ in problem.spatial))
         if "res" in problem.epilogue:
             total += widened(raw["residual"], problem.dtype)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             output[...] = narrowed(reference_conv.activate(problem.activation, total), problem.dtype)
 
 
@@ -141,7 +141,7 @@ def _problem(
     ndim, op = given.ndim, given.op
     x_shape = first.shape if op != "conv_bwd_data" else _given_shape(given, "img_shp")
     w_shape = {"conv_fwd": second.shape, "conv_bwd_data": first.shape}.get(op) or _given_shape(given, "kerns_shp")
-    groups = conv_arguments.integer("num_groups", given.num_groups, 1)
+    groups = call_setup.integer("num_groups", given.num_groups, 1)
     if x_shape[1] != w_shape[1] * groups:
         raise InvalidProblem(
             f"img has {x_shape[1]} channels, kerns {w_shape[1]} in each of {groups} groups: {w_shape[1] * groups}"

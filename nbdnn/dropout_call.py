@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nbdnn import call, call_setup, driver
-from nbdnn.array import View, at, library_of
+from nbdnn.array import View, at, library_of, view
 from nbdnn.call import Call
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem_dropout import DropoutProblem
@@ -38,7 +38,7 @@ def compute(direction: str, given: tuple, dropout: float, options: tuple, stream
 def _probability(dropout: Any) -> float:
     try:
         return float(dropout)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidProblem(f"dropout is {dropout!r}, expected a probability in [0, 1)") from None
 
 
@@ -87,8 +87,8 @@ def _writable(x: Any, state: Any) -> Any:
     library = library_of(state)
     if library.always_writable:
         return state
-    seen = library.view(state)
-    if seen.writable or (seen.shape, seen.dtype) != ((2,), "i64"):
+    seen = view(state, "state", _STATE)
+    if seen.writable or seen.shape != (2,):
         return state
     if seen.gpu < 0:
         return _state_at(x, np.asarray(state))

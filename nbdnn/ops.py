@@ -209,7 +209,11 @@ def _with_scalars(inputs: tuple) -> tuple:
 def _shape(array_or_shape: Any) -> tuple[int, ...]:
     if array_or_shape is None:
         raise InvalidProblem("output is None: a gradient needs an array, or the shape of one")
-    return array_or_shape if isinstance(array_or_shape, tuple) else tuple(array_or_shape.shape)
+    if isinstance(array_or_shape, tuple):
+        return array_or_shape
+    if not hasattr(array_or_shape, "shape"):
+        raise InvalidProblem(f"output is {array_or_shape!r}, expected an array or a tuple, its shape")
+    return tuple(array_or_shape.shape)
 
 
 def _scaled(grad: Any, output: Any, beta: float) -> Any:

@@ -8,6 +8,7 @@ their grammar, in a module of its own, ``problem_<family>.py``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -36,6 +37,7 @@ FAMILIES = {
 OPS = tuple(op for ops in FAMILIES.values() for op in ops)
 DEFAULT_ALIGN = 16
 LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}
+LARGEST_STEP = 2**31 - 1  # of a filter, window, stride, dilation or pad: they are int32 to drivers and some kernels
 DIM_NAMES = {2: ("h", "w"), 3: ("d", "h", "w")}
 
 
@@ -154,10 +156,16 @@ def check_fields(problem: Any, ops: tuple[str, ...]) -> None:
         raise InvalidType(f"{problem.op} has 2 or 3 spatial axes, not {ndim}")
     if problem.layout not in LAYOUTS[ndim]:
         raise InvalidProblem(f"layout {problem.layout!r} is not one of {', '.join(LAYOUTS[ndim])}")
-    for name, smallest, values in (("extent", 0, (problem.n, problem.c)), ("spatial extent", 1, problem.spatial)):
-        for value in values:
-            if value < smallest:
-                raise InvalidProblem(f"{name} is {value}, it must be at least {smallest}")
+    check_numbers("extent", (problem.n, problem.c), 0)
+    check_numbers("spatial extent", problem.spatial, 1)
+
+
+def check_numbers(name: str, values: Iterable[int], smallest: int, largest: int | None = None) -> None:
+    for value in values:
+        if value < smallest:
+            raise InvalidProblem(f"{name} is {value}, it must be at least {smallest}")
+        if largest is not None and value > largest:
+            raise InvalidProblem(f"{name} is {value}, it must be at most {largest}")
 
 
 def parse(text: str) -> Problem:

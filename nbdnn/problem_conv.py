@@ -37,9 +37,11 @@ from nbdnn.problem import (
     DIM_NAMES,
     FAMILIES,
     ITEMSIZE,
+    LARGEST_STEP,
     LAYOUTS,
     Operand,
     Problem,
+    check_numbers,
     dense_strides,
     joined,
     named,
@@ -126,17 +128,12 @@ class ConvProblem(Problem):
         for name, value in (("input channels", self.c), ("output channels", self.k)):
             if value % self.groups:
                 raise InvalidProblem(f"{name}: {value} is not a multiple of groups {self.groups}")
-        for name, smallest, axes in (
-            ("spatial extent", 1, self.spatial),
-            ("filter extent", 1, self.filter),
-            ("stride", 1, self.stride),
-            ("dilation", 1, self.dilation),
-            ("pad", 0, tuple(p for pair in self.pad for p in pair)),
-            ("extent", 0, (self.n, self.c, self.k)),
-        ):
-            for value in axes:
-                if value < smallest:
-                    raise InvalidProblem(f"{name} is {value}, it must be at least {smallest}")
+        check_numbers("spatial extent", self.spatial, 1)
+        check_numbers("filter extent", self.filter, 1, LARGEST_STEP)
+        check_numbers("stride", self.stride, 1, LARGEST_STEP)
+        check_numbers("dilation", self.dilation, 1, LARGEST_STEP)
+        check_numbers("pad", (p for pair in self.pad for p in pair), 0, LARGEST_STEP)
+        check_numbers("extent", (self.n, self.c, self.k), 0)
         for axis, extent in enumerate(self.out_spatial):
             if extent < 1:
                 raise InvalidProblem(

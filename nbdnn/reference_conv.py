@@ -80,7 +80,8 @@ def activate(name: str | None, value: np.ndarray) -> np.ndarray:
         case "sigmoid":
             return _sigmoid(value)
         case "swish":
-            return value * _sigmoid(value)
+            with np.errstate(invalid="ignore"):  # -inf times 0 is NaN, as kernels have it
+                return value * _sigmoid(value)
         case "tanh":
             return np.tanh(value)
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
@@ -99,7 +100,9 @@ class RNNBlock:
         self.input_mode, self.direction_mode = input_mode, direction_mode
 
     def __repr__(self) -> str:
-        numbers = f"{self.dtype!r}, {self.hidden_size}, {self.num_layers}"
+        from nbdnn.array import DTYPE_NAMES  # here: it takes NumPy
+
+        numbers = f"{DTYPE_NAMES[self.dtype]!r}, {self.hidden_size}, {self.num_layers}"
         return f"RNNBlock({numbers}, {self.rnn_mode!r}, {self.input_mode!r}, {self.direction_mode!r})"
 
     @property
@@ -139,10 +142,12 @@ class RNNBlock:
             A matrix is stored as its transpose, so x @ W is the product. Copies where arrays have no views (JAX).
         """
         parameters = self._parameters(input_size)
+        if not hasattr(w, "shape"):
+            raise InvalidType(f"w is a {type(w).__name__}, expected an array")
         if tuple(w.shape) != (parameters.size_elems,):
             raise InvalidProblem(f"w has shape {tuple(w.shape)}, expected {(parameters.size_elems,)}")
-        if not 0 <= layer < parameters.pseudo_layers:
-            raise InvalidProblem(f"layer is {layer}, there are {parameters.pseudo_layers}")
+        if not isinstance(layer, Integral) or not 0 <= layer < parameters.pseudo_layers:
+            raise InvalidProblem(f"layer is {layer!r}, there are {parameters.pseudo_layers}")
         found: list[Any] = []
         for matrix, bias in zip(parameters.matrices(layer), parameters.biases(layer), strict=True):
             if matrix is None:
@@ -154,7 +159,8 @@ class RNNBlock:
         return found
 
     def _parameters(self, input_size: Sequence[int]) -> Parameters:
-        if not hasattr(input_size, "__len__") or len(input_size) != 2:
+        is_pair = hasattr(input_size, "__len__") and len(input_size) == 2
+        if not is_pair or not all(isinstance(extent, Integral) for extent in input_size):
             raise InvalidProblem(f"input_size is {input_size!r}, expected [batch, input]")
         return self.problem((0, 0, int(input_size[1]))).parameters
 
@@ -269,17 +275,13 @@ def _dtype(given: Any) -> str:
     """The dtype, such as 'f32', that a user calls 'float32', np.float32 or torch.float32."""
     import numpy as np  # here: whoever only imports nbdnn does not wait for it
 
-    from nbdnn.array import dtype_named
+    from nbdnn.array import float_named
 
-    if isinstance(given, str):
-        return dtype_named(given)
     name = str(given)
-    if not name.startswith("torch."):
-        try:
+    if not isinstance(given, str | None) and not name.startswith("torch."):
+        with suppress(TypeError):
             name = np.dtype(given).name
-        except TypeError:
-            raise InvalidType(f"dtype {given!r} is not one of float16, bfloat16, float32, float64") from None
-    return dtype_named(name.removeprefix("torch."))
+    return float_named(name.removeprefix("torch."))
 
 
 def _compute(*call: Any) -> Any:

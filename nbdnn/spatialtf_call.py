@@ -32,6 +32,7 @@ _OUTPUTS = {
     "spatialtf_sampler_fwd": ("out",),
     "spatialtf_sampler_bwd": ("out (dimg)", "out (dgrid)"),
 }
+_SCALES, _PLAIN = ("scale_width", "scale_height"), (float, int)
 _DATA, _AXES = ("x", "y", "dx", "dy"), {"img": 4, "dout": 4, "theta": 3, "grid": 4, "dgrid": 4}
 
 
@@ -40,6 +41,8 @@ def compute(op: str, extents: tuple, given: tuple, out: Any, options: tuple, str
     it; a tuple where there are two results."""
     if op == "spatialtf_grid_fwd":
         extents = _out_dims(*extents)
+    elif extents and not (type(extents[0]) in _PLAIN and type(extents[1]) in _PLAIN):
+        extents = tuple(map(call_setup.number, _SCALES, extents))
     arrays = (*given, *call_setup.outputs_given(out, _OUTPUTS[op]))
     return call.compute(_FAMILY, (op, extents, *options), arrays, (), stream)
 
@@ -113,15 +116,12 @@ def _problem(op: str, extents: tuple, given: dict[str, View]) -> SpatialtfProble
 
 def _scaled(spatial: Sequence[int], scales: tuple[Any, Any]) -> tuple[int, int]:
     """Rows and columns of the output. scales: of the width, of the height."""
-    width, height = (_scale(name, scale) for name, scale in zip(("scale_width", "scale_height"), scales, strict=True))
+    width, height = (_scale(name, scale) for name, scale in zip(_SCALES, scales, strict=True))
     return ceil(spatial[0] * height), ceil(spatial[1] * width)
 
 
 def _scale(name: str, scale: Any) -> float:
-    try:
-        factor = float(scale)
-    except (TypeError, ValueError):
-        raise InvalidType(f"{name} is {scale!r}, expected a number") from None
+    factor = call_setup.number(name, scale)
     if not (isfinite(factor) and factor > 0):
         raise InvalidProblem(f"{name} is {factor}, it must be positive and finite")
     return factor

@@ -33,6 +33,8 @@ LEAVES = (
     "rnn_parameters",
     "source",
     "tolerance",
+    "workload_onnx",
+    "workload_onnx_nodes",
     "workloads",
 )
 # A family of ops has one of each: problem_conv, reference_conv, edges_conv.
@@ -85,7 +87,7 @@ def test_only_config_reads_the_environment() -> None:
 
 
 def test_importing_nbdnn_loads_no_compiler_and_no_array_library_but_numpy() -> None:
-    heavy = ("numba", "llvmlite", "cuda", "torch", "jax", "cupy", "sqlite3", "rich", "ml_dtypes")
+    heavy = ("numba", "llvmlite", "cuda", "torch", "jax", "cupy", "sqlite3", "rich", "ml_dtypes", "onnx")
     code = f"import sys, nbdnn; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 

@@ -293,3 +293,15 @@ def test_output_into_a_closed_pipe_is_no_error(db: str) -> None:
     command = f"{sys.executable} -m nbdnn explain vgg16 --db {db} | true"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", ["db path", "info", f"explain {PROBLEM}"])
+def test_a_closed_output_is_no_error(arguments: str) -> None:
+    command = f"{sys.executable} -m nbdnn {arguments} >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_batch_beyond_any_memory_is_explained(db: str) -> None:
+    problem = f"conv_fwd:f32:n{10**20}c4h10w10:k8r3s3:p0x0:u1x1:d1x1:g1:conv:nchw"
+    assert "cpu/im2col" in nbdnn("explain", problem, "--db", db).stdout

@@ -121,6 +121,10 @@ ERRORS: tuple[tuple[type, str, dict[str, Any]], ...] = (
     (InvalidProblem, r"subsample is \(1, 1, 1\): 3 axes", {"subsample": (1, 1, 1)}),
     (InvalidProblem, r"subsample is \[1, 1\], expected", {"subsample": [1, 1]}),
     (InvalidProblem, "subsample is 0: 0 is less than 1", {"subsample": 0}),
+    (InvalidProblem, f"stride is {10**20}, it must be at most 2147483647", {"subsample": 10**20}),
+    (InvalidProblem, f"pad is {2**64}, it must be at most 2147483647", {"border_mode": 2**64}),
+    (InvalidProblem, f"dilation is {2**31}, it must be at most", {"dilation": 2**31, "kerns": W[..., :1, :1]}),
+    (InvalidProblem, r"out would have shape \(2, 6, 2000000004, 2000000003\)", {"border_mode": 10**9}),
     (InvalidProblem, r"dilation is \(2,\): 1 axes", {"dilation": (2,)}),
     (InvalidProblem, "conv_mode is 'flip', expected one of 'conv', 'cross'", {"conv_mode": "flip"}),
     (InvalidProblem, "direction_hint is 'backward', expected one of None", {"direction_hint": "backward"}),
@@ -178,6 +182,8 @@ def test_errors_of_the_gradients() -> None:
         dnn_gradweight(X, Y, (6, 4, 3), 1)
     with pytest.raises(InvalidType, match="16-bit compute on float16"):
         dnn_gradweight(X.astype("e"), Y.astype("e"), W.shape, 1, precision="as_input")
+    with pytest.raises(InvalidProblem, match=r"precision 'float64' does not go with float16 data; possible: float32$"):
+        dnn_gradweight(X.astype("e"), Y.astype("e"), W.shape, 1, precision="float64")
     for argument in ("bias", "activation", "residual"):
         with pytest.raises(TypeError, match=argument):
             dnn_gradinput(W, Y, X.shape, 1, **{argument: None})
@@ -221,6 +227,13 @@ def test_empty_sums_leave_the_epilogue(shape: tuple[int, ...], dtype: Any) -> No
     dw = dnn_gradweight(x, y, w.shape, 1, beta=2, out=np.ones_like(w))
     assert dw.shape == w.shape and (dw == 2).all()
     assert not dnn_gradweight(x, y, w.shape, 1).any()
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_epilogue_of_infinities_warns_of_nothing() -> None:
+    x, w, bias = np.ones((1, 0, 4, 4), "f"), np.ones((2, 0, 1, 1), "f"), np.array([-np.inf, np.inf], "f")
+    y = dnn_conv(x, w, bias=bias, activation="swish")
+    assert np.isnan(y[:, 0]).all() and (y[:, 1] == np.inf).all()
 
 
 def test_no_output_channels() -> None:

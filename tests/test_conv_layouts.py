@@ -102,9 +102,21 @@ def test_out_may_not_overlap_an_operand() -> None:
         dnn_conv(x, w, 1, residual=residual, out=residual)
     with pytest.raises(InvalidProblem, match="out overlaps img"):
         dnn_conv(x[:, :, ::-1], w, 1, out=memory[239:599].reshape(2, 6, 6, 5))
-    with pytest.raises(InvalidProblem, match="out overlaps itself"):
-        dnn_conv(x, w, 1, out=np.lib.stride_tricks.as_strided(memory[3000:], (2, 6, 6, 5), (0, 120, 20, 4)))
+    for strides in ((0, 120, 20, 4), (720, 120, 16, 4), (720, 60, 20, 4), (716, 120, 20, 4), (720, -116, 20, 4)):
+        with pytest.raises(InvalidProblem, match="out overlaps itself"):
+            dnn_conv(x, w, 1, out=np.lib.stride_tricks.as_strided(memory[3000:], (2, 6, 6, 5), strides))
     dnn_conv(x[:0], w, 1, out=memory[10:10].reshape(0, 6, 6, 5))
+
+
+@pytest.mark.parametrize(
+    "place", [np.s_[::3, 1:7, ::2, ::-2], np.s_[1:3, 6:0:-1, 6::-1, 3:8], np.s_[:2, ::2, 1:7, 4:9]]
+)
+def test_out_may_be_any_part_of_an_array(place: Any) -> None:
+    memory = np.zeros((4, 12, 11, 9), "f")
+    out = memory[place][:, :, :6]
+    assert_is_y(dnn_conv(X, W, 1, out=out))
+    turned = np.zeros((9, 4, 11, 12), "f").transpose(1, 3, 2, 0)[place][:, :, :6]
+    assert_is_y(dnn_conv(X, W, 1, out=turned))
 
 
 def test_out_may_lie_between_the_elements_of_an_operand() -> None:

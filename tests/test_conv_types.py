@@ -58,6 +58,14 @@ def test_precisions(dtype: Any, precision: str | None, compute: str) -> None:
     assert all(parse(event.problem).compute == compute for event in log)
 
 
+def test_a_gradient_is_not_told_to_take_a_precision_it_refuses() -> None:
+    x, y = X.astype("e"), Y.astype("e")
+    with pytest.raises(ValueError, match=r"'float64' does not go with float16 data; possible: float32$"):
+        dnn_gradweight(x, y, W.shape, 1, precision="float64")
+    with pytest.raises(ValueError, match=r"possible: float32, float16$"):
+        dnn_conv(x, W.astype("e"), 1, precision="float64")
+
+
 def test_bfloat16_gradient_as_input_is_float32_inside() -> None:
     x, y = X.astype(ml_dtypes.bfloat16), Y.astype(ml_dtypes.bfloat16)
     assert dnn_gradweight(x, y, W.shape, 1, precision="as_input").dtype == ml_dtypes.bfloat16

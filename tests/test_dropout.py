@@ -154,6 +154,7 @@ def test_without_64_bit_integers_the_states_of_jax_are_of_numpy() -> None:
         (lambda: dnn_dropout(X.astype(np.int32), 0.5), InvalidType, "x: dtype int32"),
         (lambda: dnn_dropout(X, 0.5, state=np.zeros(3, np.int64)), InvalidProblem, r"state has shape \(3,\)"),
         (lambda: dnn_dropout(X, 0.5, state=np.zeros(2, np.float32)), InvalidType, "state: dtype float32"),
+        (lambda: dnn_dropout(X, 0.5, state=np.zeros(2, np.int32)), InvalidType, "state: dtype int32 is not int64"),
         (lambda: dnn_dropout(X, 0.5, seed=None), InvalidType, "seed is None, expected a whole number"),
         (lambda: dnn_dropout(X, 0.5, out=X), InvalidProblem, "not a tuple of three"),
         (lambda: dnn_dropout(X, 0.5, out=(X, None, None)), InvalidProblem, r"out\[0\] overlaps x"),
@@ -168,7 +169,8 @@ def test_without_64_bit_integers_the_states_of_jax_are_of_numpy() -> None:
             InvalidProblem,
             r"mask has shape \(52,\), expected \(53,\)",
         ),
-        (lambda: dnn_dropout_grad(X, MASK.view(np.int8), 0.5), InvalidType, "mask: dtype int8"),
+        (lambda: dnn_dropout_grad(X, MASK.view(np.int8), 0.5), InvalidType, "mask: dtype int8 is not uint8"),
+        (lambda: dnn_dropout_grad(X, MASK > 0, 0.5), InvalidType, "mask: dtype bool is not uint8"),
         (lambda: dnn_dropout(X, 0.5, policy="best"), InvalidProblem, "policy 'best' is unknown"),
     ],
 )

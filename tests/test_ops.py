@@ -85,6 +85,8 @@ def test_disagreements_are_named() -> None:
         ops.GpuDnnConv()(x, w, None, desc)
     with pytest.raises(InvalidProblem, match="a gradient needs an array, or the shape of one"):
         ops.GpuDnnConvGradI(num_groups=2)(w, x, None, desc)
+    with pytest.raises(InvalidProblem, match=r"output is \[8, 4, 3, 3\], expected an array or a tuple, its shape"):
+        ops.GpuDnnConvGradW(num_groups=2)(x, x, [8, 4, 3, 3], desc)
 
 
 def test_an_object_is_its_own_layer() -> None:

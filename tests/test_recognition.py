@@ -277,6 +277,12 @@ def test_what_has_no_shape_is_refused_as_ever(torch: ModuleType) -> None:
         dnn_softmax(ragged)
 
 
+def test_what_is_traced_has_no_values(torch: ModuleType) -> None:
+    for traced in (torch.vmap(dnn_softmax), torch.func.grad(lambda x: dnn_softmax(x).sum())):
+        with pytest.raises(InvalidType, match=r"x: .* cannot be called inside torch.vmap or torch.func"):
+            traced(torch.randn(2, 3, 4))
+
+
 @pytest.mark.usefixtures("guards")
 def test_a_recognised_call_reads_no_array(torch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this the tests above could pass by reading."""

@@ -106,6 +106,11 @@ def test_epilogue(activation: str, formula) -> None:
     np.testing.assert_allclose(reference_conv.compute(problem, operands, (1.5, 0.25)), expected, rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_an_activation_makes_of_infinity_is_no_warning() -> None:
+    assert np.isnan(reference_conv.activate("swish", np.array([-np.inf]))).all()
+
+
 @pytest.mark.parametrize("op", CONV_OPS)
 @pytest.mark.parametrize("shape", ["n0c2h5w5:k3r3s3", "n2c0h5w5:k3r3s3", "n2c3h5w5:k0r3s3"])
 def test_nothing_to_sum_gives_zeros(op: str, shape: str) -> None:

@@ -365,12 +365,25 @@ def test_results_belong_to_jax() -> None:
     ("call", "error", "says"),
     [
         (lambda b, g: RNNBlock("int32", 3, 1, "gru"), InvalidType, "int32"),
+        (lambda b, g: RNNBlock("int64", 3, 1, "gru"), InvalidType, "dtype int64 is not one of float16"),
+        (lambda b, g: RNNBlock(int, 3, 1, "gru"), InvalidType, "dtype int64 is not one of float16"),
+        (lambda b, g: RNNBlock(np.uint8, 3, 1, "gru"), InvalidType, "dtype uint8 is not one of float16"),
+        (lambda b, g: RNNBlock(None, 3, 1, "gru"), InvalidType, "dtype None is not one of float16"),
         (lambda b, g: RNNBlock("float32", 0, 1, "gru"), InvalidProblem, "hidden_size is 0"),
         (lambda b, g: RNNBlock("float32", 3, 1, "elman"), InvalidProblem, "rnn_mode 'elman'"),
         (lambda b, g: RNNBlock("float32", 3, 1, "gru", "concat"), InvalidProblem, "input_mode 'concat'"),
         (lambda b, g: RNNBlock("float32", 3, 1, "gru", "skip").get_param_size([1, 4]), InvalidProblem, "4 inputs to 3"),
         (lambda b, g: b.get_param_size(7), InvalidProblem, r"input_size is 7, expected \[batch, input\]"),
         (lambda b, g: b.get_param_size([4]), InvalidProblem, r"expected \[batch, input\]"),
+        (
+            lambda b, g: b.get_param_size([3, 5.7]),
+            InvalidProblem,
+            r"input_size is \[3, 5.7\], expected \[batch, input\]",
+        ),
+        (lambda b, g: b.get_param_size("ab"), InvalidProblem, "input_size is 'ab', expected"),
+        (lambda b, g: b.split_params(None, 0, [3, 7]), InvalidType, "w is a NoneType, expected an array"),
+        (lambda b, g: b.split_params(g["w"], "0", [3, 7]), InvalidProblem, "layer is '0', there are 1"),
+        (lambda b, g: b.split_params(g["w"], 0.5, [3, 7]), InvalidProblem, "layer is 0.5, there are 1"),
         (lambda b, g: b.split_params(g["w"][1:], 0, [3, 7]), InvalidProblem, "w has shape"),
         (lambda b, g: b.split_params(g["w"], 1, [3, 7]), InvalidProblem, "layer is 1, there are 1"),
         (lambda b, g: b.apply(g["w"], g["x"][0]), InvalidType, "x has 2 axes"),
@@ -390,6 +403,12 @@ def test_what_is_wrong_is_said(call: Any, error: type, says: str) -> None:
     block = RNNBlock("float32", 5, 1, "gru")
     with pytest.raises(error, match=says):
         call(block, drawn(block))
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, np.float32, float])
+def test_the_text_of_a_block_makes_another(dtype: Any) -> None:
+    block = RNNBlock(dtype, 5, 2, "gru", "linear", "bidirectional")
+    assert eval(repr(block)).facts == block.facts
 
 
 def test_a_lstm_learns_to_copy() -> None:

@@ -202,6 +202,19 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
     assert not dgrid.any() and dnn_spatialtf_grid_grad(dgrid).shape == theta.shape
 
 
+@pytest.mark.parametrize("scale", [np.array(2.0), np.float32(2), np.int64(2)], ids=["array", "float32", "int64"])
+def test_a_scale_is_a_number_of_any_library(scale: Any) -> None:
+    assert dnn_spatialtf(IMG, THETA, scale, scale).shape == (2, 3, 8, 10)
+
+
+def test_a_scale_counts_as_it_is_at_the_call() -> None:
+    torch = library("torch")
+    img, theta, scale = torch.zeros(2, 3, 4, 5), torch.zeros(2, 2, 3), torch.tensor(2.0)
+    assert dnn_spatialtf(img, theta, scale).shape == (2, 3, 4, 10)
+    scale.fill_(3)
+    assert dnn_spatialtf(img, theta, scale).shape == (2, 3, 4, 15)
+
+
 IMG, THETA = np.zeros((2, 3, 4, 5), "f"), np.zeros((2, 2, 3), "f")
 GRID = np.zeros((2, 6, 7, 2), "f")
 
@@ -217,6 +230,7 @@ GRID = np.zeros((2, 6, 7, 2), "f")
         (lambda: dnn_spatialtf(IMG, THETA, 0), InvalidProblem, "scale_width is 0.0, it must be positive"),
         (lambda: dnn_spatialtf(IMG, THETA, 1, INF), InvalidProblem, "scale_height is inf"),
         (lambda: dnn_spatialtf(IMG, THETA, "1x"), InvalidType, "scale_width is '1x', expected a number"),
+        (lambda: dnn_spatialtf(IMG, THETA, 1, 10**400), InvalidType, "00, expected a number"),
         (lambda: dnn_spatialtf(IMG[:, :, :0], THETA), InvalidProblem, "spatial extent is 0"),
         (lambda: dnn_spatialtf(IMG, THETA, out=IMG), InvalidProblem, "out overlaps img"),
         (lambda: dnn_spatialtf(IMG, THETA, 2, out=IMG), InvalidProblem, "expected (2, 3, 4, 10)"),
