@@ -9,6 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from nbdnn.errors import CudnnError, InvalidProblem, InvalidType
+from nbdnn.problem import LARGEST_STEP
 from nbdnn.problem_rnn import OwnTape, RnnProblem
 from nbdnn.rnn_parameters import GATES, Parameters
 
@@ -95,6 +96,8 @@ class RNNBlock:
         for name, number in (("hidden_size", hidden_size), ("num_layers", num_layers)):
             if not isinstance(number, Integral) or number < 1:
                 raise InvalidProblem(f"{name} is {number!r}, expected a whole number of at least 1")
+            if number > LARGEST_STEP:
+                raise InvalidProblem(f"{name} is {number!r}, it must be at most {LARGEST_STEP}")
         self.dtype = _dtype(dtype)
         self.hidden_size, self.num_layers, self.rnn_mode = int(hidden_size), int(num_layers), rnn_mode
         self.input_mode, self.direction_mode = input_mode, direction_mode

@@ -116,15 +116,17 @@ def _problem(op: str, extents: tuple, given: dict[str, View]) -> SpatialtfProble
 
 def _scaled(spatial: Sequence[int], scales: tuple[Any, Any]) -> tuple[int, int]:
     """Rows and columns of the output. scales: of the width, of the height."""
-    width, height = (_scale(name, scale) for name, scale in zip(_SCALES, scales, strict=True))
-    return ceil(spatial[0] * height), ceil(spatial[1] * width)
+    columns, rows = (_scaled_extent(*each) for each in zip(_SCALES, reversed(spatial), scales, strict=True))
+    return rows, columns
 
 
-def _scale(name: str, scale: Any) -> float:
+def _scaled_extent(name: str, extent: int, scale: Any) -> int:
     factor = call_setup.number(name, scale)
     if not (isfinite(factor) and factor > 0):
         raise InvalidProblem(f"{name} is {factor}, it must be positive and finite")
-    return factor
+    if not isfinite(extent * factor):
+        raise InvalidProblem(f"{name} is {factor}, which makes {extent} more than any number")
+    return ceil(extent * factor)
 
 
 def _aligned(

@@ -305,3 +305,15 @@ def test_a_closed_output_is_no_error(arguments: str) -> None:
 def test_a_batch_beyond_any_memory_is_explained(db: str) -> None:
     problem = f"conv_fwd:f32:n{10**20}c4h10w10:k8r3s3:p0x0:u1x1:d1x1:g1:conv:nchw"
     assert "cpu/im2col" in nbdnn("explain", problem, "--db", db).stdout
+
+
+def test_nothing_is_left_beside_what_is_no_database(db: str, tmp_path: Path) -> None:
+    nbdnn("autotune", PROBLEM, "--db", db, "--budget", "0.1")
+    nbdnn("db", "--db", db, "export", str(tmp_path / "rows"))
+    (tmp_path / "apart").mkdir()
+    text = tmp_path / "apart" / "notes.txt"
+    text.write_text("no database\n" * 100)
+    done = nbdnn("db", "--db", str(text), "import", str(tmp_path / "rows"))
+    assert (done.returncode, done.stderr) == (2, f"nbdnn: error: {text} is not a database\n")
+    assert os.listdir(text.parent) == ["notes.txt"]
+    assert text.read_text() == "no database\n" * 100

@@ -370,6 +370,7 @@ def test_results_belong_to_jax() -> None:
         (lambda b, g: RNNBlock(np.uint8, 3, 1, "gru"), InvalidType, "dtype uint8 is not one of float16"),
         (lambda b, g: RNNBlock(None, 3, 1, "gru"), InvalidType, "dtype None is not one of float16"),
         (lambda b, g: RNNBlock("float32", 0, 1, "gru"), InvalidProblem, "hidden_size is 0"),
+        (lambda b, g: RNNBlock("float32", 2**31, 1, "gru"), InvalidProblem, "hidden_size is 2147483648, it must"),
         (lambda b, g: RNNBlock("float32", 3, 1, "elman"), InvalidProblem, "rnn_mode 'elman'"),
         (lambda b, g: RNNBlock("float32", 3, 1, "gru", "concat"), InvalidProblem, "input_mode 'concat'"),
         (lambda b, g: RNNBlock("float32", 3, 1, "gru", "skip").get_param_size([1, 4]), InvalidProblem, "4 inputs to 3"),

@@ -228,6 +228,7 @@ GRID = np.zeros((2, 6, 7, 2), "f")
         (lambda: dnn_spatialtf(IMG, THETA[..., :2]), InvalidProblem, "theta has shape (2, 2, 2)"),
         (lambda: dnn_spatialtf(IMG.astype(int), THETA), InvalidType, "img: dtype int64"),
         (lambda: dnn_spatialtf(IMG, THETA, 0), InvalidProblem, "scale_width is 0.0, it must be positive"),
+        (lambda: dnn_spatialtf(IMG, THETA, 1e308), InvalidProblem, "scale_width is 1e+308, which makes 5 more"),
         (lambda: dnn_spatialtf(IMG, THETA, 1, INF), InvalidProblem, "scale_height is inf"),
         (lambda: dnn_spatialtf(IMG, THETA, "1x"), InvalidType, "scale_width is '1x', expected a number"),
         (lambda: dnn_spatialtf(IMG, THETA, 1, 10**400), InvalidType, "00, expected a number"),

@@ -72,6 +72,7 @@ class SqliteFile:
         # The real path, so that two names of one file share the lock file, and a chdir changes nothing.
         self.path = Path(os.path.realpath(os.path.expanduser(path)))
         self.writable = writable
+        self._lock_path = Path(f"{self.path}.lock")
         self._thread = threading.local()
         self._patience_s = PATIENCE_S
 
@@ -202,6 +203,8 @@ class SqliteFile:
             return None
         if identity is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+        elif not self._lock_path.exists():
+            self._is_prepared()  # raises for what is no database of ours, before anything is written beside it
         with self._locked(alone=False):
             handle = self._open() if self._is_prepared() else None
         if handle is None:
@@ -281,7 +284,7 @@ class SqliteFile:
             yield
             return
         try:
-            descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UnwritablePlace(f"{self.path} cannot be written: {error.strerror}") from None
         try:
