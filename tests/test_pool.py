@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from gpus import DEVICE
 from layouts import channels_last
 from libraries import library
 
-from nbdnn import InvalidProblem, InvalidType, dnn_pool, dnn_pool_grad, events, ops
+from nbdnn import InvalidProblem, InvalidType, UnsupportedProblem, dnn_pool, dnn_pool_grad, events, ops
 from nbdnn.array import view
 from nbdnn.candidate import NoConfig
 from nbdnn.device import Cpu
@@ -187,7 +188,13 @@ def test_maxima_among_nans_ties_and_infinities(shape: tuple, ws: tuple, stride: 
         if winner:
             expected[winner] += dy[(n, c, *window)]
     assert (expected > 0).mean() > 0.005
-    np.testing.assert_array_equal(dnn_pool_grad(x, y, dy, ws, stride, "max", pad), expected)
+    ran = []
+    for each in (candidate for candidate in registry.candidates("pool_bwd") if candidate.provider == "cpu"):
+        with suppress(UnsupportedProblem):
+            dx = dnn_pool_grad(x, y, dy, ws, stride, "max", pad, policy=each.id)
+            np.testing.assert_array_equal(dx, expected, err_msg=each.id)
+            ran.append(each.algorithm)
+    assert len(ran) > 1 or max(ws) > 4
 
 
 def test_out_and_odd_strides() -> None:
@@ -318,6 +325,7 @@ COVERAGE: dict[str, Covers] = {
     "pool_fwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
     "pool_bwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
     "pool_bwd/cpu/indices": Covers(_EVERY, "2x2/2 3x3/2 3x3 odd padding 2x2x2/2 3x3x3/2 huge", _MAX, ends="a4"),
+    "pool_bwd/cpu/scatter": Covers("f32 f64", "2x2/2 3x3/2 3x3 odd padding 2x2x2/2 3x3x3/2 huge", _MAX, ends="a4"),
     "pool_fwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
     "pool_bwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
     "pool_fwd/numba/window": Covers(_OF_GPU, _SMALL, ends="a4"),
@@ -371,9 +379,10 @@ def test_a_stride_beyond_the_image_is_one_that_reaches_its_end(layout: str) -> N
 
 
 @pytest.mark.parametrize(("vector_bytes", "more_threads"), [(32, 1), (64, 64)], ids=["shorter vectors", "few planes"])
-def test_indices(vector_bytes: int, more_threads: int, device: Cpu) -> None:
-    """Where planes are few, all windows of all are searched before any gradient is given."""
-    candidate = registry.candidate("pool_bwd/cpu/indices")
+@pytest.mark.parametrize("algorithm", ["indices", "scatter"])
+def test_maxima_of_windows(algorithm: str, vector_bytes: int, more_threads: int, device: Cpu) -> None:
+    """Where planes are few, all windows of all are searched before any gradient is given, or channels are shared."""
+    candidate = registry.candidate(f"pool_bwd/cpu/{algorithm}")
     vector_bytes, threads = min(vector_bytes, device.vector_bytes), more_threads * device.threads
     other = replace(device, vector_bytes=vector_bytes, threads=threads)
     for problem in edges("pool_bwd", "cpu"):

@@ -3,7 +3,7 @@
     chosen[p] = the first r at which x[p*u + r - pad] = y[p]; where y[p] is NaN the last r at which x is; else NONE
     dx[i] = sum of dy[p] over the windows p that cover i and whose chosen[p] is i + pad - p*u
 
-y says what to look for, so that a tap costs a comparison and a selection, and waits for no other. A vector is that many
+y says what to look for: the first line whose maximum it is, then the line's first tap that it is. A vector is that many
 windows of a line, or the `step` vectors of dx that begin at a multiple of it. Columns of vectors go down the rows: what
 only a line's ends need is decided once a column.
 
@@ -115,13 +115,14 @@ def _merged(builder, parts: Sequence, places: Sequence[tuple[int, int]]):
 
 
 @cache
-def find_lines(row: Row, known: tuple[int, int]):
+def find_lines(row: Row, known: tuple[int, int], shared: int):
     """Intrinsic (how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines, plane_bytes,
     line_bytes, number, plane_taps): what `count` lines of windows have chosen.
 
     x: of the first window's taps, the first of `lines` lines in `planes` planes that are inside of the image, whose
     first tap has that number; plane_taps more a plane. how: WHOLE where these planes and lines are the `known`, which
-    is all of a window; CAREFUL where nothing may be read beside the lines.
+    is all of a window, of which the next has `shared` lines of each plane, too; CAREFUL where nothing may be read
+    beside the lines.
     """
     dtype, vl, taps, step, pad, is_deep = row
     compute = DEFAULT_COMPUTE[dtype]
@@ -171,50 +172,88 @@ def find_lines(row: Row, known: tuple[int, int]):
                 given[r] = builder.shuffle_vector(given[r + step], before, order)
             return [convert(builder, given[r], dtype, compute, vl) for r in range(taps)]
 
+        def met(line, q, masks) -> list:
+            """x of all taps but the last, and the maximum of all that are inside; NaN where none is."""
+            values = values_of(line, q, masks[0] is not None)
+            best = constant(values[0].type, float("nan"))
+            for value, mask in zip(values, masks, strict=True):
+                larger = builder.select(builder.fcmp_ordered(">", best, value), best, value)
+                best = larger if mask is None else builder.select(mask, larger, best)
+            return [*values[:-1], best]
+
         def column(q, is_end: bool) -> None:
             masks = list(masks_at(q)) if is_end else [None] * taps
             exist = lanes_between(builder, vl, 0, None, builder.sub(out_w, q)) if is_end else None
+            kept = {}
+            for d, h in product(range(known[0]), range(shared)) if kind == WHOLE else ():
+                line = moved(builder, x, (I64(d), plane_bytes), (I64(h), line_bytes))
+                kept[d, h] = [cgutils.alloca_once_value(builder, value) for value in met(line, q, masks)]
             with cgutils.for_range(builder, count) as loop:
-                windows(q, loop.index, masks, exist)
+                windows(q, loop.index, masks, exist, kept)
 
-        def windows(q, p, masks, exist) -> None:
-            first_line, slot = (
-                moved(builder, x, (p, x_apart)),
-                element(builder, moved(builder, y, (p, y_apart)), q, read, itemsize),
-            )
+        def windows(q, p, masks, exist, kept) -> None:
+            """kept: of lines that the windows before have met, too, what was met there."""
+            slot = element(builder, moved(builder, y, (p, y_apart)), q, read, itemsize)
             wanted = load(builder, slot, read, itemsize, exist if kind == CAREFUL else None)
             wanted = convert(builder, wanted, dtype, compute, vl)
-            found = cgutils.alloca_once_value(builder, constant(numbers, NONE))
+            first_line = moved(builder, x, (p, x_apart))
+            line_at = lambda d, h: moved(builder, first_line, (d, plane_bytes), (h, line_bytes))  # noqa: E731
 
-            def walk(forward: bool, counts: Sequence, hits: Callable) -> None:
-                def line_at(d, h):
-                    line = moved(builder, first_line, (d, plane_bytes), (h, line_bytes))
-                    if forward or kind != WHOLE:
-                        first = moved(builder, number, (d, plane_taps), (h, I64(taps)))
-                        base = splat(builder, builder.trunc(first, I32), numbers)
-                    else:
-                        base = (d.constant * known[1] + h.constant) * taps
-                    order = range(taps) if forward else reversed(range(taps))
-                    values = values_of(line, q, exist is not None)
-                    for r in order:
-                        hit = hits(values[r]) if masks[r] is None else builder.and_(hits(values[r]), masks[r])
-                        is_known = isinstance(base, int)
-                        tap = constant(numbers, base + r) if is_known else builder.add(base, constant(numbers, r))
-                        builder.store(builder.select(hit, tap, builder.load(found)), found)
+            def number_of(d, h):
+                """Of a line's first tap."""
+                first = builder.trunc(moved(builder, number, (d, plane_taps), (h, I64(taps))), I32)
+                return splat(builder, first, numbers)
 
-                counted(builder, counts, forward, line_at)
-
-            counts = known if kind == WHOLE else (planes if is_deep else 1, lines)
-            walk(False, counts, lambda value: builder.fcmp_ordered("==", value, wanted))
+            found = search(wanted, line_at, number_of, q, masks, kept)
             are_nan = builder.fcmp_unordered("uno", wanted, wanted)
             if exist is not None:
                 are_nan = builder.and_(are_nan, exist)
             with builder.if_then(builder.icmp_signed("!=", builder.bitcast(are_nan, bits), bits(0)), likely=False):
-                is_nan = lambda value: builder.and_(builder.fcmp_unordered("uno", value, value), are_nan)  # noqa: E731
-                walk(True, (planes, lines), is_nan)
+                search_nans(are_nan, line_at, number_of, q, masks, found)
             narrow = builder.trunc(builder.load(found), ir.VectorType(I8, vl))
             line = builder.add(moved(builder, chosen, (p, chosen_apart)), q)
             builder.store(narrow, vector_at(builder, line, narrow.type), align=1)
+
+        def search(wanted, line_at, number_of, q, masks, kept):
+            """Lines by their maxima, then the tap by its line: one comparison a line; all else is selected."""
+            of_line = cgutils.alloca_once_value(builder, constant(numbers, NONE - (taps - 1)))
+            of_taps = [cgutils.alloca_once_value(builder, constant(wanted.type, float("nan"))) for _ in range(taps - 1)]
+
+            def choose(values: list, first) -> None:
+                hit = builder.fcmp_ordered("==", values[-1], wanted)
+                for slot, value in zip((of_line, *of_taps), (first, *values[:-1]), strict=True):
+                    builder.store(builder.select(hit, value, builder.load(slot)), slot)
+
+            if kind == WHOLE:
+                every = {place: [builder.load(value) for value in values] for place, values in kept.items()}
+                for d, h in product(*map(range, known)):
+                    if h >= shared:
+                        every[d, h] = met(line_at(I64(d), I64(h)), q, masks)
+                for d, h in reversed(list(product(*map(range, known)))):
+                    choose(every[d, h], constant(numbers, (d * known[1] + h) * taps))
+                for (d, h), slots in kept.items():
+                    for slot, value in zip(slots, every[d, h + known[1] - shared], strict=True):
+                        builder.store(value, slot)
+            else:
+                meet = lambda d, h: choose(met(line_at(d, h), q, masks), number_of(d, h))  # noqa: E731
+                counted(builder, (planes if is_deep else 1, lines), False, meet)
+            tap = constant(numbers, taps - 1)
+            for r in reversed(range(taps - 1)):
+                hit = builder.fcmp_ordered("==", builder.load(of_taps[r]), wanted)
+                hit = hit if masks[r] is None else builder.and_(hit, masks[r])
+                tap = builder.select(hit, constant(numbers, r), tap)
+            return cgutils.alloca_once_value(builder, builder.add(builder.load(of_line), tap))
+
+        def search_nans(are_nan, line_at, number_of, q, masks, found) -> None:
+            def meet(d, h) -> None:
+                first = number_of(d, h)
+                for r, value in enumerate(values_of(line_at(d, h), q, masks[0] is not None)):
+                    hit = builder.and_(builder.fcmp_unordered("uno", value, value), are_nan)
+                    hit = hit if masks[r] is None else builder.and_(hit, masks[r])
+                    tap = builder.add(first, constant(numbers, r))
+                    builder.store(builder.select(hit, tap, builder.load(found)), found)
+
+            counted(builder, (planes, lines), True, meet)
 
         # Windows between these have all their taps inside of a line.
         first_inside, end = (

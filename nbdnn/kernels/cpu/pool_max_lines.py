@@ -28,7 +28,7 @@ _LEAST_LANES = 4
 _MOST_KNOWN = 27  # taps of a window that are met without a loop
 _BLOCK_BYTES = 8192  # of x that is asked for at once
 _PLANE_BYTES = 128 << 10  # of x that is asked for while the plane before it is given its gradient
-_GUARD = 8  # bytes on each side of a line of what is chosen; as many as taps
+GUARD = 8  # bytes on each side of a line of what is chosen; as many as taps
 
 _FIELDS = record(
     *("planes", "planes_a_task", "find_lines", "give_lines", "pitch", "chosen_bytes"),
@@ -38,11 +38,11 @@ _FIELDS = record(
 
 
 @cache
-def _find(row: Row, taps_d: int, taps_h: int):
+def find_windows(row: Row, taps_d: int, taps_h: int, step_h: int):
     """Compiled-in function (f, pointers, chosen, first, end): what lines of windows have chosen."""
     taps, i64, itemsize = row.taps, pointer("i64"), ITEMSIZE[row.dtype]
     known_d, known_h = known = (taps_d, taps_h) if taps_d * taps_h * taps <= _MOST_KNOWN else (0, 0)
-    find_some = find_lines(row, known if known_d else (1, 1))
+    find_some = find_lines(row, known if known_d else (1, 1), max(0, known_h - step_h))
     before, behind = -(-row.pad // row.step) * row.step * itemsize, (row.step * row.vl + taps) * itemsize
 
     @njit(**DEVICE)
@@ -72,7 +72,7 @@ def _find(row: Row, taps_d: int, taps_h: int):
     @njit(**DEVICE)
     def find_run(f, pointers, chosen, line, end):
         for i in range(line, end):  # on the right before what lies there
-            i64(chosen + i * f.pitch - _GUARD)[0] = -1
+            i64(chosen + i * f.pitch - GUARD)[0] = -1
             i64(chosen + i * f.pitch + f.out_w)[0] = -1
         line_bytes = f.in_w * itemsize
         few = max(1, _BLOCK_BYTES // (f.step_h * line_bytes))
@@ -162,33 +162,33 @@ def _give(row: Row, windows: tuple[int, int], past_caches: bool):
 
 
 @cache
-def _whole_task(row: Row, taps: tuple[int, int], windows: tuple[int, int], past_caches: bool):
-    """A run of planes."""
+def _whole_task(row: Row, lines: tuple[int, int, int], windows: tuple[int, int], past_caches: bool):
+    """A run of planes. lines: of a window, by depth and row, and how many its next one is further on."""
     i64, at, args_at = pointer("i64"), struct(_FIELDS), struct(ARGS)
-    find, give = _find(row, *taps), _give(row, windows, past_caches)
+    find, give = find_windows(row, *lines), _give(row, windows, past_caches)
 
     def max_of_planes(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
         out, lines = f.out_d * f.out_h, f.in_d * f.in_h
         for plane in range(index * f.planes_a_task, min(f.planes, (index + 1) * f.planes_a_task)):
-            chosen = args_at(args).workspace + worker * f.chosen_bytes + _GUARD - plane * out * f.pitch
+            chosen = args_at(args).workspace + worker * f.chosen_bytes + GUARD - plane * out * f.pitch
             find(f, pointers, chosen, plane * out, (plane + 1) * out)
             give(f, pointers, chosen, plane * lines, (plane + 1) * lines)
 
-    return compile_task(max_of_planes, (row, taps, windows, past_caches))
+    return compile_task(max_of_planes, (row, lines, windows, past_caches))
 
 
 @cache
-def _find_task(row: Row, taps: tuple[int, int]):
+def _find_task(row: Row, lines: tuple[int, int, int]):
     """A run of lines of windows."""
-    i64, at, args_at, find = pointer("i64"), struct(_FIELDS), struct(ARGS), _find(row, *taps)
+    i64, at, args_at, find = pointer("i64"), struct(_FIELDS), struct(ARGS), find_windows(row, *lines)
 
     def find_maxima(args, ctx, index, worker):
         f = at(ctx)
         first, end = index * f.find_lines, min(f.planes * f.out_d * f.out_h, (index + 1) * f.find_lines)
-        find(f, i64(args), args_at(args).workspace + _GUARD, first, end)
+        find(f, i64(args), args_at(args).workspace + GUARD, first, end)
 
-    return compile_task(find_maxima, (row, taps))
+    return compile_task(find_maxima, (row, lines))
 
 
 @cache
@@ -199,14 +199,22 @@ def _give_task(row: Row, windows: tuple[int, int], past_caches: bool):
     def give_gradient(args, ctx, index, worker):
         f = at(ctx)
         first, end = index * f.give_lines, min(f.planes * f.in_d * f.in_h, (index + 1) * f.give_lines)
-        give(f, i64(args), args_at(args).workspace + _GUARD, first, end)
+        give(f, i64(args), args_at(args).workspace + GUARD, first, end)
 
     return compile_task(give_gradient, (row, windows, past_caches))
 
 
-def _pitch(axes: Axes) -> int:
+def row_of(problem: PoolProblem, axes: Axes, device: Cpu) -> Row:
+    """With vectors of which a line fills more than half of one."""
+    vl, widest = device.lanes(problem.compute), max(axes.out[2], ceil(axes.extent[2] / axes.step[2]))
+    while vl > _LEAST_LANES and widest <= vl // 2:
+        vl //= 2
+    return Row(problem.dtype, vl, axes.taps[2], axes.step[2], axes.pad[2], axes.is_deep)
+
+
+def kept_pitch(axes: Axes) -> int:
     """Bytes of a line of what is chosen; vectors go beyond its end."""
-    return -(-axes.out[2] // 16) * 16 + 2 * _GUARD
+    return -(-axes.out[2] // 16) * 16 + 2 * GUARD
 
 
 def _has_many(problem: PoolProblem, device: Cpu) -> bool:
@@ -216,21 +224,19 @@ def _has_many(problem: PoolProblem, device: Cpu) -> bool:
 def chosen_bytes(problem: PoolProblem, axes: Axes, device: Cpu) -> int:
     """The workspace."""
     planes = device.threads if _has_many(problem, device) else problem.n * problem.c
-    return planes * _plane_bytes(axes)
+    return planes * kept_bytes(axes)
 
 
-def _plane_bytes(axes: Axes) -> int:
-    return whole_lines(axes.out[0] * axes.out[1] * _pitch(axes) + 64)
+def kept_bytes(axes: Axes) -> int:
+    """Of what the windows of a plane have chosen."""
+    return whole_lines(axes.out[0] * axes.out[1] * kept_pitch(axes) + 64)
 
 
 def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     """The runner of a gradient of planes whose windows are short."""
     planes, wanted = problem.n * problem.c, device.threads * _TASKS_PER_THREAD
-    vl, widest = device.lanes(problem.compute), max(axes.out[2], ceil(axes.extent[2] / axes.step[2]))
-    while vl > _LEAST_LANES and widest <= vl // 2:
-        vl //= 2
-    row = Row(problem.dtype, vl, axes.taps[2], axes.step[2], axes.pad[2], axes.is_deep)
-    taps, past_caches = axes.taps[:2], streams(problem, device)
+    row = row_of(problem, axes, device)
+    lines_of_windows, past_caches = (*axes.taps[:2], axes.step[1]), streams(problem, device)
     most_d, most_h = ((taps - 1) // step + 1 for taps, step in zip(axes.taps[:2], axes.step[:2], strict=True))
     windows, lines = planes * axes.out[0] * axes.out[1], planes * axes.extent[0] * axes.extent[1]
     planes_a_task, find_lines, give_lines = (ceil(n / wanted) for n in (planes, windows, lines))
@@ -241,12 +247,11 @@ def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         planes_a_task=planes_a_task,
         find_lines=find_lines,
         give_lines=give_lines,
-        pitch=_pitch(axes),
-        chosen_bytes=_plane_bytes(axes),
+        pitch=kept_pitch(axes),
+        chosen_bytes=kept_bytes(axes),
     )
     if _has_many(problem, device):
-        return Program(
-            [Phase(_whole_task(row, taps, (most_d, most_h), past_caches), ceil(planes / planes_a_task), ctx)]
-        )
-    find = Phase(_find_task(row, taps), ceil(windows / find_lines), ctx)
+        task = _whole_task(row, lines_of_windows, (most_d, most_h), past_caches)
+        return Program([Phase(task, ceil(planes / planes_a_task), ctx)])
+    find = Phase(_find_task(row, lines_of_windows), ceil(windows / find_lines), ctx)
     return Program([find, Phase(_give_task(row, (most_d, most_h), past_caches), ceil(lines / give_lines), ctx)])
