@@ -10,7 +10,7 @@ import pytest
 
 from nbdnn.cli import parser
 from nbdnn.dispatch import registry
-from nbdnn.problem import parse
+from nbdnn.problem import FAMILIES, parse
 from nbdnn.problem_conv import CONV_OPS
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +52,18 @@ def test_readme_lists_every_kernel_of_a_gpu() -> None:
     }
     every = [c for op in CONV_OPS for c in registry.candidates(op, kind="cuda") if c.provider == "numba"]
     assert told == {(c.op, c.algorithm.removesuffix("_tf32"), c.algo) for c in every}
+
+
+_HEADINGS = {"bn": "dnn_batch_normalization", "rnn": "RNNBlock"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"conv"}))
+def test_every_candidate_of_the_other_ops_is_in_a_table(family: str) -> None:
+    sections = re.split(r"^## ", (ROOT / "docs/ops.md").read_text(), flags=re.MULTILINE)
+    text = next(each for each in sections if _HEADINGS.get(family, f"dnn_{family}") in each.partition("\n")[0])
+    every = [c for kind in ("cpu", "cuda") for op in FAMILIES[family] for c in registry.candidates(op, kind=kind)]
+    names = {f"{c.provider}/{c.algorithm.removesuffix('_tf32')}" for c in every}
+    assert {name for name in names if f"| `{name}`" not in text and f", `{name}`" not in text} == set()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
