@@ -3,8 +3,8 @@
     chosen[p] = the first r at which x[p*u + r - pad] = y[p]; where y[p] is NaN the last r at which x is; else NONE
     dx[i] = sum of dy[p] over the windows p that cover i and whose chosen[p] is i + pad - p*u
 
-A vector of windows (`pool_max_lines.py`) or of channels (`pool_max_pixels.py`) looks for y, where `rows` searches an axis
-at a time: better where windows share little, or lie in three axes. y must be what the maxima are.
+A vector of windows (`pool_max_lines.py`) or of channels (`pool_max_pixels.py`) looks for y, where `rows` searches an
+axis at a time: better where windows share little, or lie in three axes. y must be what the maxima are.
 
 Traffic: x, y, dy and dx once from memory. Error: that of the sums, in float32 (float64). Source: own.
 """
