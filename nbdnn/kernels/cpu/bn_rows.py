@@ -7,7 +7,7 @@
 
 Traffic: x (and dy) twice, what comes out once; of a batch that fits the last-level cache once. For sums 16-bit data are
 widened into a worker's scratch. Within a part sums are of the compute type, of differences from the part's first line,
-or where one of its columns is far from the others' from their means; parts are merged in float64. Source: own.
+or from the means of its columns where one begins far from all that follows; parts are merged in float64. Source: own.
 """
 
 from __future__ import annotations
