@@ -299,7 +299,7 @@ class Depthwise(LaunchedCandidate[Tile]):
         a_block = integers.block_tiles if v.out_last else THREADS
         return [
             Launch(
-                source=Source(_kernel, v, threads, max(1, v.held.min_blocks * THREADS // threads)),
+                source=Source(_kernel, v, threads, max(1, v.min_blocks * THREADS // threads)),
                 grid=(
                     integers.slabs * ceil(integers.tiles / a_block) if v.out_last else ceil(integers.tiles / a_block),
                     1,
