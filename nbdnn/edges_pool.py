@@ -47,6 +47,9 @@ _MORE = (
     "n1c5h6w7:r1s1:p2x1:u1x1",  # the same over two axes
     "n1c4d5h7w9:t1r2s3:p2x0x1:u3x1x2",  # depths that no window reaches, of windows that begin in the padding
     "n2c6h9w8:r2s3:p0x2:u1x5",  # stride beyond the window on one axis only, overlap on the other
+    "n2c3h7w10:r2s2:p0x0:u2x2",  # windows side by side, in rows that no vector divides, one of them without a window
+    "n2c4h8w12:r4s4:p0x0:u4x4",  # the same, of two windows a vector in 16 bits and one in 32
+    "n1c2d5h6w6:t2r3s2:p0x0x0:u2x3x2",  # the same over three axes
     "n1c9h5w6:r2s2:p1x0:u40x3",  # one row of windows, whose stride is beyond the image
 )
 _LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}

@@ -70,6 +70,16 @@ class PoolWords:
 
         return load
 
+    def load_cells(self, dtype: str, count: int, times: int) -> Callable:
+        widen = self._words.WIDEN[dtype]
+
+        def load(base: Memory, here: int, inside: bool, left: int, below: int, inside_below: bool, factor: float):
+            places = [(here + i, inside) if i < left else (below + i, inside_below) for i in range(count)]
+            values = [widen(base[index]) * factor if wanted else 0.0 for index, wanted in places]
+            return tuple(value for value in values for _ in range(times))
+
+        return load
+
     def store(self, dtype: str, lanes: int) -> Callable:
         narrow, pack = self._words.NARROW[dtype], self._words.PACK.get(dtype)
 

@@ -14,9 +14,9 @@ from gpus import H200
 from guarded import values
 from libraries import library
 
-from nbdnn.candidate import Candidate
+from nbdnn.candidate import Candidate, NoConfig
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import pool_plane, pool_staged, pool_window
+from nbdnn.kernels.cuda import pool_plane, pool_spread, pool_staged, pool_window
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
@@ -209,6 +209,13 @@ def test_what_windows_reach_beyond_their_planes_is_memory_of_the_block() -> None
             "planes of (161, 161) need more than 98304 bytes",
         ),
         (pool_staged.BWD, "f16:n2c3h9w9:r3s3:p1x1:u2x2:max:nchw:a2", "multiples of 2 bytes"),
+        (pool_spread.BWD, "f32:n2c3h8w8:r2s2:p0x0:u2x2:max:nchw", "max of f32 in nchw"),
+        (pool_spread.BWD, "f64:n2c3h8w8:r2s2:p0x0:u2x2:sum:nchw", "sum of f64 in nchw"),
+        (pool_spread.BWD, "f32:n2c3h8w8:r2s2:p0x0:u2x2:sum:nhwc", "sum of f32 in nhwc"),
+        (pool_spread.BWD, "f32:n2c3h8w8:r3s2:p0x0:u2x2:sum:nchw", "windows (3, 2), (2, 2) apart"),
+        (pool_spread.BWD, "f32:n2c3h8w8:r2s2:p1x0:u2x2:sum:nchw", "pad (1, 0)"),
+        (pool_spread.BWD, "f32:n2c3h8w9:r2s2:p0x0:u2x2:sum:nchw", "rows of 9 are not whole windows of 2"),
+        (pool_spread.BWD, "f32:n3000c1000h30w30:r2s2:p0x0:u2x2:sum:nchw", "2700000000 elements"),
         (pool_window.FWD, "f64:n2c3h8w8:r2s2:p0x0:u2x2:max:nchw", "float64"),
         (pool_window.FWD, "f32:n2c3h20w20:r9s9:p0x0:u2x2:max:nchw", "the window has 81 elements, more than 64"),
         (pool_plane.FWD, "f32:n2c3h8w8:r8s7:p0x0:u1x1:max:nchw", "are not the image"),
@@ -249,3 +256,27 @@ def test_global_pooling(text: str, mode: str, monkeypatch: pytest.MonkeyPatch) -
             given = values(problem, "normal")
             for config in candidate.configs(problem, H200):
                 emulated.assert_near(candidate, problem, config, given, H200, block)
+
+
+# With vectors of one window, of a part of one and of several; rows and planes that no vector divides.
+@pytest.mark.parametrize(
+    ("text", "lanes"),
+    [
+        ("f32:n2c3h7w10:r2s2:p0x0:u2x2:average_exc_pad:nchw", 4),
+        ("bf16:n2c4h7w10:r2s2:p0x0:u2x2:average_inc_pad:nchw", 8),
+        ("f16:n2c4h8w12:r4s4:p0x0:u4x4:sum:nchw", 8),
+        ("f32:n1c2h9w16:r3s8:p0x0:u3x8:sum:nchw", 4),
+        ("f32:n1c3h6w6:r2s3:p0x0:u2x3:sum:nchw", 1),
+        ("f32:n2c3h6w2:r2s2:p0x0:u2x2:sum:nchw", 2),
+        ("f16:n1c2d5h6w8:t2r4s2:p0x0x0:u2x4x2:average_inc_pad:ncdhw", 8),
+        ("f32:n1c3h5w6:r2s2:p0x0:u2x2:sum:nchw", 2),
+        ("f32:n2c3h8w8:r2s2:p0x0:u2x2:sum:nchw:a4", 1),
+    ],
+)
+def test_sums_spread_by_whole_vectors(text: str, lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate, problem = pool_spread.BWD, parse(f"pool_bwd:{text}")
+    assert candidate.supports(problem, H200).ok
+    (launch,) = candidate.launches(problem, NoConfig(), H200)
+    assert launch.source.specialised_on.lanes == lanes
+    block = emulated_ptx.install(monkeypatch)
+    emulated.assert_near(candidate, problem, NoConfig(), values(problem, "normal"), H200, block)

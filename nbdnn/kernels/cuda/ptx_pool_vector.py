@@ -54,6 +54,31 @@ def load(dtype: str, lanes: int, otherwise: int = 0, constant: bool = True):
 
 
 @cache
+def load_cells(dtype: str, count: int, times: int):
+    """Intrinsic (base, here, inside, left, below, inside_below, factor) -> so many elements times the factor, so many
+    times each: base[here + i] for i < left, base[below + i] for others; zeros where those are not inside."""
+    boolean, integer = types.boolean, types.int32
+
+    @intrinsic
+    def load_row(typingctx, base, here, inside, left, below, inside_below, factor):
+        def codegen(context, builder, sig, args):
+            base, here, inside, left, below, inside_below, factor = args
+            values = []
+            for i in range(count):
+                is_here = builder.icmp_signed(">", left, left.type(i))
+                index = builder.add(builder.select(is_here, here, below), here.type(i))
+                wanted = builder.select(is_here, inside, inside_below)
+                (value,) = loaded(builder, builder.gep(base, [index]), wanted, dtype, 1)
+                values += [builder.fmul(value, factor)] * times
+            return packed(builder, values)
+
+        of_base = (base, integer, boolean, integer, integer, boolean, types.float32)
+        return signature(floats(count * times), *of_base), codegen
+
+    return load_row
+
+
+@cache
 def store(dtype: str, lanes: int):
     """Intrinsic (base, index, wanted, values): a vector, where it is wanted."""
 
