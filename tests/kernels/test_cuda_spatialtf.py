@@ -34,6 +34,8 @@ IMAGES = (
     "f64:n8c16h33w31:o31x33:nhwc",
     "f32:n1200c64h200w200:o200x200:nchw",  # 64-bit integers
 )
+# What more threads are worth: channels-last 64x64x56x56 63.9 us, not 71.7; planar in 16 bits, forward, 28.9, not 30.9.
+_SPILLED_BYTES = {"spatialtf_gather-gather_kernel": 160, "spatialtf_direct-forward_kernel": 16}
 GRIDS = "f32:n64:o224x224", "bf16:n3:o7x9"
 
 
@@ -43,7 +45,8 @@ def kernels(op: str, text: str, arch: str) -> None:
         if not candidate.supports(problem, device).ok:
             continue
         for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
-            kernel = assert_lean(launch, problem, arch, candidate.id)
+            most = _SPILLED_BYTES.get(launch.source.label, 0)
+            kernel = assert_lean(launch, problem, arch, candidate.id, spilled_bytes=most)
             assert kernel.registers is None or kernel.registers <= 128, f"{arch}, {problem}, {kernel.registers}"
 
 

@@ -29,7 +29,9 @@ from nbdnn.kernels.cuda.quads import QUAD
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_dropout import BLOCK_ELEMS, DropoutProblem
 
-_THREADS, _FEW_THREADS, _MIN_BLOCKS = 256, 64, 4  # of a block; where there are fewer blocks than multiprocessors
+_THREADS, _FEW_THREADS = 256, 64  # of a block; where there are fewer blocks than multiprocessors
+# Of a multiprocessor, of blocks whose threads take one run, and several: f16, 2^27 elements 149 us, 157 with four.
+_MIN_BLOCKS, _MIN_BLOCKS_OF_MANY = 4, 6
 # Blocks of a cluster that takes one run a thread, and threads of a block of it. With larger ones few multiprocessors
 # would move all of it (65,536 elements of float32, H200: 4.4 us, by two kernels 3.2).
 _CLUSTER, _CLUSTER_THREADS = 8, (256, 512)
@@ -44,13 +46,15 @@ _MOST_ELEMENTS = 2**31 - _RUN * _THREADS * 4096  # a run beyond the last is stil
 
 class _Variant(NamedTuple):
     """What a kernel is compiled for. vectors: every run but the last is loaded and stored as two quads. threads: of a
-    block. advances: the grid is a cluster, or a block, that advances the state."""
+    block. advances: the grid is a cluster, or a block, that advances the state. many: a thread draws for several runs.
+    """
 
     dtype: str
     forward: bool
     vectors: bool
     threads: int
     advances: bool = False
+    many: bool = False
 
 
 class _Fields(NamedTuple):
@@ -69,6 +73,7 @@ def _kernel(*specialised_on):
     dtype, threads, advances = variant.dtype, variant.threads, variant.advances
     real, widen, narrow = ptx.REAL[DEFAULT_COMPUTE[dtype]], ptx.WIDEN[dtype], ptx.NARROW[dtype]
     by_vectors, drawn, conditions_of = variant.vectors, ptx_philox.drawn, ptx_philox.conditions_of
+    keys_of = ptx_philox.keys(variant.many)
     load, store = _run(dtype) if by_vectors else (None, None)
     by_quads = by_vectors and ITEMSIZE[dtype] * QUAD == _VECTOR_BYTES
 
@@ -110,9 +115,10 @@ def _kernel(*specialised_on):
 
     def forward(x, y, mask, state, threshold, scale, f):
         run = integer(ptx.block_x() * threads + ptx.thread_x())
-        first, keys = wide(state[1]), ptx_philox.keys(wide(state[0]))
+        first, keys = wide(state[1]), keys_of(wide(state[0]))
         # A threshold has 33 bits: what is not below it is larger than one less.
-        keeps_all, limit, factor = threshold == 0, word(wide(threshold) - wide(1)), real(scale)
+        least, factor = wide(threshold), real(scale)
+        keeps_all, limit = least == 0, word(least - wide(1))
         if advances:
             ptx_cluster.arrive()
         while run < f.runs:
@@ -225,12 +231,14 @@ class Philox(LaunchedCandidate[NoConfig]):
         if forward and device.capability >= (9, 0) and (found := next(enough, 0)):
             threads, advances = found, True
         blocks = ceil(runs / threads)
-        if forward:
-            blocks = min(blocks, _WAVES * _MIN_BLOCKS * device.sms)
+        many = forward and blocks > _WAVES * _MIN_BLOCKS_OF_MANY * device.sms
+        min_blocks = _MIN_BLOCKS_OF_MANY if many else _MIN_BLOCKS
+        if many:
+            blocks = _WAVES * min_blocks * device.sms
         vectors = dtype != "f64" and problem.align % _VECTOR_BYTES == 0
-        variant = _Variant(dtype, forward, vectors, threads, advances)
+        variant = _Variant(dtype, forward, vectors, threads, advances, many)
         main = Launch(
-            source=Source(_kernel, variant, threads, _MIN_BLOCKS * _THREADS // max(threads, _THREADS)),
+            source=Source(_kernel, variant, threads, min_blocks * _THREADS // max(threads, _THREADS)),
             grid=(blocks, 1, 1),
             pointers=(0, 1, 2, 3) if forward else (0, 1, 2),
             scalars="f64",

@@ -40,6 +40,11 @@ _SMALL_OUTPUTS, _SMALL_LOADS = 4, 8  # of a tile that 32 registers hold: all blo
 # Of a tile that reads y, words, or words and loads: 64 registers hold them, and twice as many threads wait at once. f16
 # 64x112x112 channels-last 34.9 us, not 36.6; but f32 in tiles of 76 words 67.7, not 71.7.
 _FEW_WORDS, _FEW_PLANAR = 52, 80
+# Planar tiles of which a H200 shall have more threads, of fewer registers each. Of those that read y, words (f16
+# 64x112x112: 36.2 us, not 37.8); and where x is asked for ahead, words, or words and loads (f16 3x3x3: 27.0, not 28.4).
+# Loads of those that search x (f32 64x112x112: 61.4, not 64.2). Outputs of sums (f32 3x3, 256x28x28: 14.7, not 15.1).
+_PLANAR_WORDS, _AHEAD_WORDS, _AHEAD_LOADED = 41, 56, 106
+_SEARCHED_LOADS, _SUMMED_OUTPUTS = 28, 8
 _MOST_VECTORS = 16  # of channels in a block: 256 bytes of a pixel
 _MOST_TILES_H = 4  # in a block, channels-last
 _CONFIGS, _CONFIGS_BESIDE = 6, 2  # tiles; of those that find maxima, where others read y
@@ -234,11 +239,30 @@ def _min_blocks(v: Variant, cost: Cost, device: Gpu) -> int:
     """Blocks of a multiprocessor, which bound the registers of a thread."""
     if cost.loads > _CROWDED and device.capability[0] != 9:
         return 1
+    fewer = device.capability[0] == 9 and _needs_few(v, cost)
     if v.tile.reads_y:
-        return 2 if v.ahead else 4
-    if (v.is_max and v.op == "pool_bwd") or cost.outputs > _FEW_OUTPUTS or cost.loads > _FEW_LOADS:
+        return 2 + fewer if v.ahead else 4 + fewer
+    if v.is_max and v.op == "pool_bwd":
+        return 5 if fewer else 2
+    if cost.outputs > _FEW_OUTPUTS or cost.loads > _FEW_LOADS:
         return 2
-    return 8 if cost.outputs <= _SMALL_OUTPUTS and cost.loads <= _SMALL_LOADS else 3
+    if cost.outputs <= _SMALL_OUTPUTS and cost.loads <= _SMALL_LOADS:
+        return 8
+    return 6 if fewer else 3
+
+
+def _needs_few(v: Variant, cost: Cost) -> bool:
+    """Whether more threads of fewer registers are faster, on compute capability 9.0."""
+    if v.channels_last:
+        return False
+    if v.tile.reads_y and v.ahead:
+        return v.dtype != "f32" and cost.words <= _AHEAD_WORDS and cost.words + cost.loads <= _AHEAD_LOADED
+    if v.tile.reads_y:
+        return cost.words <= _PLANAR_WORDS
+    if v.is_max:
+        return v.op == "pool_bwd" and cost.loads <= _SEARCHED_LOADS
+    # What is scaled by windows' sizes needs registers for these as well.
+    return v.mode != "average_exc_pad" and cost.outputs <= _SUMMED_OUTPUTS
 
 
 class Window(LaunchedCandidate[Tile]):

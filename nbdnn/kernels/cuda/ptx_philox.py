@@ -6,11 +6,13 @@ al., Parallel random numbers: as easy as 1, 2, 3 (SC11).
 
 from __future__ import annotations
 
+from functools import cache
+
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
-from nbdnn.kernels.cuda.ptx import F32, I32, I64, packed, unpacked
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, asm, packed, unpacked
 
 ROUNDS = 10
 _KEYS = types.UniTuple(types.uint32, 2 * ROUNDS)
@@ -23,16 +25,27 @@ def _halves(builder, value):
     return builder.trunc(value, I32), builder.trunc(builder.lshr(value, I64(32)), I32)
 
 
-@intrinsic
-def keys(typingctx, seed):
-    """The keys of every round, from a seed of 64 bits."""
+@cache
+def keys(many: bool):
+    """Intrinsic (seed of 64 bits) -> the keys of every round.
 
-    def codegen(context, builder, sig, args):
-        pair = _halves(builder, args[0])
-        every = [builder.add(key, I32(step * i)) for i in range(ROUNDS) for key, step in zip(pair, _STEPS, strict=True)]
-        return packed(builder, every)
+    many: a thread has several blocks of words. Then all lanes of a warp take part, with one seed: the keys come by way
+    of an exchange, without which ptxas adds their steps again for every block, a tenth of all instructions.
+    """
+    exchange = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
 
-    return signature(_KEYS, types.uint64), codegen
+    @intrinsic
+    def of_rounds(typingctx, seed):
+        def codegen(context, builder, sig, args):
+            pairs, steps = _halves(builder, args[0]), range(ROUNDS)
+            every = [builder.add(key, I32(step * i)) for i in steps for key, step in zip(pairs, _STEPS, strict=True)]
+            if many:
+                every = [asm(builder, I32, exchange, "=r,r", [key], EFFECT) for key in every]
+            return packed(builder, every)
+
+        return signature(_KEYS, types.uint64), codegen
+
+    return of_rounds
 
 
 def _words(builder, block, of_rounds):
@@ -48,7 +61,8 @@ def _words(builder, block, of_rounds):
 
 
 def _product(builder, word, factor):
-    low, high = _halves(builder, builder.mul(builder.zext(word, I64), I64(factor)))
+    """(high, low) word. Where LLVM multiplies 64-bit integers, ptxas adds a high part that is 0."""
+    low, high = _halves(builder, asm(builder, I64, f"mul.wide.u32 $0, $1, {factor};", "=l,r", [word]))
     return high, low
 
 

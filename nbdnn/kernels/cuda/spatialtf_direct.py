@@ -42,8 +42,8 @@ THREADS = 256
 _HELD_ELEMS = 4  # channels whose pixels a thread asks for at most before it uses the first
 _MOST_SHARING = 8  # threads of one position, channels-last
 _WAVES, _RESIDENT = 4, 4  # blocks that a multiprocessor shall have, in turn and at once
-# Of a multiprocessor, of 32 registers each, which are enough for one channel; where they are all that there is to do,
-# in blocks that end one by one (256 images of 28x28, H200: 2.8 us, not 3.1).
+# Of a multiprocessor, of 32 registers each (`_is_full`); where they are all that there is to do, in blocks that end one
+# by one (256 images of 28x28 of one channel, H200: 2.8 us, not 3.1).
 _RESIDENT_THREADS, _FEW_THREADS = 2048, 128
 _MOST_GRID = 65535  # of the grid's second axis
 # Of a grid alone: rows of a thread, which divides for its columns once.
@@ -164,6 +164,14 @@ def _forward_kernel(specialised_on, paired, at_once, block_threads):
     return sample_outputs, (data, parameters, data, ptx.record(ImageFields, kind.bits))
 
 
+def _is_full(problem: SpatialtfProblem) -> bool:
+    """Whether a multiprocessor shall have all the threads it can, though a thread then asks for fewer pixels at once:
+    64 channels-last channels by a grid 17.0 us in 16 bits, not 21.0, and 29.1, not 31.3. Of three channels others than
+    these take up to a tenth longer."""
+    by_grid = not problem.is_affine and not problem.channels_last and ITEMSIZE[problem.dtype] == 2
+    return problem.c > FEW_CHANNELS or by_grid
+
+
 class Direct(LaunchedCandidate[Config]):
     """Every output as it is written; supports every forward with an image."""
 
@@ -188,7 +196,8 @@ class Direct(LaunchedCandidate[Config]):
         of_a_thread = ceil(min(integers.group, integers.vectors) / config.threads)
         at_once = max(1, min(_HELD_ELEMS // kind.lanes, of_a_thread))
         variant = tuple(kind), in_pairs(problem, config.threads), at_once, threads
-        min_blocks = _RESIDENT_THREADS // threads if one_wave and kind.compute == "f32" else 1
+        min_blocks = _RESIDENT_THREADS // threads if one_wave or _is_full(problem) else 1
+        min_blocks = min_blocks if kind.compute == "f32" and kind.bits == 32 else 1
         return [Launch(Source(_forward_kernel, variant, threads, min_blocks), grid, (0, 1, 2), "", integers, kind.bits)]
 
 
