@@ -9,11 +9,11 @@ from cells import check
 from edge_cases import edges
 from gpus import DEVICE
 
-from nbdnn.candidate import Candidate
+from nbdnn.candidate import Candidate, NoConfig
 from nbdnn.cudnn import rnn
 from nbdnn.dispatch import registry
 from nbdnn.edges_rnn import edges as rnn_edges
-from nbdnn.problem import OPS, Problem
+from nbdnn.problem import OPS, Problem, parse
 from nbdnn.problem_rnn import RnnProblem
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +38,17 @@ def test_cell(candidate: Candidate, problem: Problem) -> None:
     if candidate.supports(problem, DEVICE).ok:
         for config in candidate.configs(problem, DEVICE):
             check(candidate, problem, config, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_dropout_whose_threads_draw_several_times(dtype: str) -> None:
+    """A third of them once more than the others, and the last of them for fewer elements than a byte has bits."""
+    candidate = registry.candidate("dropout_fwd/numba/philox")
+    threads = 1 << 20
+    problem = parse(f"dropout_fwd:{dtype}:m{8 * (7 * threads // 3) + 5}")
+    main, _ = candidate.launches(problem, NoConfig(), DEVICE)
+    assert main.source.specialised_on.many and main.grid[0] * main.source.threads < 2 * threads
+    check(candidate, problem, NoConfig(), DEVICE)
 
 
 @pytest.mark.parametrize("problem", [each for each in rnn_edges("rnn_fwd") if each.training], ids=str)
