@@ -124,11 +124,13 @@ class Variant(NamedTuple):
     @property
     def min_blocks(self) -> int:
         """Blocks of a multiprocessor: `Held` says of how many registers. More are worth less than more threads where
-        taps are in turn (f32 240x28x28, 5x5 of stride 2: 14.9 us, not 18.6)."""
+        taps are in turn (f32 240x28x28, 5x5 of stride 2: 14.9 us, not 18.6), and over planes of taps, planar (bf16 3-D
+        64x16x56x56: 31.0, not 32.8, and 30.7, not 33.1)."""
         kept, loaded = self.held
         few = self.forward and kept <= _KEPT_FORWARD and loaded <= _LOADED_FORWARD
         in_turn = not self.unrolled and self.columns.taps == self.piece
-        return 4 if few or in_turn or kept <= _FEW_KEPT else self.held.min_blocks
+        of_planes = self.unrolled and not (self.out_last or self.flat)
+        return 4 if few or in_turn or of_planes or kept <= _FEW_KEPT else self.held.min_blocks
 
     @property
     def instructions(self) -> float:
