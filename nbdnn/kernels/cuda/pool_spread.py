@@ -27,6 +27,7 @@ _THREADS = 256
 _VECTOR_BYTES = 16
 _INT32_END = 2**31 - 2**16
 _LAUNCH_US = 3.0
+_OVER_COPY, _OVER_COPY_OF_ROWS = 1.15, 1.3  # of whole vectors, which `pool_window` writes faster
 
 
 class Variant(NamedTuple):
@@ -142,7 +143,9 @@ class SpreadCandidate(LaunchedCandidate[NoConfig]):
         return YES if elements < _INT32_END else Support(False, f"x has {elements} elements, more than {_INT32_END}")
 
     def estimate(self, problem: PoolProblem, config: NoConfig, device: Gpu) -> float:
-        return _LAUNCH_US + 1.15 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        whole = problem.spatial[-1] * ITEMSIZE[problem.dtype] % _VECTOR_BYTES == 0
+        over_copy = _OVER_COPY_OF_ROWS if whole else _OVER_COPY
+        return _LAUNCH_US + over_copy * problem.min_bytes / copy_bytes_per_s(device) * 1e6
 
     def launches(self, problem: PoolProblem, config: NoConfig, device: Gpu) -> list[Launch]:
         (in_d, in_h, _), (out_d, out_h, out_w) = spatial3(problem.spatial), spatial3(problem.out_spatial)
