@@ -295,12 +295,13 @@ def test_torch_in_torch_out() -> None:
 
 
 class Covers(NamedTuple):
-    """Space-separated dtypes, shapes of the table below, modes and ends of the text; both layouts."""
+    """Space-separated dtypes, shapes of the table below, modes and ends of the text."""
 
     dtypes: str
     shapes: str
     modes: str = " ".join(MODES)
     ends: str = ""
+    layouts: tuple[bool, ...] = (False, True)  # whether channels are last
 
 
 _SHAPES = {
@@ -313,6 +314,7 @@ _SHAPES = {
     "large": "n1c4h41w43:r17s19:p8x9:u3x2",
     "2x2x2/2": "n4c64d16h112w112:t2r2s2:p0x0x0:u2x2x2",
     "3x3x3/2": "n4c64d16h56w56:t3r3s3:p1x1x1:u2x2x2",
+    "planes": "n32c288h35w35:r3s3:p0x0:u2x2",
     "huge": "n1c3h40000w40000:r2s2:p0x0:u2x2",
 }
 _EVERY, _OF_GPU, _MAX = "f16 bf16 f32 f64", "f16 bf16 f32", "max max_deterministic"
@@ -332,6 +334,8 @@ COVERAGE: dict[str, Covers] = {
     "pool_bwd/numba/window": Covers(_OF_GPU, _SMALL, ends="a4"),
     "pool_fwd/numba/plane": Covers(_OF_GPU, "global", ends="a4"),
     "pool_bwd/numba/plane": Covers(_OF_GPU, "global", _SUMS, ends="a4"),
+    "pool_bwd/numba/spread": Covers(_OF_GPU, "2x2/2 2x2x2/2", _SUMS, ends="a4", layouts=(False,)),
+    "pool_bwd/numba/staged": Covers(_OF_GPU, "planes 3x3", _MAX, layouts=(False,)),
 }
 
 
@@ -339,7 +343,7 @@ COVERAGE: dict[str, Covers] = {
 def test_supports_what_it_must(id: str, device: Cpu) -> None:
     candidate, covers = registry.candidate(id), COVERAGE[id]
     on = device if registry.kind_of(candidate) == "cpu" else DEVICE
-    kinds = product(covers.dtypes.split(), covers.shapes.split(), covers.modes.split(), (False, True))
+    kinds = product(covers.dtypes.split(), covers.shapes.split(), covers.modes.split(), covers.layouts)
     for dtype, name, mode, last in kinds:
         layout = (("nchw", "nhwc"), ("ncdhw", "ndhwc"))["t" in _SHAPES[name]][last]
         for end in ("", *covers.ends.split()):

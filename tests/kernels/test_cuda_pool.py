@@ -37,6 +37,8 @@ KERNELS = (
     "f32:n32c256h56w56:r56s56:p0x0:u1x1:average_inc_pad:nchw",
     "bf16:n32c256h56w56:r56s56:p0x0:u1x1:average_inc_pad:nhwc",
     "f64:n8c16h33w31:r3s3:p1x1:u2x2:max:nhwc",
+    "f32:n32c512h14w14:r2s2:p0x0:u2x2:average_exc_pad:nchw",
+    "bf16:n4c64d16h14w14:t2r2s2:p0x0x0:u2x2x2:sum:ncdhw",
 )
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120": (12, 0)}
 CANDIDATES = {
@@ -227,6 +229,13 @@ def test_what_windows_reach_beyond_their_planes_is_memory_of_the_block() -> None
 def test_refusals_say_the_number(candidate: LaunchedCandidate, text: str, reason: str) -> None:
     support = candidate.supports(parse(f"{candidate.op}:{text}"), H200)
     assert not support.ok and reason in support.reason
+
+
+def test_older_gpus_do_not_spread() -> None:
+    """Two float32 become one word of 16-bit elements by an instruction of 8.0."""
+    problem = parse("pool_bwd:f16:n2c4h7w10:r2s2:p0x0:u2x2:sum:nchw")
+    support = pool_spread.BWD.supports(problem, replace(H200, capability=(7, 5)))
+    assert not support.ok and "(7, 5)" in support.reason
 
 
 def test_older_gpus_have_no_maximum_that_keeps_nan() -> None:

@@ -30,7 +30,7 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_dropout import BLOCK_ELEMS, DropoutProblem
 
 _THREADS, _FEW_THREADS = 256, 64  # of a block; where there are fewer blocks than multiprocessors
-# Of a multiprocessor, of blocks whose threads take one run, and several: f16, 2^27 elements 149 us, 157 with four.
+# Of a multiprocessor, of blocks whose threads take one run, and several: f16, 2^27 elements 149 us, 160 with four.
 _MIN_BLOCKS, _MIN_BLOCKS_OF_MANY = 4, 6
 # Blocks of a cluster that takes one run a thread, and threads of a block of it. With larger ones few multiprocessors
 # would move all of it (65,536 elements of float32, H200: 4.4 us, by two kernels 3.2).

@@ -27,7 +27,9 @@ _THREADS = 256
 _VECTOR_BYTES = 16
 _INT32_END = 2**31 - 2**16
 _LAUNCH_US = 3.0
-_OVER_COPY, _OVER_COPY_OF_ROWS = 1.15, 1.3  # of whole vectors, which `pool_window` writes faster
+# Times a copy, a prior for the guess; of rows of whole vectors, which `pool_window` writes faster; of shorter vectors.
+_OVER_COPY, _OVER_COPY_OF_ROWS, _OVER_COPY_OF_PARTS = 1.15, 1.3, 2.0
+_LEAST_CAPABILITY = (8, 0)  # rounds two float32 to 16 bits at once
 
 
 class Variant(NamedTuple):
@@ -112,7 +114,7 @@ def _kernel(*specialised_on):
 
 
 def _lanes(problem: PoolProblem) -> int:
-    """Elements of a vector: a power of two that is a part or a multiple of a window's, and no longer than two rows."""
+    """Elements of a vector: a power of two that is a part or a multiple of a window's, and no longer than a row."""
     *_, width = problem.window
     lanes, most = 1, min(_VECTOR_BYTES, problem.align) // ITEMSIZE[problem.dtype]
     while 2 * lanes <= most and prod(problem.x_shape) % (2 * lanes) == 0:
@@ -139,12 +141,17 @@ class SpreadCandidate(LaunchedCandidate[NoConfig]):
             )
         if problem.spatial[-1] % problem.window[-1]:
             return Support(False, f"rows of {problem.spatial[-1]} are not whole windows of {problem.window[-1]}")
+        if device.capability < _LEAST_CAPABILITY:
+            return Support(False, f"compute capability {device.capability} is below {_LEAST_CAPABILITY}")
         elements = prod(problem.x_shape)
         return YES if elements < _INT32_END else Support(False, f"x has {elements} elements, more than {_INT32_END}")
 
     def estimate(self, problem: PoolProblem, config: NoConfig, device: Gpu) -> float:
-        whole = problem.spatial[-1] * ITEMSIZE[problem.dtype] % _VECTOR_BYTES == 0
-        over_copy = _OVER_COPY_OF_ROWS if whole else _OVER_COPY
+        itemsize = ITEMSIZE[problem.dtype]
+        rows_are_whole = problem.spatial[-1] * itemsize % _VECTOR_BYTES == 0
+        over_copy = _OVER_COPY_OF_ROWS if rows_are_whole else _OVER_COPY
+        if _lanes(problem) * itemsize < _VECTOR_BYTES:
+            over_copy = _OVER_COPY_OF_PARTS
         return _LAUNCH_US + over_copy * problem.min_bytes / copy_bytes_per_s(device) * 1e6
 
     def launches(self, problem: PoolProblem, config: NoConfig, device: Gpu) -> list[Launch]:

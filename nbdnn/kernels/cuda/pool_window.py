@@ -41,7 +41,8 @@ _SMALL_OUTPUTS, _SMALL_LOADS = 4, 8  # of a tile that 32 registers hold: all blo
 # 64x112x112 channels-last 34.9 us, not 36.6; but f32 in tiles of 76 words 67.7, not 71.7.
 _FEW_WORDS, _FEW_PLANAR = 52, 80
 # Planar tiles of which a H200 shall have more threads, of fewer registers each. Of those that read y, words (f16
-# 64x112x112: 36.2 us, not 37.8); and where x is asked for ahead, words, or words and loads (f16 3x3x3: 27.0, not 28.4).
+# 64x112x112: 36.2 us, not 37.8); and where x is asked for ahead, words, or words and loads (f16 3x3x3: 27.0, not 28.4,
+# with a few words spilled).
 # Loads of those that search x (f32 64x112x112: 61.4, not 64.2). Outputs of sums (f32 3x3, 256x28x28: 14.7, not 15.1).
 _PLANAR_WORDS, _AHEAD_WORDS, _AHEAD_LOADED = 41, 56, 106
 _SEARCHED_LOADS, _SUMMED_OUTPUTS = 28, 8
