@@ -166,6 +166,8 @@ def test_equal_maxima_of_many_windows(dtype: Any) -> None:
         ((1, 9, 7, 7), (7, 7), (1, 1), (0, 0)),  # a plane of more than one vector, and a part of one
         ((1, 2, 5, 6, 19), (3, 3, 3), (2, 2, 2), (1, 1, 1)),
         ((1, 2, 4, 5, 7), (2, 3, 4), (1, 1, 1), (1, 2, 3)),
+        ((9, 2, 9, 7, 23), (3, 3, 3), (2, 2, 2), (1, 1, 1)),  # windows that share a plane with those a depth before
+        ((9, 2, 6, 7, 19), (3, 2, 3), (1, 1, 1), (0, 1, 1)),  # and two planes
     ],
 )
 @pytest.mark.parametrize("last", [False, True])

@@ -3,9 +3,9 @@
     chosen[p] = the first r at which x[p*u + r - pad] = y[p]; where y[p] is NaN the last r at which x is; else NONE
     dx[i] = sum of dy[p] over the windows p that cover i and whose chosen[p] is i + pad - p*u
 
-y says what to look for: the first line whose maximum it is, then the line's first tap that it is. A vector is that many
-windows of a line, or the `step` vectors of dx that begin at a multiple of it. Columns of vectors go down the rows: what
-only a line's ends need is decided once a column.
+y says what to look for: the first line, or plane, whose maximum it is, and there the first tap that it is. A vector is
+that many windows of a line, or the `step` vectors of dx that begin at a multiple of it. Columns of vectors go down the
+rows: what only a line's ends need is decided once a column.
 
 A line of `chosen` has numbers of taps as bytes, with NONE on both sides for windows that do not exist.
 """
@@ -39,7 +39,7 @@ from nbdnn.kernels.cpu.vector import (
     store_past_caches,
     vector_at,
 )
-from nbdnn.problem import DEFAULT_COMPUTE
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 
 NONE = 255  # no tap: of windows that do not exist, or lie beside the image
 CAREFUL, SAFE, WHOLE, STREAM = range(4)  # how lines are met: what may be read, and what is known of them
@@ -114,19 +114,25 @@ def _merged(builder, parts: Sequence, places: Sequence[tuple[int, int]]):
     return result
 
 
+def found_bytes(row: Row, shared: tuple[int, int], out_w: int) -> int:
+    """Of what a line of windows leaves for those a depth further on."""
+    return shared[0] * -(-out_w // row.vl) * row.vl * (ITEMSIZE[DEFAULT_COMPUTE[row.dtype]] + 4)
+
+
 @cache
-def find_lines(row: Row, known: tuple[int, int], shared: int):
+def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
     """Intrinsic (how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines, plane_bytes,
-    line_bytes, number, plane_taps): what `count` lines of windows have chosen.
+    line_bytes, number, plane_taps, found, found_apart, is_found): what `count` lines of windows have chosen.
 
     x: of the first window's taps, the first of `lines` lines in `planes` planes that are inside of the image, whose
     first tap has that number; plane_taps more a plane. how: WHOLE where these planes and lines are the `known`, which
-    is all of a window, of which the next has `shared` lines of each plane, too; CAREFUL where nothing may be read
-    beside the lines.
+    is all of a window, of which the next has `shared` planes or lines, too; CAREFUL where nothing may be read beside
+    the lines. found: `found_bytes` of memory for each line of windows, where WHOLE ones leave what they have found in
+    the planes that they share, for those a depth further on; is_found: that it is there.
     """
     dtype, vl, taps, step, pad, is_deep = row
     compute = DEFAULT_COMPUTE[dtype]
-    read, _, itemsize, _ = row_types(dtype, compute, vl)
+    read, wide, itemsize, wide_bytes = row_types(dtype, compute, vl)
     numbers, bits = ir.VectorType(I32, vl), ir.IntType(vl)
 
     def codegen(context, builder, sig, args):
@@ -135,7 +141,7 @@ def find_lines(row: Row, known: tuple[int, int], shared: int):
         return context.get_dummy_value()
 
     def find(builder, kind, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,
-             plane_bytes, line_bytes, number, plane_taps):  # fmt: skip
+             plane_bytes, line_bytes, number, plane_taps, found, found_apart, is_found):  # fmt: skip
         def masks_at(q):
             """By tap, which windows exist and have it inside of the image."""
             for r in range(taps):
@@ -173,25 +179,41 @@ def find_lines(row: Row, known: tuple[int, int], shared: int):
             return [convert(builder, given[r], dtype, compute, vl) for r in range(taps)]
 
         def met(line, q, masks) -> list:
-            """x of all taps but the last, and the maximum of all that are inside; NaN where none is."""
+            """The maximum of a line's taps that are inside, NaN where none is; and the first tap that it is."""
             values = values_of(line, q, masks[0] is not None)
             best = constant(values[0].type, float("nan"))
             for value, mask in zip(values, masks, strict=True):
                 larger = builder.select(builder.fcmp_ordered(">", best, value), best, value)
                 best = larger if mask is None else builder.select(mask, larger, best)
-            return [*values[:-1], best]
+            tap = constant(numbers, taps - 1)
+            for r in reversed(range(taps - 1)):
+                hit = builder.fcmp_ordered("==", values[r], best)
+                hit = hit if masks[r] is None else builder.and_(hit, masks[r])
+                tap = builder.select(hit, constant(numbers, r), tap)
+            return [best, tap]
 
         def column(q, is_end: bool) -> None:
             masks = list(masks_at(q)) if is_end else [None] * taps
             exist = lanes_between(builder, vl, 0, None, builder.sub(out_w, q)) if is_end else None
+            if kind != WHOLE or not shared[0]:
+                lines_of_windows(q, masks, exist, 0)
+                return
+            with builder.if_else(builder.icmp_signed("!=", is_found, I64(0))) as (then, otherwise):
+                with then:
+                    lines_of_windows(q, masks, exist, shared[0])
+                with otherwise:
+                    lines_of_windows(q, masks, exist, 0)
+
+        def lines_of_windows(q, masks, exist, first_plane: int) -> None:
+            """first_plane: the first that is not found already."""
             kept = {}
-            for d, h in product(range(known[0]), range(shared)) if kind == WHOLE else ():
+            for d, h in product(range(first_plane, known[0]), range(shared[1])) if kind == WHOLE else ():
                 line = moved(builder, x, (I64(d), plane_bytes), (I64(h), line_bytes))
                 kept[d, h] = [cgutils.alloca_once_value(builder, value) for value in met(line, q, masks)]
             with cgutils.for_range(builder, count) as loop:
-                windows(q, loop.index, masks, exist, kept)
+                windows(q, loop.index, masks, exist, kept, first_plane)
 
-        def windows(q, p, masks, exist, kept) -> None:
+        def windows(q, p, masks, exist, kept, first_plane: int) -> None:
             """kept: of lines that the windows before have met, too, what was met there."""
             slot = element(builder, moved(builder, y, (p, y_apart)), q, read, itemsize)
             wanted = load(builder, slot, read, itemsize, exist if kind == CAREFUL else None)
@@ -204,45 +226,75 @@ def find_lines(row: Row, known: tuple[int, int], shared: int):
                 first = builder.trunc(moved(builder, number, (d, plane_taps), (h, I64(taps))), I32)
                 return splat(builder, first, numbers)
 
-            found = search(wanted, line_at, number_of, q, masks, kept)
+            if kind == WHOLE:
+                place = moved(builder, found, (p, found_apart), (q, I64(shared[0] * (wide_bytes + 4))))
+                tap = search_whole(wanted, line_at, q, masks, kept, first_plane, place)
+            else:
+                tap = search(wanted, line_at, number_of, q, masks)
             are_nan = builder.fcmp_unordered("uno", wanted, wanted)
             if exist is not None:
                 are_nan = builder.and_(are_nan, exist)
             with builder.if_then(builder.icmp_signed("!=", builder.bitcast(are_nan, bits), bits(0)), likely=False):
-                search_nans(are_nan, line_at, number_of, q, masks, found)
-            narrow = builder.trunc(builder.load(found), ir.VectorType(I8, vl))
+                search_nans(are_nan, line_at, number_of, q, masks, tap)
+            narrow = builder.trunc(builder.load(tap), ir.VectorType(I8, vl))
             line = builder.add(moved(builder, chosen, (p, chosen_apart)), q)
             builder.store(narrow, vector_at(builder, line, narrow.type), align=1)
 
-        def search(wanted, line_at, number_of, q, masks, kept):
-            """Lines by their maxima, then the tap by its line: one comparison a line; all else is selected."""
-            of_line = cgutils.alloca_once_value(builder, constant(numbers, NONE - (taps - 1)))
-            of_taps = [cgutils.alloca_once_value(builder, constant(wanted.type, float("nan"))) for _ in range(taps - 1)]
+        def search(wanted, line_at, number_of, q, masks):
+            """The first tap of the first line whose maximum is wanted."""
+            tap = cgutils.alloca_once_value(builder, constant(numbers, NONE))
 
-            def choose(values: list, first) -> None:
-                hit = builder.fcmp_ordered("==", values[-1], wanted)
-                for slot, value in zip((of_line, *of_taps), (first, *values[:-1]), strict=True):
-                    builder.store(builder.select(hit, value, builder.load(slot)), slot)
+            def meet(d, h) -> None:
+                best, of_line = met(line_at(d, h), q, masks)
+                hit = builder.fcmp_ordered("==", best, wanted)
+                here = builder.add(of_line, number_of(d, h))
+                builder.store(builder.select(hit, here, builder.load(tap)), tap)
 
-            if kind == WHOLE:
-                every = {place: [builder.load(value) for value in values] for place, values in kept.items()}
-                for d, h in product(*map(range, known)):
-                    if h >= shared:
-                        every[d, h] = met(line_at(I64(d), I64(h)), q, masks)
-                for d, h in reversed(list(product(*map(range, known)))):
-                    choose(every[d, h], constant(numbers, (d * known[1] + h) * taps))
-                for (d, h), slots in kept.items():
-                    for slot, value in zip(slots, every[d, h + known[1] - shared], strict=True):
-                        builder.store(value, slot)
-            else:
-                meet = lambda d, h: choose(met(line_at(d, h), q, masks), number_of(d, h))  # noqa: E731
-                counted(builder, (planes if is_deep else 1, lines), False, meet)
-            tap = constant(numbers, taps - 1)
-            for r in reversed(range(taps - 1)):
-                hit = builder.fcmp_ordered("==", builder.load(of_taps[r]), wanted)
-                hit = hit if masks[r] is None else builder.and_(hit, masks[r])
-                tap = builder.select(hit, constant(numbers, r), tap)
-            return cgutils.alloca_once_value(builder, builder.add(builder.load(of_line), tap))
+            counted(builder, (planes if is_deep else 1, lines), False, meet)
+            return tap
+
+        def search_whole(wanted, line_at, q, masks, kept, first_plane: int, place):
+            """The same of lines that are known, and met once; or of planes, where windows share some."""
+            every = {at: [builder.load(value) for value in values] for at, values in kept.items()}
+            for d, h in product(range(first_plane, known[0]), range(known[1])):
+                if h >= shared[1]:
+                    every[d, h] = met(line_at(I64(d), I64(h)), q, masks)
+            for (d, h), slots in kept.items():
+                for slot, value in zip(slots, every[d, h + known[1] - shared[1]], strict=True):
+                    builder.store(value, slot)
+            if shared[0]:
+                every = of_planes(every, first_plane, place)
+            tap = constant(numbers, NONE)
+            for (d, h), (best, of_line) in sorted(every.items(), key=lambda item: item[0], reverse=True):
+                hit = builder.fcmp_ordered("==", best, wanted)
+                here = builder.add(of_line, constant(numbers, (d * known[1] + h) * taps))
+                tap = builder.select(hit, here, tap)
+            return cgutils.alloca_once_value(builder, tap)
+
+        def of_planes(every, first_plane: int, place) -> dict:
+            """The same of whole planes: of those found before from memory, where the shared ones go for the next."""
+
+            def slots(plane: int):
+                for offset, of in ((0, wide), (vl * wide_bytes, numbers)):
+                    at = plane * vl * (wide_bytes + 4) + offset
+                    yield vector_at(builder, builder.add(place, I64(at)), of)
+
+            found_there = {}
+            for d in range(known[0]):
+                if d < first_plane:
+                    found_there[d, 0] = [builder.load(slot, align=4) for slot in slots(d)]
+                    continue
+                best, tap = every[d, 0]
+                for h in range(1, known[1]):
+                    other, of_line = every[d, h]
+                    is_larger = builder.fcmp_ordered(">", other, best)
+                    best = builder.select(is_larger, other, best)
+                    tap = builder.select(is_larger, builder.add(of_line, constant(numbers, h * taps)), tap)
+                found_there[d, 0] = [best, tap]
+            for plane in range(shared[0]):
+                for value, slot in zip(found_there[plane + known[0] - shared[0], 0], slots(plane), strict=True):
+                    builder.store(value, slot, align=4)
+            return found_there
 
         def search_nans(are_nan, line_at, number_of, q, masks, found) -> None:
             def meet(d, h) -> None:
@@ -274,8 +326,8 @@ def find_lines(row: Row, known: tuple[int, int], shared: int):
 
     @intrinsic
     def run(typingctx, how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,
-            plane_bytes, line_bytes, number, plane_taps):  # fmt: skip
-        return signature(types.none, *[types.int64] * 16), codegen
+            plane_bytes, line_bytes, number, plane_taps, found, found_apart, is_found):  # fmt: skip
+        return signature(types.none, *[types.int64] * 19), codegen
 
     return run
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 from math import ceil, prod
+from typing import NamedTuple
 
 from numba import njit
 
@@ -17,7 +18,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
-from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, WHOLE, Row, find_lines, give_lines
+from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, WHOLE, Row, find_lines, found_bytes, give_lines
 from nbdnn.kernels.cpu.rows import ask_for
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
@@ -31,22 +32,32 @@ _PLANE_BYTES = 128 << 10  # of x that is asked for while the plane before it is 
 GUARD = 8  # bytes on each side of a line of what is chosen; as many as taps
 
 _FIELDS = record(
-    *("planes", "planes_a_task", "find_lines", "give_lines", "pitch", "chosen_bytes"),
+    *("planes", "planes_a_task", "find_lines", "give_lines", "pitch", "chosen_bytes", "found_at", "found_bytes"),
     *("in_d", "in_h", "in_w", "out_d", "out_h", "out_w", "taps_d", "taps_h", "taps_w", "step_d", "step_h", "step_w"),
     *("pad_d", "pad_h", "pad_w"),
 )
 
 
+class Windows(NamedTuple):
+    """Of depth and rows."""
+
+    taps: tuple[int, ...]
+    step: tuple[int, ...]
+
+
 @cache
-def find_windows(row: Row, taps_d: int, taps_h: int, step_h: int):
-    """Compiled-in function (f, pointers, chosen, first, end): what lines of windows have chosen."""
+def find_windows(row: Row, windows: Windows, remembers: bool):
+    """Compiled-in function (f, pointers, chosen, found, first, end): what lines of windows have chosen. remembers:
+    `found` is memory for what they found in planes that the next ones share, `found_bytes` of it."""
     taps, i64, itemsize = row.taps, pointer("i64"), ITEMSIZE[row.dtype]
-    known_d, known_h = known = (taps_d, taps_h) if taps_d * taps_h * taps <= _MOST_KNOWN else (0, 0)
-    find_some = find_lines(row, known if known_d else (1, 1), max(0, known_h - step_h))
+    known_d, known_h = known = windows.taps if prod(windows.taps) * taps <= _MOST_KNOWN else (0, 0)
+    shared_d, shared_h = (max(0, n - step) for n, step in zip(known, windows.step, strict=True))
+    shared = shared_d if remembers else 0, shared_h
+    find_some, shares = find_lines(row, known if known_d else (1, 1), shared), shared[0] > 0
     before, behind = -(-row.pad // row.step) * row.step * itemsize, (row.step * row.vl + taps) * itemsize
 
     @njit(**DEVICE)
-    def find(f, pointers, chosen, plane, d, p, count):
+    def find(f, pointers, chosen, found, plane, d, p, count):
         """Of `count` lines of windows from (plane, d, p) on, if several all inside of the image."""
         line_bytes, out_bytes = f.in_w * itemsize, f.out_w * itemsize
         plane_bytes = f.in_h * line_bytes
@@ -66,11 +77,24 @@ def find_windows(row: Row, taps_d: int, taps_h: int, step_h: int):
         ends_x, ends_y = f.planes * f.in_d * plane_bytes, f.planes * f.out_d * f.out_h * out_bytes
         if x - before < pointers[0] or x_end + behind > pointers[0] + ends_x or y_end + behind > pointers[1] + ends_y:
             how = CAREFUL
+        is_found, slots = 0, found
+        if shares and how == WHOLE:
+            # Whose windows they were, line by line; behind these numbers, what was found.
+            windows_of, is_found, slots = i64(found), int(d > 0), found + (f.out_h * 8 + p * f.found_bytes)
+            for i in range(p, p + count):
+                if windows_of[i] != window - p + i - f.out_h:
+                    is_found = 0
+            for i in range(p, p + count):
+                windows_of[i] = window - p + i
         find_some(how, count, x, f.step_h * line_bytes, y, out_bytes, chosen + window * f.pitch, f.pitch, f.in_w,
-                  f.out_w, planes, lines, plane_bytes, line_bytes, number * taps, f.taps_h * taps)  # fmt: skip
+                  f.out_w, planes, lines, plane_bytes, line_bytes, number * taps, f.taps_h * taps, slots, f.found_bytes,
+                  is_found)  # fmt: skip
 
     @njit(**DEVICE)
-    def find_run(f, pointers, chosen, line, end):
+    def find_run(f, pointers, chosen, found, line, end):
+        if shares:
+            for i in range(f.out_h):
+                i64(found)[i] = -1
         for i in range(line, end):  # on the right before what lies there
             i64(chosen + i * f.pitch - GUARD)[0] = -1
             i64(chosen + i * f.pitch + f.out_w)[0] = -1
@@ -90,7 +114,7 @@ def find_windows(row: Row, taps_d: int, taps_h: int, step_h: int):
                     pointers[0] + ((plane * f.in_d + depth) * f.in_h + h) * line_bytes,
                     (next_p - p) * f.step_h * line_bytes,
                 )
-                find(f, pointers, chosen, plane, d, p, next_p - p)
+                find(f, pointers, chosen, found, plane, d, p, next_p - p)
                 p = next_p
 
     return find_run
@@ -162,33 +186,34 @@ def _give(row: Row, windows: tuple[int, int], past_caches: bool):
 
 
 @cache
-def _whole_task(row: Row, lines: tuple[int, int, int], windows: tuple[int, int], past_caches: bool):
-    """A run of planes. lines: of a window, by depth and row, and how many its next one is further on."""
+def _whole_task(row: Row, windows: Windows, covering: tuple[int, int], past_caches: bool):
+    """A run of planes. covering: the most planes and lines of windows that cover a line of dx."""
     i64, at, args_at = pointer("i64"), struct(_FIELDS), struct(ARGS)
-    find, give = find_windows(row, *lines), _give(row, windows, past_caches)
+    find, give = find_windows(row, windows, True), _give(row, covering, past_caches)
 
     def max_of_planes(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
         out, lines = f.out_d * f.out_h, f.in_d * f.in_h
+        memory = args_at(args).workspace + worker * f.chosen_bytes
         for plane in range(index * f.planes_a_task, min(f.planes, (index + 1) * f.planes_a_task)):
-            chosen = args_at(args).workspace + worker * f.chosen_bytes + GUARD - plane * out * f.pitch
-            find(f, pointers, chosen, plane * out, (plane + 1) * out)
+            chosen = memory + GUARD - plane * out * f.pitch
+            find(f, pointers, chosen, memory + f.found_at, plane * out, (plane + 1) * out)
             give(f, pointers, chosen, plane * lines, (plane + 1) * lines)
 
-    return compile_task(max_of_planes, (row, lines, windows, past_caches))
+    return compile_task(max_of_planes, (row, windows, covering, past_caches))
 
 
 @cache
-def _find_task(row: Row, lines: tuple[int, int, int]):
+def _find_task(row: Row, windows: Windows):
     """A run of lines of windows."""
-    i64, at, args_at, find = pointer("i64"), struct(_FIELDS), struct(ARGS), find_windows(row, *lines)
+    i64, at, args_at, find = pointer("i64"), struct(_FIELDS), struct(ARGS), find_windows(row, windows, False)
 
     def find_maxima(args, ctx, index, worker):
         f = at(ctx)
         first, end = index * f.find_lines, min(f.planes * f.out_d * f.out_h, (index + 1) * f.find_lines)
-        find(f, i64(args), args_at(args).workspace + GUARD, first, end)
+        find(f, i64(args), args_at(args).workspace + GUARD, 0, first, end)
 
-    return compile_task(find_maxima, (row, lines))
+    return compile_task(find_maxima, (row, windows))
 
 
 @cache
@@ -224,19 +249,34 @@ def _has_many(problem: PoolProblem, device: Cpu) -> bool:
 def chosen_bytes(problem: PoolProblem, axes: Axes, device: Cpu) -> int:
     """The workspace."""
     planes = device.threads if _has_many(problem, device) else problem.n * problem.c
-    return planes * kept_bytes(axes)
+    return planes * kept(problem, axes, device).chosen_bytes
 
 
-def kept_bytes(axes: Axes) -> int:
-    """Of what the windows of a plane have chosen."""
-    return whole_lines(axes.out[0] * axes.out[1] * kept_pitch(axes) + 64)
+class Kept(NamedTuple):
+    """Bytes of what the windows of a plane have chosen, and have found in planes that they share: of both, where the
+    latter begins, and of it a line of windows."""
+
+    chosen_bytes: int
+    found_at: int
+    found_bytes: int
+
+
+def kept(problem: PoolProblem, axes: Axes, device: Cpu) -> Kept:
+    found_at = whole_lines(axes.out[0] * axes.out[1] * kept_pitch(axes) + 64)
+    shared = max(0, axes.taps[0] - axes.step[0]), 0
+    of_line = found_bytes(row_of(problem, axes, device), shared, axes.out[2])
+    return Kept(found_at + whole_lines(axes.out[1] * (8 + of_line)), found_at, of_line)
+
+
+def windows_of(axes: Axes) -> Windows:
+    return Windows(axes.taps[:2], axes.step[:2])
 
 
 def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     """The runner of a gradient of planes whose windows are short."""
     planes, wanted = problem.n * problem.c, device.threads * _TASKS_PER_THREAD
     row = row_of(problem, axes, device)
-    lines_of_windows, past_caches = (*axes.taps[:2], axes.step[1]), streams(problem, device)
+    past_caches = streams(problem, device)
     most_d, most_h = ((taps - 1) // step + 1 for taps, step in zip(axes.taps[:2], axes.step[:2], strict=True))
     windows, lines = planes * axes.out[0] * axes.out[1], planes * axes.extent[0] * axes.extent[1]
     planes_a_task, find_lines, give_lines = (ceil(n / wanted) for n in (planes, windows, lines))
@@ -248,10 +288,10 @@ def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         find_lines=find_lines,
         give_lines=give_lines,
         pitch=kept_pitch(axes),
-        chosen_bytes=kept_bytes(axes),
+        **kept(problem, axes, device)._asdict(),
     )
     if _has_many(problem, device):
-        task = _whole_task(row, lines_of_windows, (most_d, most_h), past_caches)
+        task = _whole_task(row, windows_of(axes), (most_d, most_h), past_caches)
         return Program([Phase(task, ceil(planes / planes_a_task), ctx)])
-    find = Phase(_find_task(row, lines_of_windows), ceil(windows / find_lines), ctx)
+    find = Phase(_find_task(row, windows_of(axes)), ceil(windows / find_lines), ctx)
     return Program([find, Phase(_give_task(row, (most_d, most_h), past_caches), ceil(lines / give_lines), ctx)])

@@ -39,7 +39,7 @@ class Scatter(Candidate[NoConfig, Cpu]):
         return INDICES.supports(problem, device)
 
     def workspace_bytes(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> int:
-        return 0 if problem.channels_last else pool_scatter_lines.chosen_bytes(axes_of(problem), device)
+        return 0 if problem.channels_last else pool_scatter_lines.chosen_bytes(problem, axes_of(problem), device)
 
     def estimate(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> float:
         x, y, *_ = problem.operands

@@ -17,7 +17,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes
 from nbdnn.kernels.cpu.pool_lines import NONE, Row
-from nbdnn.kernels.cpu.pool_max_lines import GUARD, find_windows, kept_bytes, kept_pitch, row_of
+from nbdnn.kernels.cpu.pool_max_lines import GUARD, Windows, find_windows, kept, kept_pitch, row_of, windows_of
 from nbdnn.kernels.cpu.pool_rows import fill, real_of
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
@@ -27,7 +27,7 @@ _TASKS_PER_THREAD = 8
 
 # offsets: by tap, where it lies behind a window's first, in bytes.
 _FIELDS = record(
-    *("planes", "planes_a_task", "pitch", "chosen_bytes", "offsets"),
+    *("planes", "planes_a_task", "pitch", "chosen_bytes", "found_at", "found_bytes", "offsets"),
     *("in_d", "in_h", "in_w", "out_d", "out_h", "out_w", "taps_d", "taps_h", "taps_w", "step_d", "step_h", "step_w"),
     *("pad_d", "pad_h", "pad_w"),
 )
@@ -59,21 +59,22 @@ def _scatter(dtype: str):
 
 
 @cache
-def _task(row: Row, lines: tuple[int, int, int]):
+def _task(row: Row, windows: Windows):
     """A run of planes."""
     i64, at, args_at, itemsize = pointer("i64"), struct(_FIELDS), struct(ARGS), ITEMSIZE[row.dtype]
-    find, scatter = find_windows(row, *lines), _scatter(row.dtype)
+    find, scatter = find_windows(row, windows, True), _scatter(row.dtype)
 
     def scatter_planes(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
         lines, plane_bytes = f.out_d * f.out_h, f.in_d * f.in_h * f.in_w * itemsize
         for plane in range(index * f.planes_a_task, min(f.planes, (index + 1) * f.planes_a_task)):
-            chosen = args_at(args).workspace + worker * f.chosen_bytes + GUARD
-            find(f, pointers, chosen - plane * lines * f.pitch, plane * lines, (plane + 1) * lines)
+            memory = args_at(args).workspace + worker * f.chosen_bytes
+            chosen, found = memory + GUARD, memory + f.found_at
+            find(f, pointers, chosen - plane * lines * f.pitch, found, plane * lines, (plane + 1) * lines)
             dy, dx = pointers[2] + plane * lines * f.out_w * itemsize, pointers[3] + plane * plane_bytes
             scatter(f, dy, dx, chosen)
 
-    return compile_task(scatter_planes, (row, lines))
+    return compile_task(scatter_planes, (row, windows))
 
 
 def _offsets(axes: Axes, size_bytes: int) -> np.ndarray:
@@ -84,9 +85,9 @@ def _offsets(axes: Axes, size_bytes: int) -> np.ndarray:
     return table
 
 
-def chosen_bytes(axes: Axes, device: Cpu) -> int:
+def chosen_bytes(problem: PoolProblem, axes: Axes, device: Cpu) -> int:
     """The workspace."""
-    return device.threads * kept_bytes(axes)
+    return device.threads * kept(problem, axes, device).chosen_bytes
 
 
 def scatter_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
@@ -99,8 +100,8 @@ def scatter_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         planes=planes,
         planes_a_task=planes_a_task,
         pitch=kept_pitch(axes),
-        chosen_bytes=kept_bytes(axes),
+        **kept(problem, axes, device)._asdict(),
         offsets=offsets.ctypes.data,
     )
-    task = _task(row_of(problem, axes, device), (*axes.taps[:2], axes.step[1]))
+    task = _task(row_of(problem, axes, device), windows_of(axes))
     return Program([Phase(task, ceil(planes / planes_a_task), ctx)], [offsets])
