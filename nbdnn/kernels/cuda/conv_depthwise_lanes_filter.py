@@ -30,9 +30,6 @@ from nbdnn.problem_conv import ConvProblem
 _MOST_TAPS = 49  # whose sums stay in registers
 _BLOCKS = 4  # of a multiprocessor, two of them at once
 _SUM_US = 2.0  # of the second kernel
-# Of threads that keep fewer values: more of them are worth more than what else they would hold (7x7 taps, 768x7x7: 9.5
-# us, not 11.6; 384x14x14 in tiles of 2x7: 15.4, not 18.3).
-_FEW_REGISTERS = 80
 
 
 class _Variant(NamedTuple):
@@ -65,8 +62,7 @@ class _Variant(NamedTuple):
     def min_blocks(self) -> int:
         rows, columns = self.tile[:2]
         kept = self.taps + rows * columns + columns + self.taps_w - 1
-        registers = _FEW_REGISTERS if kept < _FEW_REGISTERS else kept + 24
-        return plan.min_blocks(self.tile.threads, registers, self.shared_bytes)
+        return plan.min_blocks(self.tile.threads, kept + 24, self.shared_bytes)
 
     @property
     def instructions(self) -> int:

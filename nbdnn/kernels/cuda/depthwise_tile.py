@@ -18,10 +18,10 @@ from nbdnn.kernels.cuda.geometry import input_reached
 _LOOP = 8  # registers of a thread that goes from plane to plane of taps
 _PIECE = 8  # taps of a filter row at a time
 _WAITING = 2.0  # times what issuing taps in turn takes: each row is waited for
-# What may have 128 registers of values kept and loaded: of rows in turn, few that are kept; of a forward; of planes of
-# taps, planar; and of taps in turn. In 16 bits 144x56x56 of stride 2 11.3 us, not 12.2; tiles of 8x2 over 576x14x14
-# 6.6, not 8.1; planar of stride 2 13.8, not 15.8. Of bwd_data as many as of a forward take 1 to 5 % longer.
-_FEW, _OF_FORWARD, _OF_PLANES, _IN_TURN = (61, 170), (92, 96), (129, 120), (128, 76)
+# Values kept and loaded of a forward that may have 128 registers, rows in turn (either) and taps in turn. In 16 bits
+# 144x56x56 of stride 2 11.3 us, not 12.2; tiles of 8x2 over 576x14x14 6.6, not 8.1; planar of stride 2 13.8, not 15.8.
+# Of bwd_data as many take 1 to 5 % longer.
+_ROWS_IN_TURN, _TAPS_IN_TURN = ((61, 170), (92, 96)), ((128, 76),)
 
 
 class Tile(NamedTuple):
@@ -124,16 +124,11 @@ class Variant(NamedTuple):
 
     @property
     def min_blocks(self) -> int:
-        """Blocks of a multiprocessor: `Held` says of how many registers. More are worth less than more threads where
-        taps are in turn (f32 240x28x28, 5x5 of stride 2: 14.9 us, not 18.6), and over planes of taps, planar (bf16 3-D
-        64x16x56x56: 31.0, not 32.8, and 30.7, not 33.1, though a word or two are spilled)."""
-        limits = [_FEW] if self.unrolled else [_IN_TURN] if self.columns.taps == self.piece else []
-        if self.unrolled and self.forward:
-            limits.append(_OF_FORWARD)
-        if self.unrolled and not (self.out_last or self.flat):
-            limits.append(_OF_PLANES)
+        """Blocks of a multiprocessor: `Held` says of how many registers; of a forward more are worth less than more
+        threads (taps in turn: f32 240x28x28, 5x5 of stride 2, 14.9 us, not 18.6)."""
         kept, loaded = self.held
-        few = any(kept <= most_kept and loaded <= most_loaded for most_kept, most_loaded in limits)
+        limits = _ROWS_IN_TURN if self.unrolled else _TAPS_IN_TURN if self.columns.taps == self.piece else ()
+        few = self.forward and any(kept <= most_kept and loaded <= most_loaded for most_kept, most_loaded in limits)
         return 4 if few else self.held.min_blocks
 
     @property
