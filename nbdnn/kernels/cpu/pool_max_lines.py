@@ -18,7 +18,9 @@ from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
-from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, WHOLE, Row, find_lines, found_bytes, give_lines
+from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, WHOLE, Row
+from nbdnn.kernels.cpu.pool_lines_find import find_lines, found_bytes
+from nbdnn.kernels.cpu.pool_lines_give import give_lines
 from nbdnn.kernels.cpu.rows import ask_for
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
@@ -80,12 +82,12 @@ def find_windows(row: Row, windows: Windows, remembers: bool):
         is_found, slots = 0, found
         if shares and how == WHOLE:
             # Whose windows they were, line by line; behind these numbers, what was found.
-            windows_of, is_found, slots = i64(found), int(d > 0), found + (f.out_h * 8 + p * f.found_bytes)
+            numbers, is_found, slots = i64(found), int(d > 0), found + (f.out_h * 8 + p * f.found_bytes)
             for i in range(p, p + count):
-                if windows_of[i] != window - p + i - f.out_h:
+                if numbers[i] != window - p + i - f.out_h:
                     is_found = 0
             for i in range(p, p + count):
-                windows_of[i] = window - p + i
+                numbers[i] = window - p + i
         find_some(how, count, x, f.step_h * line_bytes, y, out_bytes, chosen + window * f.pitch, f.pitch, f.in_w,
                   f.out_w, planes, lines, plane_bytes, line_bytes, number * taps, f.taps_h * taps, slots, f.found_bytes,
                   is_found)  # fmt: skip
@@ -263,8 +265,7 @@ class Kept(NamedTuple):
 
 def kept(problem: PoolProblem, axes: Axes, device: Cpu) -> Kept:
     found_at = whole_lines(axes.out[0] * axes.out[1] * kept_pitch(axes) + 64)
-    shared = max(0, axes.taps[0] - axes.step[0]), 0
-    of_line = found_bytes(row_of(problem, axes, device), shared, axes.out[2])
+    of_line = found_bytes(row_of(problem, axes, device), max(0, axes.taps[0] - axes.step[0]), axes.out[2])
     return Kept(found_at + whole_lines(axes.out[1] * (8 + of_line)), found_at, of_line)
 
 

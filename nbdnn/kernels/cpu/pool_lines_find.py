@@ -1,0 +1,258 @@
+"""Which tap of a window of a plane is its maximum: lines of vectors (`pool_lines.py`), each so many windows of a line.
+
+y says what to look for: the first line, or plane, whose maximum it is, and there the first tap that it is.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from nbdnn.kernels.cpu.pool_lines import CAREFUL, NONE, SAFE, WHOLE, Row, counted, merged, moved, switched
+from nbdnn.kernels.cpu.vector import (
+    I8,
+    I32,
+    I64,
+    constant,
+    convert,
+    element,
+    lanes_between,
+    load,
+    row_types,
+    splat,
+    vector_at,
+)
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+
+
+def _quotient(builder, value, divisor: int):
+    """Rounded down, of a value that is at least -8 * divisor."""
+    return builder.sub(builder.sdiv(builder.add(value, I64(8 * divisor)), I64(divisor)), I64(8))
+
+
+def _least(builder, a, b):
+    return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+
+def found_bytes(row: Row, shared_planes: int, out_w: int) -> int:
+    """Of what a line of windows leaves for those a depth further on."""
+    return shared_planes * -(-out_w // row.vl) * row.vl * (ITEMSIZE[DEFAULT_COMPUTE[row.dtype]] + 4)
+
+
+@cache
+def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
+    """Intrinsic (how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines, plane_bytes,
+    line_bytes, number, plane_taps, found, found_apart, is_found): what `count` lines of windows have chosen.
+
+    x: of the first window's taps, the first of `lines` lines in `planes` planes that are inside of the image, whose
+    first tap has that number; plane_taps more a plane. how: WHOLE where these planes and lines are the `known`, which
+    is all of a window, of which the next has `shared` planes or lines, too; CAREFUL where nothing may be read beside
+    the lines. found: `found_bytes` of memory for each line of windows, where WHOLE ones leave what they have found in
+    the planes that they share, for those a depth further on; is_found: that it is there.
+    """
+    dtype, vl, taps, step, pad, is_deep = row
+    compute = DEFAULT_COMPUTE[dtype]
+    read, wide, itemsize, wide_bytes = row_types(dtype, compute, vl)
+    numbers, bits = ir.VectorType(I32, vl), ir.IntType(vl)
+
+    def codegen(context, builder, sig, args):
+        how, *args = args
+        switched(builder, how, [lambda kind=kind: find(builder, kind, *args) for kind in (CAREFUL, SAFE, WHOLE)])
+        return context.get_dummy_value()
+
+    def find(builder, kind, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,
+             plane_bytes, line_bytes, number, plane_taps, found, found_apart, is_found):  # fmt: skip
+        def masks_at(q):
+            """By tap, which windows exist and have it inside of the image."""
+            for r in range(taps):
+                end = builder.add(_quotient(builder, builder.add(in_w, I64(pad - r - 1)), step), I64(1))
+                low = builder.sub(I64(-((r - pad) // step)), q)
+                yield lanes_between(builder, vl, 0, low, builder.sub(_least(builder, end, out_w), q))
+
+        def part_of(line, start, is_end: bool):
+            mask = None
+            if is_end and kind == CAREFUL:
+                mask = lanes_between(builder, vl, 0, builder.neg(start), builder.sub(in_w, start))
+            return load(builder, element(builder, line, start, read, itemsize), read, itemsize, mask)
+
+        def tap_of(line, q, r: int, groups: dict[int, list], is_end: bool):
+            group, first = divmod(r - pad, step)
+            if group not in groups:
+                begin = builder.mul(builder.add(q, I64(group)), I64(step))
+                groups[group] = [part_of(line, builder.add(begin, I64(part * vl)), is_end) for part in range(step)]
+            return merged(builder, groups[group], [divmod(lane * step + first, vl) for lane in range(vl)])
+
+        def values_of(line, q, is_end: bool) -> list:
+            """By tap, x of the windows from q on."""
+            groups: dict[int, list] = {}
+            given: dict[int, ir.Value] = {}
+            for r in reversed(range(taps)):
+                if kind == CAREFUL or step == 1 or r + step not in given:
+                    given[r] = tap_of(line, q, r, groups, is_end)
+                    continue
+                # The window before has this element as a later tap: one is read instead of `step` vectors, of which
+                # most lie across two cache lines.
+                at = builder.add(builder.mul(q, I64(step)), I64(r - pad))
+                before = splat(builder, builder.load(element(builder, line, at, read.element, itemsize)), read)
+                order = ir.Constant(ir.VectorType(I32, vl), [vl, *range(vl - 1)])
+                given[r] = builder.shuffle_vector(given[r + step], before, order)
+            return [convert(builder, given[r], dtype, compute, vl) for r in range(taps)]
+
+        def met(line, q, masks) -> list:
+            """The maximum of a line's taps that are inside, NaN where none is; and the first tap that it is."""
+            values = values_of(line, q, masks[0] is not None)
+            best = constant(values[0].type, float("nan"))
+            for value, mask in zip(values, masks, strict=True):
+                larger = builder.select(builder.fcmp_ordered(">", best, value), best, value)
+                best = larger if mask is None else builder.select(mask, larger, best)
+            tap = constant(numbers, taps - 1)
+            for r in reversed(range(taps - 1)):
+                hit = builder.fcmp_ordered("==", values[r], best)
+                hit = hit if masks[r] is None else builder.and_(hit, masks[r])
+                tap = builder.select(hit, constant(numbers, r), tap)
+            return [best, tap]
+
+        def column(q, is_end: bool) -> None:
+            masks = list(masks_at(q)) if is_end else [None] * taps
+            exist = lanes_between(builder, vl, 0, None, builder.sub(out_w, q)) if is_end else None
+            if kind != WHOLE or not shared[0]:
+                lines_of_windows(q, masks, exist, 0)
+                return
+            with builder.if_else(builder.icmp_signed("!=", is_found, I64(0))) as (then, otherwise):
+                with then:
+                    lines_of_windows(q, masks, exist, shared[0])
+                with otherwise:
+                    lines_of_windows(q, masks, exist, 0)
+
+        def lines_of_windows(q, masks, exist, first_plane: int) -> None:
+            """first_plane: the first that is not found already."""
+            kept = {}
+            for d, h in product(range(first_plane, known[0]), range(shared[1])) if kind == WHOLE else ():
+                line = moved(builder, x, (I64(d), plane_bytes), (I64(h), line_bytes))
+                kept[d, h] = [cgutils.alloca_once_value(builder, value) for value in met(line, q, masks)]
+            with cgutils.for_range(builder, count) as loop:
+                windows(q, loop.index, masks, exist, kept, first_plane)
+
+        def windows(q, p, masks, exist, kept, first_plane: int) -> None:
+            """kept: of lines that the windows before have met, too, what was met there."""
+            slot = element(builder, moved(builder, y, (p, y_apart)), q, read, itemsize)
+            wanted = load(builder, slot, read, itemsize, exist if kind == CAREFUL else None)
+            wanted = convert(builder, wanted, dtype, compute, vl)
+            first_line = moved(builder, x, (p, x_apart))
+            line_at = lambda d, h: moved(builder, first_line, (d, plane_bytes), (h, line_bytes))  # noqa: E731
+
+            def number_of(d, h):
+                """Of a line's first tap."""
+                first = builder.trunc(moved(builder, number, (d, plane_taps), (h, I64(taps))), I32)
+                return splat(builder, first, numbers)
+
+            if kind == WHOLE:
+                place = moved(builder, found, (p, found_apart), (q, I64(shared[0] * (wide_bytes + 4))))
+                tap = search_whole(wanted, line_at, q, masks, kept, first_plane, place)
+            else:
+                tap = search(wanted, line_at, number_of, q, masks)
+            are_nan = builder.fcmp_unordered("uno", wanted, wanted)
+            if exist is not None:
+                are_nan = builder.and_(are_nan, exist)
+            with builder.if_then(builder.icmp_signed("!=", builder.bitcast(are_nan, bits), bits(0)), likely=False):
+                search_nans(are_nan, line_at, number_of, q, masks, tap)
+            narrow = builder.trunc(builder.load(tap), ir.VectorType(I8, vl))
+            line = builder.add(moved(builder, chosen, (p, chosen_apart)), q)
+            builder.store(narrow, vector_at(builder, line, narrow.type), align=1)
+
+        def search(wanted, line_at, number_of, q, masks):
+            """The first tap of the first line whose maximum is wanted."""
+            tap = cgutils.alloca_once_value(builder, constant(numbers, NONE))
+
+            def meet(d, h) -> None:
+                best, of_line = met(line_at(d, h), q, masks)
+                hit = builder.fcmp_ordered("==", best, wanted)
+                here = builder.add(of_line, number_of(d, h))
+                builder.store(builder.select(hit, here, builder.load(tap)), tap)
+
+            counted(builder, (planes if is_deep else 1, lines), False, meet)
+            return tap
+
+        def search_whole(wanted, line_at, q, masks, kept, first_plane: int, place):
+            """The same of lines that are known, and met once; or of planes, where windows share some."""
+            every = {at: [builder.load(value) for value in values] for at, values in kept.items()}
+            for d, h in product(range(first_plane, known[0]), range(known[1])):
+                if h >= shared[1]:
+                    every[d, h] = met(line_at(I64(d), I64(h)), q, masks)
+            for (d, h), slots in kept.items():
+                for slot, value in zip(slots, every[d, h + known[1] - shared[1]], strict=True):
+                    builder.store(value, slot)
+            if shared[0]:
+                every = of_planes(every, first_plane, place)
+            tap = constant(numbers, NONE)
+            for (d, h), (best, of_line) in sorted(every.items(), key=lambda item: item[0], reverse=True):
+                hit = builder.fcmp_ordered("==", best, wanted)
+                here = builder.add(of_line, constant(numbers, (d * known[1] + h) * taps))
+                tap = builder.select(hit, here, tap)
+            return cgutils.alloca_once_value(builder, tap)
+
+        def of_planes(every, first_plane: int, place) -> dict:
+            """The same of whole planes: of those found before from memory, where the shared ones go for the next."""
+
+            def slots(plane: int):
+                for offset, of in ((0, wide), (vl * wide_bytes, numbers)):
+                    at = plane * vl * (wide_bytes + 4) + offset
+                    yield vector_at(builder, builder.add(place, I64(at)), of)
+
+            found_there = {}
+            for d in range(known[0]):
+                if d < first_plane:
+                    found_there[d, 0] = [builder.load(slot, align=4) for slot in slots(d)]
+                    continue
+                best, tap = every[d, 0]
+                for h in range(1, known[1]):
+                    other, of_line = every[d, h]
+                    is_larger = builder.fcmp_ordered(">", other, best)
+                    best = builder.select(is_larger, other, best)
+                    tap = builder.select(is_larger, builder.add(of_line, constant(numbers, h * taps)), tap)
+                found_there[d, 0] = [best, tap]
+            for plane in range(shared[0]):
+                for value, slot in zip(found_there[plane + known[0] - shared[0], 0], slots(plane), strict=True):
+                    builder.store(value, slot, align=4)
+            return found_there
+
+        def search_nans(are_nan, line_at, number_of, q, masks, found) -> None:
+            def meet(d, h) -> None:
+                first = number_of(d, h)
+                for r, value in enumerate(values_of(line_at(d, h), q, masks[0] is not None)):
+                    hit = builder.and_(builder.fcmp_unordered("uno", value, value), are_nan)
+                    hit = hit if masks[r] is None else builder.and_(hit, masks[r])
+                    tap = builder.add(first, constant(numbers, r))
+                    builder.store(builder.select(hit, tap, builder.load(found)), found)
+
+            counted(builder, (planes, lines), True, meet)
+
+        # Windows between these have all their taps inside of a line.
+        first_inside, end = (
+            -(-pad // step),
+            builder.add(_quotient(builder, builder.add(in_w, I64(pad - taps)), step), I64(1)),
+        )
+        end = _least(builder, end, out_w)
+        with cgutils.for_range_slice(builder, I64(0), out_w, I64(vl), I64) as (q, _):
+            is_behind = builder.icmp_signed(">", builder.add(q, I64(vl)), end)
+            is_end = builder.or_(is_behind, builder.icmp_signed("<", q, I64(first_inside)))
+            if kind == CAREFUL:  # a stride's vectors go beyond the last tap
+                is_end = ir.Constant(ir.IntType(1), 1)
+            with builder.if_else(is_end) as (then, otherwise):
+                with then:
+                    column(q, True)
+                with otherwise:
+                    column(q, False)
+
+    @intrinsic
+    def run(typingctx, how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,
+            plane_bytes, line_bytes, number, plane_taps, found, found_apart, is_found):  # fmt: skip
+        return signature(types.none, *[types.int64] * 19), codegen
+
+    return run
