@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from nbdnn import config
 from nbdnn.errors import CudaError, NbdnnWarning
 from nbdnn.kernels.cuda import compile as cuda_compile
 from nbdnn.kernels.cuda import conv_direct
-from nbdnn.kernels.cuda.compile import Source, cache_dir, compile_kernel
+from nbdnn.kernels.cuda.compile import Source, cache_dir, compile_kernel, ptx_text
 from nbdnn.problem import parse
 
 library("numba_cuda")
@@ -54,6 +55,16 @@ def test_a_process_compiles_as_many_kernels_as_it_likes(empty_cache: Path) -> No
 
     ir_utils._the_max_label.update(10**6000)
     assert compile_kernel(direct(), "sm_90a").cubin
+
+
+def test_kernels_wait_for_what_is_before_them_on_the_stream() -> None:
+    """Before anything else, on GPUs whose launches overlap; others do not know the instruction."""
+    for arch, waits in (("sm_80", 0), ("sm_90a", 1), ("sm_100a", 1), ("sm_120", 1)):
+        text = ptx_text(direct(), arch)
+        assert text.count("griddepcontrol.wait") == waits and "launch_dependents" not in text
+        if waits:
+            before, _, _ = text.partition("griddepcontrol.wait")
+            assert not re.search(r"\b(ld|st|red|atom|cp)\.(?!param)", before)
 
 
 def test_a_second_process_compiles_nothing_and_imports_no_compiler(tmp_path: Path) -> None:

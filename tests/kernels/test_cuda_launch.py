@@ -41,7 +41,7 @@ class StandIn:
         self.started: list[Started] = []
         self.clusters: list[tuple[int, int, int]] = []
         self.cooperative: list[int] = []
-        self.early: list[int] = []
+        self.overlapping: list[int] = []
         self.loaded: list[bytes] = []
         self.permitted: list[int] = []
 
@@ -57,7 +57,7 @@ class StandIn:
             CUlaunchAttributeID=SimpleNamespace(
                 CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION="cluster",
                 CU_LAUNCH_ATTRIBUTE_COOPERATIVE="cooperative",
-                CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="early",
+                CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION="overlapping",
             ),
         )
 
@@ -99,8 +99,8 @@ class StandIn:
         dimension = attribute.value.clusterDim
         if attribute.id == "cluster":
             self.clusters.append((dimension.x, dimension.y, dimension.z))
-        elif attribute.id == "early":
-            self.early.append(attribute.value.programmaticStreamSerializationAllowed)
+        elif attribute.id == "overlapping":
+            self.overlapping.append(attribute.value.programmaticStreamSerializationAllowed)
         else:
             assert attribute.id == "cooperative"
             self.cooperative.append(attribute.value.cooperative)
@@ -198,16 +198,20 @@ def test_blocks_that_wait_for_each_other_are_launched_as_such(stand_in: StandIn)
     assert (len(stand_in.started), stand_in.cooperative, stand_in.clusters) == (2, [1], [])
 
 
-def test_a_launch_may_begin_before_the_one_before_has_ended(stand_in: StandIn) -> None:
-    run = Program([launch(), launch(early=True), launch()], H200)
-    run((X, W, Y), (0.5, -2.0), SCRATCH, 17)
-    assert (len(stand_in.started), stand_in.early, stand_in.cooperative) == (3, [1], [])
+def test_launches_overlap_where_the_device_knows_how(stand_in: StandIn) -> None:
+    """All but those whose blocks wait for each other."""
+    every = [launch(), launch(cooperative=True), launch(early=True)]
+    Program(every, H200)((X, W, Y), (0.5, -2.0), SCRATCH, 17)
+    assert (len(stand_in.started), stand_in.overlapping, stand_in.cooperative) == (3, [1, 1], [1])
+    for unable in (replace(H200, capability=(8, 9)), replace(H200, driver="12.2")):
+        Program(every, unable)((X, W, Y), (0.5, -2.0), SCRATCH, 17)
+    assert (len(stand_in.started), stand_in.overlapping) == (9, [1, 1])
 
 
-def test_an_early_launch_and_the_one_before_are_compiled_to_overlap() -> None:
+def test_the_launch_before_an_early_one_is_compiled_to_let_it_begin() -> None:
     empty = launch()._replace(grid=(0, 1, 1))
     every = chained([launch(), empty, launch(early=True), launch()], H200)
-    assert [each.source.chained for each in every] == [True, True, False]
+    assert [each.source.leads for each in every] == [True, False, False]
     assert [each.early for each in every] == [False, True, False]
     for unable in (replace(H200, capability=(8, 9)), replace(H200, driver="12.2")):
         assert chained([launch(), launch(early=True)], unable) == [launch(), launch()]

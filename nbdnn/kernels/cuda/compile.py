@@ -45,8 +45,10 @@ _USAGE = {
     "shared_bytes": r"(\d+) bytes smem",
 }
 
-# The next launch of a chain may begin, and this one waits until the one before has ended. Nothing where neither is.
-_CHAINED = "griddepcontrol.launch_dependents; griddepcontrol.wait;"
+# A kernel begins with the first where the architecture knows it: its blocks may be there before what is before them on
+# the stream has ended (`launch.py`), and wait for that. With the second it lets those of the next launch come meanwhile.
+OVERLAPS_FROM = 9, 0
+_WAIT, _LET_NEXT_BEGIN = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
 
 # What a scope of numba-cuda's intermediate code holds, as far as `_scopes_copied_once` knows them.
 _SCOPE = {"parent", "localvars", "loc", "redefined", "var_redefinitions"}
@@ -78,14 +80,14 @@ class Source(NamedTuple):
     """What a kernel is compiled from.
 
     threads: of a block, at most. min_blocks: that shall fit on a multiprocessor at once, which bounds the registers.
-    chained: launched early, or before a launch that is, with which it may overlap; of compute capability 9.0.
+    leads: the launch behind it is early: it may begin as soon as all blocks of this one have.
     """
 
     builder: Builder
     specialised_on: tuple[Hashable, ...]
     threads: int
     min_blocks: int = 1
-    chained: bool = False
+    leads: bool = False
 
     @property
     def label(self) -> str:
@@ -131,7 +133,7 @@ def _path(source: Source, arch: str) -> Path:
         transitive_hash(sys.modules[builder.__module__]),
         builder.__qualname__,
         *source[1:-1],
-        _CHAINED if source.chained else "",
+        _beginning(source, arch),
         arch,
         _compilers(),
         sys.version_info[:2],
@@ -196,11 +198,9 @@ def _ltoir(source: Source, arch: str) -> bytes:
     """Kept for who wants both machine code and PTX: Numba takes most of the time of either."""
     from numba import cuda
 
-    major, minor, suffix = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch).groups()  # type: ignore[union-attr]
-    capability = (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
     function, types = source.builder(*source.specialised_on)
-    if source.chained:
-        function = _chained(function, len(types))
+    if beginning := _beginning(source, arch):
+        function = _begun(function, len(types), beginning)
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ltoir"}
     try:
         with _scopes_copied_once():
@@ -208,7 +208,7 @@ def _ltoir(source: Source, arch: str) -> bytes:
             code, _ = cuda.compile(
                 function,
                 cuda.types.void(*types),
-                cc=capability,
+                cc=_capability(arch),
                 launch_bounds=(source.threads, source.min_blocks),
                 **options,
             )
@@ -217,12 +217,25 @@ def _ltoir(source: Source, arch: str) -> bytes:
     return code
 
 
-def _chained(kernel: Callable[..., None], count: int) -> Callable[..., None]:
-    """The kernel, of so many arguments, with `_CHAINED` before its first statement."""
+def _capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:
+    """(major, minor) and what follows them, as numba-cuda has an architecture."""
+    major, minor, suffix = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch).groups()  # type: ignore[union-attr]
+    return (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
+
+
+def _beginning(source: Source, arch: str) -> str:
+    """The PTX that is before a kernel's first statement."""
+    if _capability(arch)[:2] < OVERLAPS_FROM:
+        return ""
+    return f"{_LET_NEXT_BEGIN} {_WAIT}" if source.leads else _WAIT
+
+
+def _begun(kernel: Callable[..., None], count: int, beginning: str) -> Callable[..., None]:
+    """The kernel, of so many arguments, behind that PTX."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     arguments, name = ", ".join(f"argument_{i}" for i in range(count)), kernel.__name__
-    names = {"__name__": kernel.__module__, "begin": ptx_tile.effect(_CHAINED), "inlined": ptx.inline(kernel)}
+    names = {"__name__": kernel.__module__, "begin": ptx_tile.effect(beginning), "inlined": ptx.inline(kernel)}
     exec(f"def {name}({arguments}):\n    begin()\n    inlined({arguments})\n", names)
     return names[name]
 
