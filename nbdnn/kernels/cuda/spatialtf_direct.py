@@ -63,15 +63,17 @@ class Config(NamedTuple):
         return f"t{self.threads}g{self.group}{'r' * self.rows}"
 
 
-def configs(problem: SpatialtfProblem, device: Gpu, pixels: bool = False) -> tuple[Config, ...]:
-    """Every one worth measuring. pixels: as `launched` takes it. The default has blocks for every multiprocessor."""
-    found = _shares(problem, device, prod(problem.spatial) if pixels else problem.positions)
+def configs(problem: SpatialtfProblem, device: Gpu, pixels: bool = False, lanes: int = 0) -> tuple[Config, ...]:
+    """Every one worth measuring. pixels, lanes: as `launched` takes them. The default has blocks for every
+    multiprocessor."""
+    work = prod(problem.spatial) if pixels else problem.positions
+    found = _shares(problem, device, work, lanes or vector_lanes(problem))
     in_rows = tile_columns(problem) and (problem.c <= FEW_CHANNELS or pixels)
     return (*found, found[0]._replace(rows=True)) if in_rows else found
 
 
-def _shares(problem: SpatialtfProblem, device: Gpu, work: int) -> tuple[Config, ...]:
-    vectors = max(problem.c // vector_lanes(problem), 1)
+def _shares(problem: SpatialtfProblem, device: Gpu, work: int, lanes: int) -> tuple[Config, ...]:
+    vectors = max(problem.c // lanes, 1)
     if problem.channels_last:
         most = min(1 << (vectors - 1).bit_length(), 32)
         wanted = _MOST_SHARING if vectors >= _MOST_SHARING else 1
@@ -87,10 +89,11 @@ def _shares(problem: SpatialtfProblem, device: Gpu, work: int) -> tuple[Config, 
 
 
 def launched(
-    problem: SpatialtfProblem, config: Config, pixels: bool = False, block_threads: int = THREADS
+    problem: SpatialtfProblem, config: Config, pixels: bool = False, block_threads: int = THREADS, lanes: int = 0
 ) -> tuple[Kind, ImageFields, tuple[int, int, int]]:
-    """(what a kernel is compiled for, its integers, its grid). pixels: threads have those of x, not outputs."""
-    lanes, bits = vector_lanes(problem), index_bits(problem)
+    """(what a kernel is compiled for, its integers, its grid). pixels: threads have those of x, not outputs. lanes: of
+    a vector of channels; 0 for as many as one instruction loads."""
+    lanes, bits = lanes or vector_lanes(problem), index_bits(problem)
     columns = 0 if config.rows else tile_columns(problem)
     kind = Kind(problem.is_affine, problem.dtype, problem.param_dtype, lanes, config.threads, columns, bits)
     work = tiled_positions(columns, *(problem.spatial if pixels else problem.out_spatial))

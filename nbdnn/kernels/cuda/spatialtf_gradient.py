@@ -37,7 +37,7 @@ from nbdnn.kernels.cuda.spatialtf_position import (
     position,
     vector_lanes,
 )
-from nbdnn.kernels.cuda.spatialtf_slopes import slopes
+from nbdnn.kernels.cuda.spatialtf_slopes import slopes, store_slopes
 from nbdnn.kernels.cuda.spatialtf_theta import SUMS, along_axis, store_sums, theta_launch
 from nbdnn.kernels.cuda.zeros import zeros
 from nbdnn.problem import ITEMSIZE
@@ -158,8 +158,8 @@ def _gradient_kernel(*specialised_on):
 
     v = _Variant(Kind(*specialised_on[0]), *specialised_on[1:])
     kind = v.kind
-    integer, real, narrow = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], ptx.NARROW[kind.param_dtype]
-    of_output, along, threads = _of_output(v), along_axis(kind.compute, kind.bits), kind.threads
+    integer, real = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute]
+    of_output, along, store_grid = _of_output(v), along_axis(kind.compute, kind.bits), store_slopes(kind, THREADS)
     place, store = output_place(kind, THREADS), store_sums(kind.compute, kind.bits, THREADS)
 
     @ptx.inline
@@ -179,18 +179,7 @@ def _gradient_kernel(*specialised_on):
 
     def add_grid(x, places, dy, total, dgrid, f):
         image, i, j, s, t = found_by(x, places, dy, total, f)
-        shared_s, shared_t = ptx.cuda.shared.array(THREADS, real), ptx.cuda.shared.array(THREADS, real)
-        thread = integer(ptx.thread_x())
-        shared_s[thread], shared_t[thread] = s, t
-        ptx.cuda.syncthreads()
-        _, lane = ptx.divided(thread, integer(threads))
-        if lane == 0 and i < f.out_h and j < f.out_w:
-            for other in range(1, threads):
-                s = s + shared_s[integer(thread + other)]
-                t = t + shared_t[integer(thread + other)]
-            at = integer((image * f.outputs + i * f.out_w + j) * 2)
-            dgrid[at] = narrow(s)
-            dgrid[integer(at + 1)] = narrow(t)
+        store_grid(dgrid, image, i, j, s, t, f)
 
     data, parameters, compute = ptx.pointer(kind.dtype), ptx.pointer(kind.param_dtype), ptx.pointer(kind.compute)
     found = compute if kind.affine else parameters
@@ -233,7 +222,7 @@ class Gradient(LaunchedCandidate[Config]):
         return YES
 
     def configs(self, problem: SpatialtfProblem, device: Gpu) -> tuple[Config, ...]:
-        found = configs(problem, device, self._of_pixels)
+        found = configs(problem, device, self._of_pixels, self._vector(problem))
         if problem.is_affine:
             return tuple(dict.fromkeys(self._whole(problem, config) for config in found))
         # Of a grid, the threads of one position have all of its channels; one output after the other has one order.
@@ -246,9 +235,16 @@ class Gradient(LaunchedCandidate[Config]):
         """Whether a thread has a pixel, not an output."""
         return self.algorithm == "gather"
 
+    def _vector(self, problem: SpatialtfProblem) -> int:
+        """Channels that a thread loads as one. Where they are added to memory they are what one instruction adds:
+        more of them, which neighbouring threads would add in several turns, lie apart in each, and cost the
+        second-level cache twice as much (64x64x56x56 in float16 on an H200: 168 us, with four 113)."""
+        lanes = vector_lanes(problem)
+        return min(lanes, _LANES) if self.algorithm == "atomic" else lanes
+
     def _whole(self, problem: SpatialtfProblem, config: Config) -> Config:
         """With blocks whose threads have no channels left over."""
-        step = config.threads * _at_once(problem, config)
+        step = config.threads * self._at_once(problem, config)
         return config._replace(group=min(-(-config.group // step) * step, max(config.group, problem.c)))
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
@@ -269,18 +265,28 @@ class Gradient(LaunchedCandidate[Config]):
         """Of each image's dtheta."""
         if not problem.is_affine:
             return 0
-        _, integers, grid = launched(problem, config, self._of_pixels)
+        _, integers, grid = self._launched(problem, config)
         return integers.blocks * grid[1]
 
+    def _launched(self, problem: SpatialtfProblem, config: Config) -> tuple[Kind, Fields, tuple[int, int, int]]:
+        return launched(problem, config, self._of_pixels, lanes=self._vector(problem))
+
+    def _at_once(self, problem: SpatialtfProblem, config: Config) -> int:
+        """Vectors of channels that a thread takes at once: as many as may be, in turns of one length."""
+        lanes = self._vector(problem)
+        of_a_thread = ceil(min(config.group, problem.c // lanes) / config.threads)
+        most = max(1, _HELD_BYTES // (lanes * ITEMSIZE[problem.compute]))
+        return ceil(of_a_thread / max(1, ceil(of_a_thread / most)))
+
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
-        kind, integers, grid = launched(problem, config, self._of_pixels)
+        kind, integers, grid = self._launched(problem, config)
         vectors = device.capability >= _VECTOR_ADDS and problem.align % 16 == 0
         mode = "" if self.algorithm == "ordered" else self.algorithm
         total_bytes = self._total_bytes(problem)
         total = in_workspace(0) if total_bytes else 3
         found = in_workspace(total_bytes) if problem.is_affine else 4
         row = self._row_elems(problem, config, device) if mode == "atomic" else 0
-        at_once = _at_once(problem, config)
+        at_once = self._at_once(problem, config)
         min_blocks = _MIN_BLOCKS_OF_PIXELS if mode == "gather" else _MIN_BLOCKS
         min_blocks = _MIN_BLOCKS_WIDE if problem.compute == "f64" or kind.bits == 64 else min_blocks
         if mode == "gather":
@@ -315,14 +321,6 @@ class Gradient(LaunchedCandidate[Config]):
         elements, lanes, bits = problem.operands[0].size_elems, _lanes(problem, problem.dtype), index_bits(problem)
         source, grid = Source(_round_kernel, (problem.dtype, bits, lanes), THREADS), ceil(elements / THREADS / lanes)
         return [Launch(source, (grid, 1, 1), (in_workspace(0), 3), "", _Elements(elements), bits)]
-
-
-def _at_once(problem: SpatialtfProblem, config: Config) -> int:
-    """Vectors of channels that a thread takes at once: as many as may be, in turns of one length."""
-    lanes = vector_lanes(problem)
-    of_a_thread = ceil(min(config.group, problem.c // lanes) / config.threads)
-    most = max(1, _HELD_BYTES // (lanes * ITEMSIZE[problem.compute]))
-    return ceil(of_a_thread / max(1, ceil(of_a_thread / most)))
 
 
 def _lanes(problem: SpatialtfProblem, dtype: str) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from nbdnn.kernels.cuda.spatialtf_position import Kind
+
 
 @cache
 def slopes(compute: str, bits: int):
@@ -32,3 +34,33 @@ def slopes(compute: str, bits: int):
         return s * half_w, t * half_h
 
     return derive
+
+
+@cache
+def store_slopes(kind: Kind, block_threads: int):
+    """Device function (dgrid, image, i, j, s, t, f), of all threads of a block: of an output that exists what the
+    neighbours that share it found, added up in their order, becomes its dgrid."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer, real, narrow = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], ptx.NARROW[kind.param_dtype]
+    threads = kind.threads
+
+    @ptx.inline
+    def store(dgrid, image, i, j, s, t, f):
+        lane = integer(0)
+        if threads > 1:
+            shared_s, shared_t = ptx.cuda.shared.array(block_threads, real), ptx.cuda.shared.array(block_threads, real)
+            thread = integer(ptx.thread_x())
+            shared_s[thread], shared_t[thread] = s, t
+            ptx.cuda.syncthreads()
+            _, lane = ptx.divided(thread, integer(threads))
+            if lane == 0:
+                for other in range(1, threads):
+                    s = s + shared_s[integer(thread + other)]
+                    t = t + shared_t[integer(thread + other)]
+        if lane == 0 and i < f.out_h and j < f.out_w:
+            at = integer((image * f.outputs + i * f.out_w + j) * 2)
+            dgrid[at] = narrow(s)
+            dgrid[integer(at + 1)] = narrow(t)
+
+    return store

@@ -1,12 +1,14 @@
 """The gradients of what a grid samples from planar images, added up channels-last and turned at the end.
 
-    thread   has an output, and adds what this gives to four channels of a pixel by one instruction, in any order
-    after it  a thread takes a pixel's sums to their planes
+    threads  that are neighbours share an output: each adds what this gives to four channels of a pixel by one
+             instruction, in any order, then to the four that follow those of the others
+    after it a thread takes a pixel's sums to their planes
 
 The sums lie in the workspace, in the compute type, a pixel's channels side by side and filled up to a multiple of four.
 An addition to four elements costs the second-level cache what one to an element does, and neighbouring pixels are
 neighbours in memory: of three channels four additions an output, where planes ask for twelve (or, two pixels at a
-time, for seven and a half). Traffic: x, dy, dx once, x from cache for every output that is near a pixel, the sums
+time, for seven and a half). Two threads that add to eight channels at once cost no more than one that adds to four: the
+cache takes 32 bytes as they come. Traffic: x, dy, dx once, x from cache for every output that is near a pixel, the sums
 three times. Source: own.
 """
 
@@ -22,13 +24,14 @@ from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.spatialtf_direct import THREADS, Config, configs, launched
 from nbdnn.kernels.cuda.spatialtf_position import INT32_END, Fields, Kind, nearest, output_place, position
-from nbdnn.kernels.cuda.spatialtf_slopes import slopes
+from nbdnn.kernels.cuda.spatialtf_slopes import slopes, store_slopes
 from nbdnn.kernels.cuda.zeros import zeros
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 _QUAD, _TURNED = 4, 16  # channels that are added at once, and that a thread takes to their planes: 64 bytes of a pixel
 _CAPABILITY = 9, 0  # from which on a quad is added by one instruction
+_SHARING = 2, 4, 8, 1  # threads of an output
 _MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # with integers of 64 bits
 _LAUNCH_US, _OVER_COPY = 8.0, 2.0
 
@@ -45,10 +48,10 @@ def _gradient_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_local, ptx_spatialtf
 
     kind = Kind(*specialised_on)
-    integer, real, narrow = ptx.INTEGER[kind.bits], ptx.REAL["f32"], ptx.NARROW[kind.param_dtype]
+    integer, real, step = ptx.INTEGER[kind.bits], ptx.REAL["f32"], _QUAD * kind.threads
     place, locate, find = output_place(kind, THREADS), position(kind), nearest("f32", kind.bits)
     load, add, hat = ptx_local.load(kind.dtype, 1), ptx_spatialtf.add_lanes("f32", _QUAD, True), ptx_spatialtf.hat
-    derive, of_corners = slopes("f32", kind.bits), 4 * _QUAD
+    derive, of_corners, store = slopes("f32", kind.bits), 4 * _QUAD, store_slopes(kind, THREADS)
 
     @ptx.inline
     def visit(x, dy, total, at, to, into, corners, turned, w, top, pixels, a, left, f):
@@ -68,32 +71,35 @@ def _gradient_kernel(*specialised_on):
             if w[corner] > real(0.0):
                 add(total, integer(into + turned[corner]), top, integer(0), w[corner])
 
-    def add_outputs(x, grid, dy, total, dgrid, f, sums):
-        image, i, j, _, _ = place(f)
-        if i >= f.out_h or j >= f.out_w:
-            return
+    @ptx.inline
+    def of_output(x, grid, dy, total, image, i, j, lane, f, sums):
         s, t = locate(grid, image, i, j, f)
         (column, right), (row, down) = find(s, f.in_w), find(t, f.in_h)
         top, bottom, left, next_ = hat(down), hat(down - real(1.0)), hat(right), hat(right - real(1.0))
         w = top * left, top * next_, bottom * left, bottom * next_
         corners = integer(0), integer(f.right), integer(f.down), integer(f.down + f.right)
         turned = integer(0), integer(sums.right), integer(sums.down), integer(sums.down + sums.right)
-        at = integer(image * f.x_n + row * f.x_h + column * f.x_w)
-        to = integer(image * f.y_n + i * f.y_h + j * f.y_w)
-        into = integer(integer(image * f.pixels + row * f.in_w + column) * sums.padded)
+        first = integer(lane * _QUAD)
+        at = integer(image * f.x_n + row * f.x_h + column * f.x_w + first * f.x_v)
+        to = integer(image * f.y_n + i * f.y_h + j * f.y_w + first * f.y_v)
+        into = integer(integer(image * f.pixels + row * f.in_w + column) * sums.padded + first)
         tops, pixels = ptx.cuda.local.array(_QUAD, real), ptx.cuda.local.array(of_corners, real)
         a = ptx.cuda.local.array(4, real)
         for k in range(4):
             a[k] = real(0.0)
-        channels = integer(f.vectors)
+        channels = integer(f.vectors - first)
         while channels > 0:
             visit(x, dy, total, at, to, into, corners, turned, w, tops, pixels, a, channels, f)
-            at, to = integer(at + _QUAD * f.x_v), integer(to + _QUAD * f.y_v)
-            into, channels = integer(into + _QUAD), integer(channels - _QUAD)
-        s, t = derive(a, right, down, f)
-        at = integer((image * f.outputs + i * f.out_w + j) * 2)
-        dgrid[at] = narrow(s)
-        dgrid[integer(at + 1)] = narrow(t)
+            at, to = integer(at + step * f.x_v), integer(to + step * f.y_v)
+            into, channels = integer(into + step), integer(channels - step)
+        return derive(a, right, down, f)
+
+    def add_outputs(x, grid, dy, total, dgrid, f, sums):
+        image, i, j, lane, _ = place(f)
+        s, t = real(0.0), real(0.0)
+        if i < f.out_h and j < f.out_w:
+            s, t = of_output(x, grid, dy, total, image, i, j, lane, f, sums)
+        store(dgrid, image, i, j, s, t, f)
 
     data, parameters, reals = ptx.pointer(kind.dtype), ptx.pointer(kind.param_dtype), ptx.pointer("f32")
     records = ptx.record(Fields, kind.bits), ptx.record(_Sums, kind.bits)
@@ -146,7 +152,9 @@ class Turned(LaunchedCandidate[Config]):
 
     def configs(self, problem: SpatialtfProblem, device: Gpu) -> tuple[Config, ...]:
         orders = dict.fromkeys(config.rows for config in configs(problem, device))
-        return tuple(Config(1, max(problem.c, 1), rows) for rows in orders)
+        quads = ceil(problem.c / _QUAD)
+        shared = [threads for threads in _SHARING if threads <= max(quads, 1)]
+        return tuple(Config(threads, max(problem.c, 1), rows) for threads in shared for rows in orders)
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         moved_bytes = problem.min_bytes + 3 * self.workspace_bytes(problem, config, device)
