@@ -46,7 +46,7 @@ _USAGE = {
 }
 
 # A kernel begins with the first where the architecture knows it: its blocks may be there before what is before them on
-# the stream has ended (`launch.py`), and wait for that. With the second it lets those of the next launch come meanwhile.
+# the stream has ended (`launch.py`), and wait for that. With the second it lets the next launch's come meanwhile.
 OVERLAPS_FROM = 9, 0
 _WAIT, _LET_NEXT_BEGIN = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
 
