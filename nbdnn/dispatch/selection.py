@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from nbdnn import config
 from nbdnn.candidate import Candidate
-from nbdnn.device import Device
+from nbdnn.device import Device, Gpu
 from nbdnn.dispatch import events, registry, workspace
 from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.measurement import Measurement, is_current
@@ -22,6 +22,8 @@ from nbdnn.problem import Problem
 SMALL_WORKSPACE_BYTES = 1 << 20
 # Times this close are one time: the noise of a quiet machine, and the most that the measured spread may add to it.
 _TIE, _LARGEST_TIE = 0.01, 0.05
+# What the kernels of 'numba' are written for, all together: their PTX is refused for GPUs before Ampere's.
+_LEAST_CAPABILITY = 8, 0
 
 
 class Filters(NamedTuple):
@@ -127,6 +129,9 @@ def refusal(candidate: Candidate, problem: Problem, device: Device, filters: Fil
         return f"the operands are {problem.only}'s own"
     if candidate.provider == "cudnn" and config.current()["dnn.enabled"] is False:
         return "dnn.enabled is False"
+    if candidate.provider == "numba" and isinstance(device, Gpu) and device.capability < _LEAST_CAPABILITY:
+        (major, minor), least = device.capability, ".".join(map(str, _LEAST_CAPABILITY))
+        return f"compute capability {major}.{minor}, its kernels are for {least} and above"
     if filters.method and not _is_method(candidate, problem, filters.method):
         return f"its method is {candidate.algo}, not {filters.method}"
     if candidate.by_name_only and not filters.by_name:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes import SMALL, TALL, Fake, ids, register
+from gpus import H200
 
 from nbdnn import config, events
-from nbdnn.dispatch import dispatcher
+from nbdnn.dispatch import dispatcher, registry
 from nbdnn.dispatch.measurement import Measurement
+from nbdnn.dispatch.selection import Filters, refusal
 from nbdnn.errors import UnsupportedProblem
+from nbdnn.problem import parse
 
 pytestmark = pytest.mark.usefixtures("fresh")
 Call = Callable
@@ -302,3 +306,10 @@ def test_nobody_left_is_an_error_with_every_reason(monkeypatch: pytest.MonkeyPat
     register(monkeypatch, Fake("wrong", FAST, behaviour="wrong"), Fake("short", FAST, refuses_height=6))
     with pytest.raises(UnsupportedProblem, match=r"(?s)short: height is 6.*wrong: failed when measured"):
         call(SMALL, algo="time_on_shape_change")
+
+
+def test_kernels_are_for_gpus_that_know_their_instructions() -> None:
+    problem, turing = parse("dropout_fwd:f16:m1000"), replace(H200, capability=(7, 5))
+    (candidate,) = registry.candidates(problem.op, kind="cuda")
+    assert refusal(candidate, problem, H200, Filters()) == ""
+    assert refusal(candidate, problem, turing, Filters()) == "compute capability 7.5, its kernels are for 8.0 and above"
