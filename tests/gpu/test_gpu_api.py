@@ -221,6 +221,46 @@ def test_a_planned_call_can_be_captured_and_another_cannot() -> None:
         x.copy_(torch.from_numpy(X))
 
 
+@pytest.mark.parametrize("layout", ["contiguous_format", "channels_last"])
+def test_launches_that_overlap_read_what_was_written_before(layout: str) -> None:
+    """Two buffers in turns, each read while the one before may still be at its end: as with a wait after every call,
+    eagerly and in a graph, with PyTorch's kernels among them. One kernel fills the GPU, another has blocks for a few
+    multiprocessors, a third has all of its blocks wait for each other."""
+    torch = library("torch")
+    form = getattr(torch, layout)
+    first = torch.randn((16, 128, 28, 28), device="cuda").contiguous(memory_format=form)
+    few = torch.randn((1, 128, 1, 1), device="cuda")
+    one, gain = torch.ones_like(few), torch.rand_like(few) + 0.5
+    narrow = torch.empty_like(few)
+
+    def run(wait: Callable[[], None]) -> list[Any]:
+        a, b, small = first.clone(), torch.empty_like(first), few.clone()
+        mean, spread = torch.empty_like(few), torch.empty_like(few)
+        steps = (
+            lambda: nbdnn.dnn_batch_normalization_test(a, gain, small, few, one, "spatial", out=b),
+            lambda: nbdnn.dnn_batch_normalization_test(small, gain, few, few, one, "spatial", out=narrow),
+            lambda: nbdnn.dnn_pool(b, (3, 3), mode="average_inc_pad", pad=(1, 1), out=a),
+            lambda: small.copy_(narrow),
+            lambda: nbdnn.dnn_batch_normalization_train(a, gain, small, "spatial", out=(b, mean, spread)),
+            lambda: nbdnn.dnn_softmax(b, out=a),
+            lambda: a.mul_(30.0),
+        )
+        for step in 4 * steps:
+            step()
+            wait()
+        return [each.clone() for each in (a, b, small, mean, spread)]
+
+    expected = run(torch.cuda.synchronize)
+    for _ in range(20):
+        assert all(map(torch.equal, run(lambda: None), expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(lambda: None)
+    for _ in range(20):
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
+
+
 def test_two_threads_call_at_once() -> None:
     torch = library("torch")
     tensors = [torch.from_numpy(a).cuda() for a in (X, W, DY)]

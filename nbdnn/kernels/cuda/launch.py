@@ -74,8 +74,8 @@ def chained(launches: Sequence[Launch], device: Gpu) -> list[Launch]:
 
 
 def overlaps(device: Gpu) -> bool:
-    """Whether launches overlap with the end of what is before them on the stream, as all but cooperative ones then do:
-    their blocks are ready when that has ended. On an H200 0.2 to 0.4 us less, whatever the kernel (350 were tried)."""
+    """Whether launches overlap with the end of what is before them on the stream, as then all do: their blocks are ready
+    when that has ended. On an H200 0.2 to 0.6 us less, whatever the kernel (350 were tried)."""
     return device.capability >= OVERLAPS_FROM and float(device.driver) >= _OVERLAPS_IN_GRAPHS
 
 
@@ -171,7 +171,7 @@ def _prepared(launch: Launch, arch: str, overlapping: bool) -> _Prepared:
     def pack(given: tuple[int, ...], scalars: tuple[float, ...], _alive: object = addresses) -> None:
         pack_into(arguments, 0, *select(given), *scalars[:taken])
 
-    config, at = _described(launch, overlapping and not launch.cooperative), ctypes.addressof(addresses)
+    config, at = _described(launch, overlapping), ctypes.addressof(addresses)
     fail = partial(driver.call, "cuLaunchKernelEx", config, function, at, 0)
     return _Prepared(pack, config, driver.launcher(config, function, at), fail)
 
