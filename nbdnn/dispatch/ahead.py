@@ -82,7 +82,7 @@ class Ahead:
 def _missing(problem: Problem, gpu: Gpu, database: Database, filters: Filters, again: bool) -> Iterator[Source]:
     """What options without a valid row launch, as far as it is not on disk."""
     from nbdnn.kernels.cuda.compile import is_kept
-    from nbdnn.kernels.cuda.launch import LaunchedCandidate, chained
+    from nbdnn.kernels.cuda.launch import LaunchedCandidate, filled
 
     if not all(operand.size_elems for operand in problem.operands):
         return  # which nobody runs
@@ -93,7 +93,7 @@ def _missing(problem: Problem, gpu: Gpu, database: Database, filters: Filters, a
             continue
         for config in candidate.configs(problem, gpu):
             if (candidate.id, str(config)) not in known:
-                sources = (launch.source for launch in chained(candidate.launches(problem, config, gpu), gpu))
+                sources = (launch.source for launch in filled(candidate.launches(problem, config, gpu)))
                 yield from (source for source in sources if not is_kept(source, gpu.arch))
 
 

@@ -21,7 +21,7 @@ from nbdnn.dispatch import ahead, registry, tuner
 from nbdnn.dispatch.ahead import Ahead
 from nbdnn.dispatch.database import Database
 from nbdnn.kernels.cuda import compile as cuda_compile
-from nbdnn.kernels.cuda.launch import LaunchedCandidate, chained
+from nbdnn.kernels.cuda.launch import LaunchedCandidate, filled
 from nbdnn.problem import Problem, parse
 from nbdnn.workloads import Layer
 
@@ -52,7 +52,7 @@ def sources(problem: Problem) -> set[cuda_compile.Source]:
         launch.source
         for candidate in candidates(problem)
         for each in candidate.configs(problem, H200)
-        for launch in chained(candidate.launches(problem, each, H200), H200)
+        for launch in filled(candidate.launches(problem, each, H200))
     }
 
 

@@ -10,7 +10,7 @@ from libraries import library
 
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
-from nbdnn.kernels.cuda.launch import LaunchedCandidate, chained
+from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.problem import FAMILIES, parse
 
 _MULTIPLIER = 0xD2511F53  # of the generator's first word
@@ -28,25 +28,10 @@ def test_kernels_stay_within_their_means(op: str, dtype: str, elements: str) -> 
     assert isinstance(candidate, LaunchedCandidate) and candidate.supports(problem, H200).ok
     for arch, capability in (("sm_80", (8, 0)), ("sm_90a", (9, 0)), ("sm_100a", (10, 0)), ("sm_120", (12, 0))):
         device = replace(H200, capability=capability)
-        for launch in chained(candidate.launches(problem, candidate.configs(problem, device)[0], device), device):
+        for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
             kernel = compile_kernel(launch.source, arch)
             assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{arch}: {kernel._replace(cubin=b'')}"
             assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536
-
-
-def test_the_state_advances_when_all_have_read_it() -> None:
-    """The second kernel is there early, and waits before it reads anything."""
-    library("numba_cuda")
-    problem = parse("dropout_fwd:f32:m32769")
-    (candidate,) = registry.candidates(problem.op, kind="cuda")
-    assert isinstance(candidate, LaunchedCandidate)
-    main, advance = chained(candidate.launches(problem, candidate.configs(problem, H200)[0], H200), H200)
-    assert (main.early, advance.early) == (False, True)
-    first, second = (ptx_text(launch.source, "sm_90a") for launch in (main, advance))
-    assert 0 < first.index("griddepcontrol.launch_dependents") < first.index("ld.global")
-    assert "griddepcontrol.launch_dependents" not in second
-    for text in (first, second):
-        assert 0 < text.index("griddepcontrol.wait") < text.index("ld.global")
 
 
 @pytest.mark.parametrize(("elements", "cluster"), [(1, 1), (2049, 2), (14337, 8), (16385, 5), (32768, 8)])

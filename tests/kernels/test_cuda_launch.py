@@ -14,7 +14,7 @@ from nbdnn import driver
 from nbdnn.errors import CudaError
 from nbdnn.kernels.cuda import launch as cuda_launch
 from nbdnn.kernels.cuda.compile import Kernel, Source
-from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, Program, chained, in_workspace, load
+from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, Program, in_workspace, load
 
 X, W, Y, SCRATCH = 0x7F0000000100, 0x7F0000000200, 0x7F0000000300, 0x7F0000000400
 
@@ -199,21 +199,12 @@ def test_blocks_that_wait_for_each_other_are_launched_as_such(stand_in: StandIn)
 
 
 def test_launches_overlap_where_the_device_knows_how(stand_in: StandIn) -> None:
-    every = [launch(), launch(cooperative=True), launch(early=True)]
+    every = [launch(), launch(cooperative=True), launch()]
     Program(every, H200)((X, W, Y), (0.5, -2.0), SCRATCH, 17)
     assert (len(stand_in.started), stand_in.overlapping, stand_in.cooperative) == (3, [1, 1, 1], [1])
     for unable in (replace(H200, capability=(8, 9)), replace(H200, driver="12.2")):
         Program(every, unable)((X, W, Y), (0.5, -2.0), SCRATCH, 17)
     assert (len(stand_in.started), stand_in.overlapping) == (9, [1, 1, 1])
-
-
-def test_the_launch_before_an_early_one_is_compiled_to_let_it_begin() -> None:
-    empty = launch()._replace(grid=(0, 1, 1))
-    every = chained([launch(), empty, launch(early=True), launch()], H200)
-    assert [each.source.leads for each in every] == [True, False, False]
-    assert [each.early for each in every] == [False, True, False]
-    for unable in (replace(H200, capability=(8, 9)), replace(H200, driver="12.2")):
-        assert chained([launch(), launch(early=True)], unable) == [launch(), launch()]
 
 
 def test_wide_arguments(stand_in: StandIn) -> None:

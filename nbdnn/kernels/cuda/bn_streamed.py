@@ -322,7 +322,6 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
             v.compute,
             parts,
             v.bits,
-            early=True,
         )
         if self.op == "bn_infer":
             return [over_rows(True)]

@@ -45,10 +45,10 @@ _USAGE = {
     "shared_bytes": r"(\d+) bytes smem",
 }
 
-# A kernel begins with the first where the architecture knows it: its blocks may be there before what is before them on
-# the stream has ended (`launch.py`), and wait for that. With the second it lets the next launch's come meanwhile.
+# A kernel begins with this where the architecture knows it: its blocks may be there before what is before them on the
+# stream has ended (`launch.py`), and wait for that.
 OVERLAPS_FROM = 9, 0
-_WAIT, _LET_NEXT_BEGIN = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+_WAIT = "griddepcontrol.wait;"
 
 # What a scope of numba-cuda's intermediate code holds, as far as `_scopes_copied_once` knows them.
 _SCOPE = {"parent", "localvars", "loc", "redefined", "var_redefinitions"}
@@ -80,14 +80,12 @@ class Source(NamedTuple):
     """What a kernel is compiled from.
 
     threads: of a block, at most. min_blocks: that shall fit on a multiprocessor at once, which bounds the registers.
-    leads: the launch behind it is early: it may begin as soon as all blocks of this one have.
     """
 
     builder: Builder
     specialised_on: tuple[Hashable, ...]
     threads: int
     min_blocks: int = 1
-    leads: bool = False
 
     @property
     def label(self) -> str:
@@ -132,8 +130,8 @@ def _path(source: Source, arch: str) -> Path:
     facts = (
         transitive_hash(sys.modules[builder.__module__]),
         builder.__qualname__,
-        *source[1:-1],
-        _beginning(source, arch),
+        *source[1:],
+        _waits(arch) and _WAIT,
         arch,
         _compilers(),
         sys.version_info[:2],
@@ -199,8 +197,8 @@ def _ltoir(source: Source, arch: str) -> bytes:
     from numba import cuda
 
     function, types = source.builder(*source.specialised_on)
-    if beginning := _beginning(source, arch):
-        function = _begun(function, len(types), beginning)
+    if _waits(arch):
+        function = _waiting(function, len(types))
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ltoir"}
     try:
         with _scopes_copied_once():
@@ -223,20 +221,17 @@ def _capability(arch: str) -> tuple[int, int] | tuple[int, int, str]:
     return (int(major), int(minor), suffix) if suffix else (int(major), int(minor))
 
 
-def _beginning(source: Source, arch: str) -> str:
-    """The PTX that is before a kernel's first statement."""
-    if _capability(arch)[:2] < OVERLAPS_FROM:
-        return ""
-    return f"{_LET_NEXT_BEGIN} {_WAIT}" if source.leads else _WAIT
+def _waits(arch: str) -> bool:
+    return _capability(arch)[:2] >= OVERLAPS_FROM
 
 
-def _begun(kernel: Callable[..., None], count: int, beginning: str) -> Callable[..., None]:
-    """The kernel, of so many arguments, behind that PTX."""
+def _waiting(kernel: Callable[..., None], count: int) -> Callable[..., None]:
+    """The kernel, of so many arguments, with `_WAIT` before its first statement."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     arguments, name = ", ".join(f"argument_{i}" for i in range(count)), kernel.__name__
-    names = {"__name__": kernel.__module__, "begin": ptx_tile.effect(beginning), "inlined": ptx.inline(kernel)}
-    exec(f"def {name}({arguments}):\n    begin()\n    inlined({arguments})\n", names)
+    names = {"__name__": kernel.__module__, "wait": ptx_tile.effect(_WAIT), "inlined": ptx.inline(kernel)}
+    exec(f"def {name}({arguments}):\n    wait()\n    inlined({arguments})\n", names)
     return names[name]
 
 

@@ -248,7 +248,7 @@ class Philox(LaunchedCandidate[NoConfig]):
         if advances or not forward:
             return [main]
         source, integers = Source(_advance_kernel, (), 32), _Advance(problem.blocks)
-        return [main, Launch(source, (1, 1, 1), (3,), "", integers, early=True)]
+        return [main, Launch(source, (1, 1, 1), (3,), "", integers)]
 
 
 assert BLOCK_ELEMS * 2 == _RUN and BLOCK_ELEMS == 1 << _BLOCK_BITS

@@ -12,7 +12,7 @@ import re
 import struct
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -44,9 +44,7 @@ class Launch(NamedTuple):
     scalars: the type of alpha and beta, 'f32' or 'f64'; '' where the kernel does not take them.
     cluster: blocks, neighbours in the grid, that run at once and reach each other's shared memory. maps: of the tensors
     that the kernel copies by TMA. cooperative: all blocks run at once, or the launch fails: they may wait for each
-    other. early: it may begin, behind another launch of its program, while that one's blocks run, for which its kernel
-    waits: a microsecond less between them. Its blocks are put where there is room at that time, which is no way to
-    spread a few long ones over all multiprocessors.
+    other.
     """
 
     source: Source
@@ -59,23 +57,18 @@ class Launch(NamedTuple):
     cluster: int = 1
     maps: tuple[TensorMap, ...] = ()
     cooperative: bool = False
-    early: bool = False
 
 
-def chained(launches: Sequence[Launch], device: Gpu) -> list[Launch]:
-    """What a program runs of launches that follow each other: those that have blocks. Where the device knows how, those
-    that are early as such, and the kernels before them compiled to let them begin."""
-    filled = [launch for launch in launches if min(launch.grid) > 0]
-    early = [launch.early and overlaps(device) for launch in filled]
-    return [
-        launch._replace(early=early[i], source=launch.source._replace(leads=any(early[i + 1 : i + 2])))
-        for i, launch in enumerate(filled)
-    ]
+def filled(launches: Iterable[Launch]) -> list[Launch]:
+    """What a program runs of launches that follow each other: those that have blocks."""
+    return [launch for launch in launches if min(launch.grid) > 0]
 
 
 def overlaps(device: Gpu) -> bool:
-    """Whether launches overlap with the end of what is before them on the stream, as then all do: their blocks are ready
-    when that has ended. On an H200 0.2 to 0.6 us less, whatever the kernel (350 were tried)."""
+    """Whether launches overlap with the end of what is before them on the stream: then all do, and their blocks are
+    ready when that has ended. On an H200 0.2 to 0.6 us less, whatever the kernel (350 were tried). Blocks that may come
+    while those of the launch before still run gained 0.1 more in short kernels, but went where there was room, which is
+    no way to spread a few long ones over all multiprocessors: up to half as much time again."""
     return device.capability >= OVERLAPS_FROM and float(device.driver) >= _OVERLAPS_IN_GRAPHS
 
 
@@ -105,7 +98,7 @@ class Program:
 
     def __init__(self, launches: Sequence[Launch], device: Gpu) -> None:
         overlapping = overlaps(device)
-        self._prepared = [_prepared(launch, device.arch, overlapping) for launch in chained(launches, device)]
+        self._prepared = [_prepared(launch, device.arch, overlapping) for launch in filled(launches)]
         self._steps = [(prepared.start, prepared.fail) for prepared in self._prepared]
         self._stream = -1
         self._packed: tuple[tuple[int, ...], tuple[float, ...], int] | None = None
