@@ -22,7 +22,7 @@ from nbdnn.cli_output import print_table
 from nbdnn.device import Gpu, gpu
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 
-_FLOORS_US = 0.1, 0.4, 1.0, 1.9, 3.0, 4.5, 6.0, 7.8, 9.0, 11.8, 15.0, 18.0, 24.0, 36.0, 60.0, 125.0, 250.0
+_FLOORS_US = 0.1, 0.4, 1.0, 1.9, 3.0, 4.5, 6.0, 9.0, 12.0, 18.0, 24.0, 36.0, 60.0, 125.0
 _SAMPLES, _MOST_COPIES = 5, 256
 _COLUMNS = ["floor", "MB", "read and written", "of the floor"]
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cells import check
-from gpus import DEVICE
+from gpus import DEVICE, H200
 from layouts import channels_last
 from libraries import library
 
@@ -358,6 +358,14 @@ COVERAGE: dict[str, Covers] = {
     "spatialtf_grid_fwd/numba/direct": Covers(_EVERY, _ON_GPU, "", "a4"),
     "spatialtf_grid_bwd/numba/sums": Covers(_EVERY, _ON_GPU, "", "a4"),
 }
+
+
+@pytest.mark.parametrize(("channels", "layout"), [(1, "nhwc"), (3, "nhwc"), (5, "nhwc"), (4, "nchw")])
+def test_sums_in_whole_vectors_are_for_pixels_that_are_none(channels: int, layout: str) -> None:
+    turned = registry.candidate("spatialtf_sampler_bwd/numba/turned")
+    assert turned.supports(parse(f"spatialtf_sampler_bwd:f16:n2c{channels}h9w11:o10x13:{layout}"), H200).ok
+    refused = turned.supports(parse("spatialtf_sampler_bwd:f16:n2c8h9w11:o10x13:nhwc"), H200)
+    assert not refused.ok and "8 channels" in refused.reason
 
 
 def texts(op: str, covers: Covers) -> list[str]:

@@ -22,7 +22,7 @@ from nbdnn.problem import Problem
 SMALL_WORKSPACE_BYTES = 1 << 20
 # Times this close are one time: the noise of a quiet machine, and the most that the measured spread may add to it.
 _TIE, _LARGEST_TIE = 0.01, 0.05
-# What the kernels of 'numba' are written for, all together: their PTX is refused for GPUs before Ampere's.
+# What the kernels of 'numba' are written for: GPUs before Ampere's do not know the PTX of many; none is tested there.
 _LEAST_CAPABILITY = 8, 0
 
 

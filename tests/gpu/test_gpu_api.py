@@ -225,9 +225,10 @@ def test_a_planned_call_can_be_captured_and_another_cannot() -> None:
 def test_launches_that_overlap_read_what_was_written_before(layout: str) -> None:
     """Two buffers in turns, each read while the one before may still be at its end: as with a wait after every call,
     eagerly and in a graph, with PyTorch's kernels among them. One kernel fills the GPU, another has blocks for a few
-    multiprocessors, a third has all of its blocks wait for each other."""
+    multiprocessors, a third is of clusters or, channels-last, has all of its blocks wait for each other."""
     torch = library("torch")
     form = getattr(torch, layout)
+    trained = "bn_train/numba/resident" if layout == "channels_last" else "bn_train/numba/held"
     first = torch.randn((16, 128, 28, 28), device="cuda").contiguous(memory_format=form)
     few = torch.randn((1, 128, 1, 1), device="cuda")
     one, gain = torch.ones_like(few), torch.rand_like(few) + 0.5
@@ -241,7 +242,9 @@ def test_launches_that_overlap_read_what_was_written_before(layout: str) -> None
             lambda: nbdnn.dnn_batch_normalization_test(small, gain, few, few, one, "spatial", out=narrow),
             lambda: nbdnn.dnn_pool(b, (3, 3), mode="average_inc_pad", pad=(1, 1), out=a),
             lambda: small.copy_(narrow),
-            lambda: nbdnn.dnn_batch_normalization_train(a, gain, small, "spatial", out=(b, mean, spread)),
+            lambda: nbdnn.dnn_batch_normalization_train(
+                a, gain, small, "spatial", policy=trained, out=(b, mean, spread)
+            ),
             lambda: nbdnn.dnn_softmax(b, out=a),
             lambda: a.mul_(30.0),
         )

@@ -131,7 +131,7 @@ def _path(source: Source, arch: str) -> Path:
         transitive_hash(sys.modules[builder.__module__]),
         builder.__qualname__,
         *source[1:],
-        _waits(arch) and _WAIT,
+        _WAIT if _waits(arch) else "",
         arch,
         _compilers(),
         sys.version_info[:2],

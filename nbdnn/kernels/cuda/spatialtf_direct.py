@@ -52,8 +52,9 @@ _LAUNCH_US, _OVER_COPY = 3.0, 1.3
 
 
 class Config(NamedTuple):
-    """threads of one position, side by side (channels-last), and vectors that a block takes of each. rows: outputs in
-    the order of memory, where they would lie in tiles."""
+    """threads of one position, side by side (channels-last, and planar in `spatialtf_turned`), and vectors that a block
+    takes of each. rows: outputs in the order of memory, where they would lie in tiles.
+    """
 
     threads: int
     group: int

@@ -77,7 +77,7 @@ class Fields(NamedTuple):
 
 class Kind(NamedTuple):
     """What every kernel with an image is compiled for. threads: of one position, neighbours in a block; 1 where images
-    are not channels-last. tile_columns: of a tile of outputs. bits: of the integers."""
+    are planar, but for `spatialtf_turned`. tile_columns: of a tile of outputs. bits: of the integers."""
 
     affine: bool
     dtype: str

@@ -31,9 +31,12 @@ from nbdnn.kernels.cuda.zeros import zeros
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
-_QUAD, _TURNED = 4, 16  # channels that are added at once, and that a thread takes to their planes: 64 bytes of a pixel
+_QUAD, _TURNED = (
+    4,
+    16,
+)  # channels that are added at once, and that a thread takes to where they lie: 64 bytes of a pixel
 _CAPABILITY = 9, 0  # from which on a quad is added by one instruction
-_SHARING, _SIDES = (2, 4, 8, 1), 2  # threads of an output; of one with no more than four channels
+_SHARING, _SIDES = (4, 2, 8, 1), 2  # threads of an output; of one with no more than four channels
 _MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # with integers of 64 bits
 _LAUNCH_US, _OVER_COPY = 8.0, 2.0
 
@@ -195,7 +198,7 @@ class Turned(LaunchedCandidate[Config]):
         return YES if problem.compute == "f32" else Support(False, f"adds vectors of float32, not {problem.compute}")
 
     def configs(self, problem: SpatialtfProblem, device: Gpu) -> tuple[Config, ...]:
-        orders = dict.fromkeys(config.rows for config in configs(problem, device, lanes=1))
+        orders = dict.fromkeys(config.rows for config in configs(problem, device))
         quads = ceil(problem.c / _QUAD)
         shared = [threads for threads in _SHARING if threads <= max(quads, _SIDES)]
         return tuple(Config(threads, max(problem.c, 1), rows) for threads in shared for rows in orders)
