@@ -1,9 +1,10 @@
 """What a repeated call on a GPU costs the host, beside PyTorch: microseconds until it returns, its kernels queued.
 
-    python bench/host_gpu.py [--rows TEXT]... [--markdown FILE]
+    python bench/host_gpu.py [--arrays torch|cupy|numba] [--rows TEXT]... [--markdown FILE]
 
 Small tensors, so that the GPU is never behind; nbdnn writes into out=, PyTorch's functions make their results. Both
-sides take turns: a round is 200 calls of each, and what is shown is the best and the median of 60 rounds.
+sides take turns: a round is 200 calls of each, and what is shown is the best and the median of 60 rounds. nbdnn gets
+the arrays of the library that is named, PyTorch its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -99,6 +101,24 @@ def others(device: str) -> Iterator[tuple[str, Call, Call]]:
     yield "dnn_spatialtf", partial(nbdnn.dnn_spatialtf, x, theta, out=y), transformed
 
 
+def given_as(library: str, value: Any) -> Any:
+    """A tensor as an array of another library in the same memory; of a call, its arguments; all else as it is."""
+    if isinstance(value, partial):
+        arguments = {name: given_as(library, each) for name, each in value.keywords.items()}
+        return partial(value.func, *given_as(library, value.args), **arguments)
+    if isinstance(value, tuple):
+        return tuple(given_as(library, each) for each in value)
+    if not isinstance(value, torch.Tensor) or library == "torch":
+        return value
+    if library == "cupy":
+        import cupy
+
+        return cupy.asarray(value)
+    from numba import cuda
+
+    return cuda.as_cuda_array(value)
+
+
 def times_us(calls: tuple[Call, Call]) -> list[list[float]]:
     """Of a call, a number for each round."""
     found: list[list[float]] = [[], []]
@@ -115,6 +135,7 @@ def times_us(calls: tuple[Call, Call]) -> list[list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", action="append", default=[], metavar="TEXT", help="only rows with this in their name")
+    parser.add_argument("--arrays", choices=("torch", "cupy", "numba"), default="torch")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -124,6 +145,7 @@ def main() -> None:
         for name, ours, theirs in (*convolutions("cuda"), *others("cuda")):
             if args.rows and not any(part in name for part in args.rows):
                 continue
+            ours = given_as(args.arrays, ours)
             for call in (ours, theirs):
                 call()
             first, second = times_us((ours, theirs))

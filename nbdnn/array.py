@@ -1,8 +1,8 @@
 """Views over the arrays of other libraries: NumPy, PyTorch, JAX, CuPy and Numba, in host memory and on GPUs.
 
-Every call reads each of its arrays once, with `Library.read_all`: addresses, and a key that is equal for arrays that
-can share a plan; or knows arrays like those it read before by a `Library.recogniser`. The rest of this module runs once
-a plan, or where an operand must be copied.
+A call knows arrays like those of an earlier one by a `Library.recogniser`, or reads each of them once, with
+`Library.read_all`: addresses, and keys that are equal for arrays that can share a plan. The rest of this module runs
+once a plan, or where an operand must be copied.
 """
 
 from __future__ import annotations
@@ -132,22 +132,21 @@ Recogniser = Callable[[Sequence[Any]], "list[int] | None"]
 class Library(ABC):
     """One array library: how its arrays are read, allocated, copied and given back.
 
-    recognises: whether `recogniser` may make one. always_writable: no array of it is constant.
+    always_writable: no array of it is constant.
     """
 
-    recognises = False
     always_writable = False
 
     @abstractmethod
     def read(self, array: Any) -> tuple[int, Hashable]:
-        """(address, key of shape, strides, dtype and alignment); no two libraries' are equal. In the path of a call."""
+        """(address, key of shape, strides and dtype); no two libraries' are equal. On the path of a call."""
 
     def read_all(self, arrays: Sequence[Any]) -> tuple[list[int], list[Hashable]]:
         """(addresses, keys) of a call's arrays, the first of them of this library; 0 and None for those that are None.
-        On the path of a call."""
+        The keys of such that are not aligned are others."""
         pointers: list[int] = []
         keys: list[Hashable] = []
-        kind = type(arrays[0])
+        kind, bits = type(arrays[0]), 0
         for array in arrays:
             if array is None:
                 pointers.append(0)
@@ -156,12 +155,35 @@ class Library(ABC):
                 pointer, key = self.read(array) if type(array) is kind else read(array)
                 pointers.append(pointer)
                 keys.append(key)
+                bits |= pointer
+        if bits & (DEFAULT_ALIGN - 1):
+            keys += [pointer & (DEFAULT_ALIGN - 1) for pointer in pointers]
         return pointers, keys
 
-    def recogniser(self, arrays: Sequence[Any]) -> Recogniser | None:
-        """A function that is faster than `read_all`: the addresses of other arrays where their keys would be those of
-        `arrays` but for the alignment, else None. None where the library has no such thing for these arrays."""
-        return None
+    def recogniser(self, arrays: Sequence[Any]) -> Recogniser:
+        """A function that is faster than `read_all` and a look at a memo: the addresses of other arrays where their
+        keys would be those of `arrays` but for the alignment, else None. On the path of every call."""
+        kind, read_one = type(arrays[0]), self.read
+        keys = [None if array is None else read(array)[1] for array in arrays]
+
+        def recognise(others: Sequence[Any]) -> list[int] | None:
+            if len(others) != len(keys):
+                return None
+            pointers = []
+            try:
+                for array, key in zip(others, keys, strict=True):
+                    if array is None:
+                        pointer, found = 0, None
+                    else:
+                        pointer, found = read_one(array) if type(array) is kind else read(array)
+                    if found != key:
+                        return None
+                    pointers.append(pointer)
+            except InvalidType:  # which the checks name
+                return None
+            return pointers
+
+        return recognise
 
     @abstractmethod
     def view(self, array: Any) -> View: ...
@@ -197,16 +219,14 @@ class Library(ABC):
 
 def empty_on_line(shape: tuple[int, ...], numpy_type: np.dtype) -> np.ndarray:
     """An uninitialised array in C order that begins on a cache line."""
-    size_bytes = prod(shape) * numpy_type.itemsize
-    memory = np.empty(size_bytes + LINE_BYTES, np.uint8)
-    start = -memory.ctypes.data % LINE_BYTES
-    return memory[start : start + size_bytes].view(numpy_type).reshape(shape)
+    memory = np.empty(prod(shape) * numpy_type.itemsize + LINE_BYTES, np.uint8)
+    return np.ndarray(shape, numpy_type, memory, -_NUMPY.pointer(memory) % LINE_BYTES)
 
 
 class NumPy(Library):
     def read(self, array: np.ndarray) -> tuple[int, Hashable]:
         pointer = _pointer_at(id(array) + _DATA_OFFSET).value or 0
-        return pointer, (array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), array.flags.writeable)
+        return pointer, (array.shape, array.strides, array.dtype, array.flags.writeable)
 
     def view(self, array: np.ndarray) -> View:
         if not array.dtype.isnative:

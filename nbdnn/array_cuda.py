@@ -11,7 +11,7 @@ from nbdnn import driver
 from nbdnn.array import Library, View, dtype_named, narrowed, numpy_dtype, widened
 from nbdnn.device_array import CUDA_KIND, DeviceArray, exported
 from nbdnn.errors import InvalidType
-from nbdnn.problem import ANY_ITEMSIZE, DEFAULT_ALIGN, dense_strides
+from nbdnn.problem import ANY_ITEMSIZE, dense_strides
 
 
 class CudaArray(Library):
@@ -20,7 +20,7 @@ class CudaArray(Library):
     def read(self, array: Any) -> tuple[int, Hashable]:
         facts = array.__cuda_array_interface__
         pointer = facts["data"][0]
-        key = facts["shape"], facts.get("strides"), facts["typestr"], facts["data"][1], pointer & (DEFAULT_ALIGN - 1)
+        key = facts["shape"], facts.get("strides"), facts["typestr"], facts["data"][1]
         return pointer, (key, driver.device_of(pointer) if pointer else 0)
 
     def gpu(self, array: Any) -> int:
@@ -49,7 +49,7 @@ class DlpackArray(CudaArray):
 
     def read(self, array: Any) -> tuple[int, Hashable]:
         view = self.view(array)
-        return view.pointer, (view[1:], view.pointer & (DEFAULT_ALIGN - 1))
+        return view.pointer, view[1:]
 
     def gpu(self, array: Any) -> int:
         kind, index = array.__dlpack_device__()
@@ -73,8 +73,7 @@ class NumbaArray(CudaArray):
 
     def read(self, array: Any) -> tuple[int, Hashable]:
         pointer = array.device_ctypes_pointer.value or 0
-        key = "numba", array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), self.gpu(array)
-        return pointer, key
+        return pointer, ("numba", array.shape, array.strides, array.dtype, self.gpu(array))
 
     def gpu(self, array: Any) -> int:
         return array.gpu_data.context.device.id

@@ -10,15 +10,12 @@ from typing import Any
 import cupy
 
 from nbdnn.array import Library, View, dtype_named, numpy_dtype
-from nbdnn.problem import DEFAULT_ALIGN
 
 
 class CuPy(Library):
     def read(self, array: Any) -> tuple[int, Hashable]:
         memory = array.data
-        pointer = memory.ptr
-        key = "cupy", array.shape, array.strides, array.dtype, pointer & (DEFAULT_ALIGN - 1), memory.device_id
-        return pointer, key
+        return memory.ptr, ("cupy", array.shape, array.strides, array.dtype, memory.device_id)
 
     def gpu(self, array: Any) -> int:
         return array.data.device_id

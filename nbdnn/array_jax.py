@@ -14,7 +14,7 @@ from nbdnn.array import NumPy, View, dtype_named, empty_on_line, numpy_dtype
 from nbdnn.array_cuda import copy_through_host
 from nbdnn.device_array import DeviceArray
 from nbdnn.errors import InvalidType
-from nbdnn.problem import ANY_ITEMSIZE, DEFAULT_ALIGN, dense_strides
+from nbdnn.problem import ANY_ITEMSIZE, dense_strides
 
 
 class Jax(NumPy):
@@ -30,7 +30,7 @@ class Jax(NumPy):
             pointer, key = super().read(np.asarray(array))
             return pointer, ("jax", key)
         pointer = _awaited(array)
-        return pointer, ("jax", array.shape, array.dtype, pointer & (DEFAULT_ALIGN - 1), gpu)
+        return pointer, ("jax", array.shape, array.dtype, gpu)
 
     def gpu(self, array: Any) -> int:
         if array.is_deleted():

@@ -126,7 +126,7 @@ def _looked_up(
         if dispatcher.context(gpu) is not context:  # another thread has set flags, and some of the call go by them
             return _looked_up(gpu, library, family, arguments, arrays, scalars)
         context.remember(key, call)
-    if library.recognises and not any(pointer % DEFAULT_ALIGN for pointer in pointers):  # others are read every time
+    if not any(pointer % DEFAULT_ALIGN for pointer in pointers):  # others are read every time
         context.recognise(arguments, arrays, library, call)
     return context, call, pointers
 
@@ -155,18 +155,19 @@ class Copied(NamedTuple):
 class Call:
     """Calls with equal arguments on arrays of equal shapes, strides and dtypes.
 
-    order: the arrays whose addresses the runner takes, as it takes them. results: takes of all arrays what is returned.
-    inputs: (place, name, offsets from the address to the first byte and past the last) of every input that is not
-    empty; given: the same of such outputs that the caller gives. views: of each array, as the first call had it.
-    without_plan: of (problem, device), what runs a problem without elements. latest: addresses of the last call's
-    arrays, and of them those in `order`.
+    addressed: takes of all addresses those that the runner takes, in its order. results: takes of all arrays what is
+    returned. hands_over: whether `made` leaves something to do when all is computed. inputs: (place, name, offsets from
+    the address to the first byte and past the last) of every input that is not empty; given: the same of such outputs
+    that the caller gives. views: of each array, as the first call had it. without_plan: of (problem, device), what runs
+    a problem without elements. latest: addresses of the last call's arrays, and of them those that the runner takes.
     """
 
     problem: Problem
     request: Request
-    order: tuple[int, ...]
+    addressed: Callable[[list[int]], tuple[int, ...]]
     results: Callable[[Any], Any]
     made: tuple[Made, ...]
+    hands_over: bool
     copies: tuple[Copied, ...]
     inputs: tuple[tuple[int, str, int, int], ...]
     given: tuple[tuple[int, str, int, int], ...]
@@ -189,7 +190,7 @@ class Call:
         if self.made or self.copies:
             pointers = pointers.copy()  # of `latest`, which has what the caller gave
             outputs, copied = self._allocate(arrays, pointers), self._copy(arrays, pointers)
-            addresses = tuple([pointers[i] for i in self.order])
+            addresses = self.addressed(pointers)
         plan = self.plan
         if plan is None:
             plan = self.plan = self._plan(context, addresses, scalars, stream)
@@ -199,7 +200,7 @@ class Call:
         else:
             runner(addresses, scalars, 0, stream)
         del copied  # alive until here: the runner had its address
-        if self.made:
+        if self.hands_over:
             self._hand_over(arrays, outputs)
         return self.results(outputs)
 
@@ -216,7 +217,7 @@ class Call:
             for i, name, first, end in (*self.inputs, *self.given[:number]):
                 if pointers[i] + first < high and low < pointers[i] + end and self._overlap(i, place, pointers):
                     raise InvalidProblem(f"{result} overlaps {name} in memory")
-        addresses = tuple([pointers[i] for i in self.order])
+        addresses = self.addressed(pointers)
         self.latest = pointers, addresses
         return addresses
 
@@ -230,12 +231,12 @@ class Call:
         """The arrays, with the results that are made here among them."""
         outputs = list(arrays)
         for place, library, allocate, is_copied, keeps in self.made:
-            outputs[place] = allocate()
-            pointers[place] = library.pointer(outputs[place])
-            if not pointers[place] and 0 not in outputs[place].shape:
-                raise InvalidType(f"{type(outputs[place])} has no memory for a result (as under FakeTensorMode)")
+            outputs[place] = array = allocate()
+            pointers[place] = pointer = library.pointer(array)
+            if not pointer and 0 not in array.shape:
+                raise InvalidType(f"{type(array)} has no memory for a result (as under FakeTensorMode)")
             if is_copied and keeps:
-                library.copy(outputs[place], arrays[place])
+                library.copy(array, arrays[place])
         return outputs
 
     def _hand_over(self, arrays: Sequence[Any], outputs: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nbdnn import config
-from nbdnn.array import DTYPE_NAMES, View, alignment, common_dtype, library_of, view
+from nbdnn.array import DTYPE_NAMES, Library, View, alignment, common_dtype, library_of, view
 from nbdnn.call import Call, Copied, Made
 from nbdnn.candidate import Runner
 from nbdnn.dispatch import registry
@@ -213,9 +213,10 @@ def assemble(
     return Call(
         problem,
         request,
-        order,
+        itemgetter(*order),  # of two or more: a problem has an input and an output
         itemgetter(*results),
         tuple(made),
+        any(each.is_copied or type(each.library).given is not Library.given for each in made),
         copies,
         tuple((i, names[i], *span) for i, span in bounds.items() if i not in results and any(span)),
         tuple((i, names[i], *span) for i, span in bounds.items() if i in results and any(span)),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nbdnn import config, driver
 from nbdnn.problem import ITEMSIZE
@@ -157,17 +158,29 @@ def _cpu(threads: int) -> Cpu:
     return Cpu("cpu", flags["model"], isa, vector_bytes, threads, l2, llc)
 
 
+# What numba.get_num_threads() returns, without its two locks: 1 us of each call.
+_ask_numba: Callable[[], int] | None = None
+
+
 def thread_count() -> int:
-    """How many threads a parallel region runs on now.
+    """How many threads a parallel region runs on now. On the path of every call.
 
     Numba is only asked once its threads run: the question would start them, before the layer they are of is settled.
     """
+    if _ask_numba is not None:
+        return _ask_numba()
     parallel = sys.modules.get("numba.np.ufunc.parallel")
     if parallel is not None and parallel._is_initialized:
-        return parallel._get_num_threads()  # what get_num_threads() returns, without its two locks: 1 us of each call
+        return _asked(parallel)
     if (numba := sys.modules.get("numba")) is not None:
         return numba.config.NUMBA_NUM_THREADS
     return config.numba_threads() or processors()
+
+
+def _asked(parallel: Any) -> int:
+    global _ask_numba
+    _ask_numba = parallel._get_num_threads
+    return parallel._get_num_threads()
 
 
 def processors() -> int:

@@ -2,7 +2,7 @@
 
 Everything here belongs to one thread: plans hold runners, which are not shared. A context holds what goes with one
 device and one state of the flags; its memo maps whatever a public function calls equal calls to what that function made
-of the first. Where a library recognises its arrays, such a call is known by them before its device is.
+of the first. Such a call is mostly known by its arrays before its device is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nbdnn import config, driver
-from nbdnn.array import Library, Recogniser
+from nbdnn.array import Library, NumPy, Recogniser
 from nbdnn.candidate import Runner
 from nbdnn.device import Cpu, Device, Gpu, cpu_device, gpu, thread_count
 from nbdnn.dispatch import events, policy, recording, workspace
@@ -26,7 +26,7 @@ from nbdnn.problem import Problem
 # A program whose shapes never repeat must not grow for ever.
 _MAX_MEMO = 4096
 # Known calls of a context with equal arguments on first arrays of one shape, which are asked in turn.
-_MOST_ALIKE = 4
+_MOST_ALIKE = 8
 
 
 class Plan:
@@ -69,8 +69,12 @@ class Plan:
         self.take(policy.choose(self.problem, self._context.device, self._context.database, smaller))
 
 
-def _unknown(arrays: Sequence[Any]) -> None:
-    """A recogniser of nothing."""
+def _recogniser(arrays: Sequence[Any], library: Library) -> Recogniser:
+    if type(library) is NumPy:
+        from nbdnn.kernels.cpu.ndarrays import recogniser
+
+        return recogniser(arrays) or library.recogniser(arrays)
+    return library.recogniser(arrays)
 
 
 def _described(choice: Choice) -> str:
@@ -147,14 +151,15 @@ class Context:
         self.memo[key] = call
 
     def recognise(self, arguments: tuple, arrays: Sequence[Any], library: Library, call: Any) -> None:
-        """Have `alike` find the call that is in the memo for these arrays. Where they cannot be recognised that counts
-        as one of the few kinds of them, so that it is not tried at every call."""
-        alike = self._known.setdefault(arguments, {}).setdefault(arrays[0].shape, [])
+        """Have `alike` find the call that is in the memo for these arrays."""
+        try:
+            alike = self._known.setdefault(arguments, {}).setdefault(arrays[0].shape, [])
+        except (TypeError, AttributeError):  # unhashable, or without a shape: looked up every time
+            return
         ours = [known for known in alike if known.context is self]
         if len(ours) < _MOST_ALIKE and not any(known.recognise(arrays) for known in ours):
             stream = partial(library.stream, self.device.index) if isinstance(self.device, Gpu) else int
-            recognise = library.recogniser(arrays) or _unknown
-            alike.append(Known(recognise, self._is_ready, stream, self, call))
+            alike.append(Known(_recogniser(arrays, library), self._is_ready, stream, self, call))
 
     def forget(self) -> None:
         """Drop every plan and runner."""

@@ -142,8 +142,8 @@ def driver():
     dispatcher = njit(parallel=True, nogil=True, error_model="numpy")(_drive)
     dispatcher._cache = DiskCache(_drive, "driver")
     dispatcher.compile(_DRIVE_SIGNATURE.args)
-    dispatcher.disable_compile()
-    return dispatcher, threading.Lock() if layer == "workqueue" else None
+    (compiled,) = dispatcher.overloads.values()
+    return compiled.entry_point, threading.Lock() if layer == "workqueue" else None
 
 
 @cache
