@@ -68,33 +68,37 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
 
     def find(builder, kind, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,
              plane_bytes, line_bytes, number, plane_taps, found, found_apart, is_found):  # fmt: skip
-        def masks_at(q):
-            """By tap, which windows exist and have it inside of the image."""
+        def masks_at(q, is_behind: bool):
+            """By tap, which windows have it inside of the image, and exist; None: all. Where a line's windows are not
+            behind what is inside, its beginning alone counts."""
             for r in range(taps):
-                end = builder.add(_quotient(builder, builder.add(in_w, I64(pad - r - 1)), step), I64(1))
-                low = builder.sub(I64(-((r - pad) // step)), q)
-                yield lanes_between(builder, vl, 0, low, builder.sub(_least(builder, end, out_w), q))
+                low = builder.sub(I64(-((r - pad) // step)), q) if r < pad else None
+                high = None
+                if is_behind:
+                    end = builder.add(_quotient(builder, builder.add(in_w, I64(pad - r - 1)), step), I64(1))
+                    high = builder.sub(_least(builder, end, out_w), q)
+                yield None if low is high is None else lanes_between(builder, vl, 0, low, high)
 
-        def part_of(line, start, is_end: bool):
+        def part_of(line, start):
             mask = None
-            if is_end and kind == CAREFUL:
+            if kind == CAREFUL:
                 mask = lanes_between(builder, vl, 0, builder.neg(start), builder.sub(in_w, start))
             return load(builder, element(builder, line, start, read, itemsize), read, itemsize, mask)
 
-        def tap_of(line, q, r: int, groups: dict[int, list], is_end: bool):
+        def tap_of(line, q, r: int, groups: dict[int, list]):
             group, first = divmod(r - pad, step)
             if group not in groups:
                 begin = builder.mul(builder.add(q, I64(group)), I64(step))
-                groups[group] = [part_of(line, builder.add(begin, I64(part * vl)), is_end) for part in range(step)]
+                groups[group] = [part_of(line, builder.add(begin, I64(part * vl))) for part in range(step)]
             return merged(builder, groups[group], [divmod(lane * step + first, vl) for lane in range(vl)])
 
-        def values_of(line, q, is_end: bool) -> list:
+        def values_of(line, q) -> list:
             """By tap, x of the windows from q on."""
             groups: dict[int, list] = {}
             given: dict[int, ir.Value] = {}
             for r in reversed(range(taps)):
                 if kind == CAREFUL or step == 1 or r + step not in given:
-                    given[r] = tap_of(line, q, r, groups, is_end)
+                    given[r] = tap_of(line, q, r, groups)
                     continue
                 # The window before has this element as a later tap: one is read instead of `step` vectors, of which
                 # most lie across two cache lines.
@@ -106,7 +110,7 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
 
         def met(line, q, masks) -> list:
             """The maximum of a line's taps that are inside, NaN where none is; and the first tap that it is."""
-            values = values_of(line, q, masks[0] is not None)
+            values = values_of(line, q)
             best = constant(values[0].type, float("nan"))
             for value, mask in zip(values, masks, strict=True):
                 larger = builder.select(builder.fcmp_ordered(">", best, value), best, value)
@@ -118,9 +122,8 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
                 tap = builder.select(hit, constant(numbers, r), tap)
             return [best, tap]
 
-        def column(q, is_end: bool) -> None:
-            masks = list(masks_at(q)) if is_end else [None] * taps
-            exist = lanes_between(builder, vl, 0, None, builder.sub(out_w, q)) if is_end else None
+        def column(q, masks, is_behind: bool) -> None:
+            exist = lanes_between(builder, vl, 0, None, builder.sub(out_w, q)) if is_behind else None
             if kind != WHOLE or not shared[0]:
                 lines_of_windows(q, masks, exist, 0)
                 return
@@ -225,7 +228,7 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
         def search_nans(are_nan, line_at, number_of, q, masks, found) -> None:
             def meet(d, h) -> None:
                 first = number_of(d, h)
-                for r, value in enumerate(values_of(line_at(d, h), q, masks[0] is not None)):
+                for r, value in enumerate(values_of(line_at(d, h), q)):
                     hit = builder.and_(builder.fcmp_unordered("uno", value, value), are_nan)
                     hit = hit if masks[r] is None else builder.and_(hit, masks[r])
                     tap = builder.add(first, constant(numbers, r))
@@ -233,22 +236,23 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
 
             counted(builder, (planes, lines), True, meet)
 
-        # Windows between these have all their taps inside of a line.
-        first_inside, end = (
-            -(-pad // step),
-            builder.add(_quotient(builder, builder.add(in_w, I64(pad - taps)), step), I64(1)),
-        )
-        end = _least(builder, end, out_w)
+        # Windows between these have all their taps inside of a line. What is found of such as do not exist is of no
+        # account, as long as nothing but what a line can be asked for is read.
+        first_inside = I64(-(-pad // step))
+        end = builder.add(_quotient(builder, builder.add(in_w, I64(pad - taps)), step), I64(1))
+        is_last_inside = builder.icmp_signed(">=", end, out_w)
         with cgutils.for_range_slice(builder, I64(0), out_w, I64(vl), I64) as (q, _):
-            is_behind = builder.icmp_signed(">", builder.add(q, I64(vl)), end)
-            is_end = builder.or_(is_behind, builder.icmp_signed("<", q, I64(first_inside)))
+            are_inside = builder.or_(is_last_inside, builder.icmp_signed("<=", builder.add(q, I64(vl)), end))
             if kind == CAREFUL:  # a stride's vectors go beyond the last tap
-                is_end = ir.Constant(ir.IntType(1), 1)
-            with builder.if_else(is_end) as (then, otherwise):
-                with then:
-                    column(q, True)
+                are_inside = ir.Constant(ir.IntType(1), 0)
+            with builder.if_else(are_inside) as (then, otherwise):
+                with then, builder.if_else(builder.icmp_signed("<", q, first_inside)) as (first, inner):
+                    with first:
+                        column(q, list(masks_at(q, False)), False)
+                    with inner:
+                        column(q, [None] * taps, False)
                 with otherwise:
-                    column(q, False)
+                    column(q, list(masks_at(q, True)), True)
 
     @intrinsic
     def run(typingctx, how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,

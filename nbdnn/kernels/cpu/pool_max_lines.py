@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from numba import njit
 
+from nbdnn.array import LINE_BYTES
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
@@ -33,10 +34,11 @@ _BLOCK_BYTES = 8192  # of x that is asked for at once
 _PLANE_BYTES = 128 << 10  # of x that is asked for while the plane before it is given its gradient
 GUARD = 8  # bytes on each side of a line of what is chosen; as many as taps
 
+# asks: whether dx is asked for before it is written.
 _FIELDS = record(
     *("planes", "planes_a_task", "find_lines", "give_lines", "pitch", "chosen_bytes", "found_at", "found_bytes"),
     *("in_d", "in_h", "in_w", "out_d", "out_h", "out_w", "taps_d", "taps_h", "taps_w", "step_d", "step_h", "step_w"),
-    *("pad_d", "pad_h", "pad_w"),
+    *("pad_d", "pad_h", "pad_w", "asks"),
 )
 
 
@@ -97,10 +99,7 @@ def find_windows(row: Row, windows: Windows, remembers: bool):
         if shares:
             for i in range(f.out_h):
                 i64(found)[i] = -1
-        for i in range(line, end):  # on the right before what lies there
-            i64(chosen + i * f.pitch - GUARD)[0] = -1
-            i64(chosen + i * f.pitch + f.out_w)[0] = -1
-        line_bytes = f.in_w * itemsize
+        first, line_bytes = line, f.in_w * itemsize
         few = max(1, _BLOCK_BYTES // (f.step_h * line_bytes))
         first_whole = -(-f.pad_h // f.step_h)
         end_whole = min(f.out_h, (f.in_h + f.pad_h - f.taps_h) // f.step_h + 1)
@@ -118,6 +117,9 @@ def find_windows(row: Row, windows: Windows, remembers: bool):
                 )
                 find(f, pointers, chosen, found, plane, d, p, next_p - p)
                 p = next_p
+        for i in range(first, end):  # vectors go beyond a line's end
+            i64(chosen + i * f.pitch - GUARD)[0] = -1
+            i64(chosen + i * f.pitch + f.out_w)[0] = -1
 
     return find_run
 
@@ -125,14 +127,13 @@ def find_windows(row: Row, windows: Windows, remembers: bool):
 @cache
 def _give(row: Row, windows: tuple[int, int], past_caches: bool):
     """Compiled-in function (f, pointers, chosen, first, end): lines of dx. windows: the most planes and lines of them
-    that cover one."""
+    that cover one. past_caches: whether dx is written past the caches, where its lines begin on one of theirs."""
     taps, itemsize = row.taps, ITEMSIZE[row.dtype]
     most_d, most_h = windows if prod(windows) * taps <= _MOST_KNOWN else (1, 1)
     counts = [(n, n - 1) if n > 1 else (n,) for n in (most_d, most_h)]
     n_d, n_h = map(len, counts)
     give_some = give_lines(row, tuple(product(*counts)), past_caches)
     slack = (2 * taps + row.vl) * itemsize
-    can_stream = past_caches and row.step * row.vl * itemsize % 64 == 0  # whole lines of the cache
 
     @njit(**DEVICE)
     def give(f, pointers, chosen, plane, depth, h, count):
@@ -150,7 +151,7 @@ def _give(row: Row, windows: tuple[int, int], past_caches: bool):
         how, less_d, less_h = SAFE, most_d - planes, most_h - lines
         if 0 <= less_d < n_d and 0 <= less_h < n_h:
             how = WHOLE + less_d * n_h + less_h
-            if can_stream and (pointers[3] | line_bytes) % 64 == 0:
+            if past_caches and (pointers[3] | line_bytes) % LINE_BYTES == 0:
                 how += n_d * n_h
         if dy - slack < pointers[2] or dy_end + slack > pointers[2] + f.planes * f.out_d * f.out_h * out_bytes:
             how = CAREFUL
@@ -169,7 +170,7 @@ def _give(row: Row, windows: tuple[int, int], past_caches: bool):
             end_h = min(f.in_h, first_h + end - line, first_h + few)
             if plane_bytes <= _PLANE_BYTES:
                 ask_for(pointers[0] + line * line_bytes + plane_bytes, (end_h - first_h) * line_bytes)
-            if not past_caches:
+            if f.asks:
                 ask_for(
                     pointers[3] + line * line_bytes + (end_h - first_h) * line_bytes, (end_h - first_h) * line_bytes
                 )
@@ -277,7 +278,8 @@ def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     """The runner of a gradient of planes whose windows are short."""
     planes, wanted = problem.n * problem.c, device.threads * _TASKS_PER_THREAD
     row = row_of(problem, axes, device)
-    past_caches = streams(problem, device)
+    is_large = streams(problem, device)
+    past_caches = is_large and row.step * row.vl * ITEMSIZE[problem.dtype] % LINE_BYTES == 0
     most_d, most_h = ((taps - 1) // step + 1 for taps, step in zip(axes.taps[:2], axes.step[:2], strict=True))
     windows, lines = planes * axes.out[0] * axes.out[1], planes * axes.extent[0] * axes.extent[1]
     planes_a_task, find_lines, give_lines = (ceil(n / wanted) for n in (planes, windows, lines))
@@ -289,6 +291,7 @@ def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         find_lines=find_lines,
         give_lines=give_lines,
         pitch=kept_pitch(axes),
+        asks=not is_large,
         **kept(problem, axes, device)._asdict(),
     )
     if _has_many(problem, device):

@@ -253,13 +253,17 @@ def masked(builder, type_):
 
 
 def lanes_between(builder, vl, lane0, low, high):
-    """Mask of the lanes whose number, counted from lane0, is at least low (if given) and less than high."""
+    """Mask of the lanes whose number, counted from lane0, is at least low and less than high, of which one may be
+    None."""
     type_ = ir.VectorType(I32, vl)
     lanes = ir.Constant(type_, list(range(lane0, lane0 + vl)))
-    mask = builder.icmp_signed("<", lanes, splat(builder, builder.trunc(high, I32), type_))
-    if low is None:
-        return mask
-    return builder.and_(mask, builder.icmp_signed(">=", lanes, splat(builder, builder.trunc(low, I32), type_)))
+    bounds = [("<", high), (">=", low)]
+    masks = [
+        builder.icmp_signed(order, lanes, splat(builder, builder.trunc(bound, I32), type_))
+        for order, bound in bounds
+        if bound is not None
+    ]
+    return masks[0] if len(masks) == 1 else builder.and_(*masks)
 
 
 def element(builder, start, i, type_, size_bytes: int):
