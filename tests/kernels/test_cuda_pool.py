@@ -233,19 +233,6 @@ def test_refusals_say_the_number(candidate: LaunchedCandidate, text: str, reason
     assert not support.ok and reason in support.reason
 
 
-def test_older_gpus_do_not_spread() -> None:
-    """Two float32 become one word of 16-bit elements by an instruction of 8.0."""
-    problem = parse("pool_bwd:f16:n2c4h7w10:r2s2:p0x0:u2x2:sum:nchw")
-    support = pool_spread.BWD.supports(problem, replace(H200, capability=(7, 5)))
-    assert not support.ok and "(7, 5)" in support.reason
-
-
-def test_older_gpus_have_no_maximum_that_keeps_nan() -> None:
-    problem = parse("pool_fwd:f32:n2c4h8w8:r2s2:p0x0:u2x2:max:nchw")
-    support = pool_window.FWD.supports(problem, replace(H200, capability=(7, 5)))
-    assert not support.ok and "(7, 5)" in support.reason
-
-
 # Planes of less than a vector a thread and of several; pixels, and vectors of channels, that no team divides.
 _GLOBAL = (
     "f32:n2c5h6w10:r6s10:p0x0:u1x1:{}:nchw",

@@ -230,8 +230,6 @@ class InResidence(LaunchedCandidate[Resident]):
         self.op = op
 
     def supports(self, problem: BnProblem, device: Gpu) -> Support:
-        if device.capability < (8, 0):
-            return Support(False, f"compute capability {device.capability}: no asynchronous copies before 8.0")
         if problem.planes[2] > 1:
             return Support(False, f"planes of {problem.planes[2]} elements: its neighbours are channels")
         if not problem.m:

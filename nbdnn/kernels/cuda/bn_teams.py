@@ -158,8 +158,6 @@ class InTeams(LaunchedCandidate[Teams]):
         self.op = op
 
     def supports(self, problem: BnProblem, device: Gpu) -> Support:
-        if device.capability < (8, 0):
-            return Support(False, f"compute capability {device.capability}: no asynchronous copies before 8.0")
         if not problem.m or _every(problem, device):
             return YES if problem.m else Support(False, "0 elements a channel")
         return Support(False, f"{problem.m} elements a channel: more than the shared memory of the GPU holds")

@@ -223,7 +223,7 @@ def refusal(problem: ConvProblem, device: Gpu) -> str:
     """Why no kernel of boxes is correct here, or ''."""
     if device.capability[0] != 9:
         return f"compute capability {device.capability}: tensor maps are passed as compilers of 9.0 read them"
-    if refused := unit_stride_refusal(problem, device, ("f16", "bf16", "f32"), _MOST_TAPS):
+    if refused := unit_stride_refusal(problem, ("f16", "bf16", "f32"), _MOST_TAPS):
         return refused
     if not (problem.channels_last and problem.y_channels_last):
         return f"layouts {problem.layout} and {problem.y_layout} are not both channels-last"

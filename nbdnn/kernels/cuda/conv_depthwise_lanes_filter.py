@@ -211,7 +211,7 @@ class DepthwiseLanesFilter(LaunchedCandidate[Tile]):
     op, algorithm = "conv_bwd_filter", "depthwise_lanes"
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        refused = plan.refusal(problem, device)
+        refused = plan.refusal(problem)
         taps = problem.filter[0] * problem.filter[1] if not refused else 0
         if taps > _MOST_TAPS:
             refused = f"{taps} taps are more than the {_MOST_TAPS} whose sums fit into registers"

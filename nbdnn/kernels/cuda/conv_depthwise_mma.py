@@ -286,7 +286,7 @@ class DepthwiseMma(LaunchedCandidate[Tile]):
         self.op = op
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        refused = plan.refusal(problem, device)
+        refused = plan.refusal(problem)
         return Support(False, refused) if refused else YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:

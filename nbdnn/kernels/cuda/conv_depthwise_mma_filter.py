@@ -279,7 +279,7 @@ class DepthwiseMmaFilter(LaunchedCandidate[Tile]):
     op, algorithm = "conv_bwd_filter", "depthwise_mma"
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        refused = plan.refusal(problem, device, _MOST_TAPS)
+        refused = plan.refusal(problem, _MOST_TAPS)
         return Support(False, refused) if refused else YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:

@@ -187,7 +187,7 @@ class WgmmaPatch(LaunchedCandidate[Plan]):
             return Support(False, f"stride {problem.stride}: 1 is known")
         if prod(problem.filter) == 1:
             return Support(False, "1 tap, which has nothing to share")
-        if reason := refused_operands(problem, device, self._dtypes):
+        if reason := refused_operands(problem, self._dtypes):
             return Support(False, reason)
         found = plans(problem, device)
         if not found:

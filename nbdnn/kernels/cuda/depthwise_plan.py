@@ -29,7 +29,6 @@ _VECTOR_BYTES = 16
 _CONFIGS, _CONFIGS_OF_LAUNCHES = 4, 2  # worth measuring; where a launch takes longest, tiles hardly matter
 _WORTH_MEASURING = 1.6  # times the best guess
 _LAUNCH_US = 2.5
-_FIRST_CAPABILITY = (8, 0)  # of asynchronous copies, and of bf16 in mma.sync
 _INSTRUCTIONS_PER_CLOCK_AND_SM = 128  # one for each lane of the four schedulers' warps
 _RESIDENT = 512  # threads of a multiprocessor that hide what they wait for
 
@@ -187,12 +186,10 @@ def refusal(problem: ConvProblem) -> str:
 # ---- larger filters of stride 1, one a channel -----------------------------------------------------------------------
 
 
-def unit_stride_refusal(problem: ConvProblem, device: Gpu, dtypes: tuple[str, ...], most_taps: int) -> str:
+def unit_stride_refusal(problem: ConvProblem, dtypes: tuple[str, ...], most_taps: int) -> str:
     """Why no kernel for these is correct here, or ''. most_taps: rows of a filter, and taps of a row."""
     if problem.dtype not in dtypes:
         return f"dtype {problem.dtype} is not {' or '.join(dtypes)}"
-    if device.capability < _FIRST_CAPABILITY:
-        return f"capability {device.capability} is below {_FIRST_CAPABILITY}"
     if problem.ndim != 2:
         return f"{problem.ndim} spatial axes are not 2"
     if problem.groups != problem.c or problem.k != problem.c:

@@ -17,7 +17,6 @@ from nbdnn.kernels.cuda.turn_channels import ALIGN_BYTES, is_planar, turned_byte
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
-_FIRST_CAPABILITY = (8, 0)  # of bf16 and TF32 in mma.sync, and of asynchronous copies
 _DEEP = 6  # stages that a config's name tells
 _LEAST_STAGES = 4  # of a part: below, filling the pipeline costs as much as the products
 _MOST_PARTS = 128
@@ -71,12 +70,10 @@ def data_type(problem: ConvProblem) -> str:
     return "tf32" if problem.dtype == "f32" else problem.dtype
 
 
-def refused_operands(problem: ConvProblem, device: Gpu, dtypes: tuple[str, ...]) -> str:
-    """Why this device cannot copy the operands in chunks of 16 bytes, or ''."""
+def refused_operands(problem: ConvProblem, dtypes: tuple[str, ...]) -> str:
+    """Why the operands cannot be copied in chunks of 16 bytes, or ''."""
     if problem.dtype not in dtypes:
         return f"dtype {problem.dtype} is not {' or '.join(dtypes)}"
-    if device.capability < _FIRST_CAPABILITY:
-        return f"capability {device.capability} is below {_FIRST_CAPABILITY}"
     if problem.align < CHUNK_BYTES:
         return f"alignment of {problem.align} bytes is below {CHUNK_BYTES}"
     multiple = CHUNK_BYTES // ITEMSIZE[problem.dtype]
@@ -113,7 +110,7 @@ class MmaCandidate(LaunchedCandidate[Config]):
         """What a launch in one part does."""
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        if reason := refused_operands(problem, device, self._dtypes):
+        if reason := refused_operands(problem, self._dtypes):
             return Support(False, reason)
         if index_bits(problem, self.integers(problem, Config(self.tiles(problem)[0], 1))) != 32:
             largest = max(operand.size_elems for operand in problem.operands)

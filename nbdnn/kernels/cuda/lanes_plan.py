@@ -79,9 +79,9 @@ def tiles(outputs: tuple[int, ...]) -> list[Tile]:
     return found
 
 
-def refusal(problem: ConvProblem, device: Gpu) -> str:
+def refusal(problem: ConvProblem) -> str:
     """Why no kernel with a channel a lane is correct here, or ''."""
-    if refused := unit_stride_refusal(problem, device, ("f32",), MOST_TAPS):
+    if refused := unit_stride_refusal(problem, ("f32",), MOST_TAPS):
         return refused
     if not (problem.channels_last and problem.y_channels_last):
         return f"layouts {problem.layout} and {problem.y_layout} are not both channels-last"

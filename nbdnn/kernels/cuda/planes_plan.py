@@ -127,9 +127,9 @@ def run_of(problem: ConvProblem, columns: int, pad: int, taps: int) -> tuple[int
     return room, -pad % room
 
 
-def refusal(problem: ConvProblem, device: Gpu, most_taps: int = MOST_TAPS) -> str:
+def refusal(problem: ConvProblem, most_taps: int = MOST_TAPS) -> str:
     """Why no kernel of planes is correct here, or ''."""
-    if refused := unit_stride_refusal(problem, device, ("f16", "bf16"), most_taps):
+    if refused := unit_stride_refusal(problem, ("f16", "bf16"), most_taps):
         return refused
     last = problem.channels_last or problem.y_channels_last
     if last and problem.c % VECTOR:

@@ -30,7 +30,6 @@ _VECTOR_BYTES = 16
 _IN_FLIGHT = 4  # vectors that a thread loads before it joins them
 _WRITTEN = 8  # vectors of a thread of a gradient, channels-last
 _INT32_END = 2**31 - 2**20
-_LEAST_CAPABILITY = (8, 0)  # has an instruction for maxima that keep NaN
 _LAUNCH_US = 3.0
 
 
@@ -216,8 +215,6 @@ class Plane(LaunchedCandidate[Team]):
             return Support(False, "float64 is left to direct")
         if self.op == "pool_bwd" and problem.is_max:
             return Support(False, "of gradients only that of a sum")
-        if device.capability < _LEAST_CAPABILITY:
-            return Support(False, f"compute capability {device.capability}: no maximum that keeps NaN before 8.0")
         elements = prod(problem.x_shape)
         return YES if elements < _INT32_END else Support(False, f"x has {elements} elements, more than {_INT32_END}")
 

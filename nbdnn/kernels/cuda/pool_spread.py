@@ -29,7 +29,6 @@ _INT32_END = 2**31 - 2**16
 _LAUNCH_US = 3.0
 # Times a copy, a prior for the guess; of rows of whole vectors, which `pool_window` writes faster; of shorter vectors.
 _OVER_COPY, _OVER_COPY_OF_ROWS, _OVER_COPY_OF_PARTS = 1.15, 1.3, 2.0
-_LEAST_CAPABILITY = (8, 0)  # rounds two float32 to 16 bits at once
 
 
 class Variant(NamedTuple):
@@ -141,8 +140,6 @@ class SpreadCandidate(LaunchedCandidate[NoConfig]):
             )
         if problem.spatial[-1] % problem.window[-1]:
             return Support(False, f"rows of {problem.spatial[-1]} are not whole windows of {problem.window[-1]}")
-        if device.capability < _LEAST_CAPABILITY:
-            return Support(False, f"compute capability {device.capability} is below {_LEAST_CAPABILITY}")
         elements = prod(problem.x_shape)
         return YES if elements < _INT32_END else Support(False, f"x has {elements} elements, more than {_INT32_END}")
 

@@ -200,8 +200,6 @@ class Staged(LaunchedCandidate[Block]):
             return Support(False, f"windows {problem.window}, {problem.stride} apart, {most}")
         if all(r <= u for r, u in zip(problem.window, problem.stride, strict=True)):
             return Support(False, f"windows {problem.window}, {problem.stride} apart, share nothing")
-        if device.capability < (8, 0):
-            return Support(False, f"compute capability {device.capability}: no asynchronous copies before 8.0")
         if problem.align < DEFAULT_ALIGN:
             return Support(
                 False, f"arrays begin at multiples of {problem.align} bytes, {COPY_BYTES} are copied at once"

@@ -49,7 +49,6 @@ _SEARCHED_LOADS, _SUMMED_OUTPUTS = 28, 8
 _MOST_VECTORS = 16  # of channels in a block: 256 bytes of a pixel
 _MOST_TILES_H = 4  # in a block, channels-last
 _CONFIGS, _CONFIGS_BESIDE = 6, 2  # tiles; of those that find maxima, where others read y
-_LEAST_CAPABILITY = (8, 0)  # has an instruction for maxima that keep NaN
 _LAUNCH_US = 3.0
 # Of a thread's, priors for the guess: what looks for maxima hardly waits for memory.
 _INSTRUCTIONS_PER_CLOCK_AND_SM, _OF_MAXIMA_GRADIENTS = 64.0, 96.0
@@ -277,8 +276,6 @@ class Window(LaunchedCandidate[Tile]):
     def supports(self, problem: PoolProblem, device: Gpu) -> Support:
         if problem.dtype == "f64":
             return Support(False, "float64 is left to direct")
-        if device.capability < _LEAST_CAPABILITY:
-            return Support(False, f"compute capability {device.capability}: no maximum that keeps NaN before 8.0")
         if prod(problem.window) > _MOST_TAPS:
             return Support(False, f"the window has {prod(problem.window)} elements, more than {_MOST_TAPS}")
         if not variants(problem):

@@ -181,8 +181,6 @@ class Staged(LaunchedCandidate[Config]):
         if reason := plan.refused_rows(problem):
             return Support(False, reason)
         length = problem.rows[1]
-        if device.capability < (8, 0):
-            return Support(False, f"compute capability {device.capability}: no asynchronous copies before 8.0")
         if problem.align < DEFAULT_ALIGN:
             return Support(
                 False, f"arrays begin at multiples of {problem.align} bytes, {COPY_BYTES} are copied at once"
