@@ -363,6 +363,24 @@ def test_channels_in_vectors_of_every_width(vector_bytes: int, device: Cpu) -> N
             check(registry.candidate("pool_fwd/cpu/rows"), problem, NoConfig(), other)
 
 
+@pytest.mark.parametrize("mode", ["max", "sum", "average_inc_pad"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f32:n3c131h5w4:r5s4:p0x0:u1x1:{}:nhwc",
+        "f64:n2c511h3w6:r3s6:p0x0:u1x1:{}:nhwc",
+        "f32:n1c1023h2w3:r2s3:p0x0:u1x1:{}:nhwc",
+        "f32:n2c256d3h2w5:t3r2s5:p0x0x0:u1x1x1:{}:ndhwc",
+    ],
+)
+def test_whole_images_by_lines_of_channels(text: str, mode: str, device: Cpu) -> None:
+    """Lines that are no whole vectors, and as long as they may be; blocks of channels."""
+    problem = parse("pool_fwd:" + text.format(mode))
+    for vector_bytes in (16, device.vector_bytes):
+        other = replace(device, vector_bytes=vector_bytes)
+        check(registry.candidate("pool_fwd/cpu/rows"), problem, NoConfig(), other)
+
+
 @pytest.mark.parametrize("narrow", [("avx512", 64), ("avx2", 32), ("neon", 16)], ids=lambda narrow: narrow[0])
 def test_gradients_in_blocks_of_one_row(narrow: tuple[str, int], device: Cpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows reach into several blocks, and the last blocks have rows that no window reaches; whole images fit one."""
