@@ -132,9 +132,10 @@ Recogniser = Callable[[Sequence[Any]], "list[int] | None"]
 class Library(ABC):
     """One array library: how its arrays are read, allocated, copied and given back.
 
-    always_writable: no array of it is constant.
+    recognises: whether `recogniser` may be asked at every call. always_writable: no array of it is constant.
     """
 
+    recognises = True
     always_writable = False
 
     @abstractmethod

@@ -45,7 +45,9 @@ class CudaArray(Library):
 
 
 class DlpackArray(CudaArray):
-    """What exports DLPack alone, from a GPU."""
+    """What exports DLPack alone, from a GPU. An export may wait for the producer's stream: there is one a call."""
+
+    recognises = False
 
     def read(self, array: Any) -> tuple[int, Hashable]:
         view = self.view(array)

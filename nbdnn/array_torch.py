@@ -76,6 +76,7 @@ class Torch(Library):
                 pointer, key = read(array)
                 pointers.append(pointer)
                 keys.append(key)
+                bits |= pointer
         if bits & (DEFAULT_ALIGN - 1):
             keys += [pointer & (DEFAULT_ALIGN - 1) for pointer in pointers]
         return pointers, keys

@@ -126,7 +126,7 @@ def _looked_up(
         if dispatcher.context(gpu) is not context:  # another thread has set flags, and some of the call go by them
             return _looked_up(gpu, library, family, arguments, arrays, scalars)
         context.remember(key, call)
-    if not any(pointer % DEFAULT_ALIGN for pointer in pointers):  # others are read every time
+    if library.recognises and not any(pointer % DEFAULT_ALIGN for pointer in pointers):  # others are read every time
         context.recognise(arguments, arrays, library, call)
     return context, call, pointers
 

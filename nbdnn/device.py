@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nbdnn import config, driver
 from nbdnn.problem import ITEMSIZE
@@ -167,20 +167,16 @@ def thread_count() -> int:
 
     Numba is only asked once its threads run: the question would start them, before the layer they are of is settled.
     """
+    global _ask_numba
     if _ask_numba is not None:
         return _ask_numba()
     parallel = sys.modules.get("numba.np.ufunc.parallel")
     if parallel is not None and parallel._is_initialized:
-        return _asked(parallel)
+        _ask_numba = parallel._get_num_threads
+        return _ask_numba()
     if (numba := sys.modules.get("numba")) is not None:
         return numba.config.NUMBA_NUM_THREADS
     return config.numba_threads() or processors()
-
-
-def _asked(parallel: Any) -> int:
-    global _ask_numba
-    _ask_numba = parallel._get_num_threads
-    return parallel._get_num_threads()
 
 
 def processors() -> int:

@@ -21,7 +21,7 @@ from nbdnn.array import view
 from nbdnn.candidate import NoConfig
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cpu import pool_max_channels, pool_max_planes
+from nbdnn.kernels.cpu import pool_channels, pool_max_channels, pool_max_planes
 from nbdnn.kernels.cpu.pool_axes import axes_of
 from nbdnn.problem import FAMILIES, parse
 from nbdnn.problem_pool import MODES
@@ -376,8 +376,9 @@ def test_channels_in_vectors_of_every_width(vector_bytes: int, device: Cpu) -> N
 def test_whole_images_by_lines_of_channels(text: str, mode: str, device: Cpu) -> None:
     """Lines that are no whole vectors, and as long as they may be; blocks of channels."""
     problem = parse("pool_fwd:" + text.format(mode))
-    for vector_bytes in (16, device.vector_bytes):
+    for vector_bytes in (16, min(32, device.vector_bytes)):
         other = replace(device, vector_bytes=vector_bytes)
+        assert pool_channels.goes_by_lines(problem, axes_of(problem), other)
         check(registry.candidate("pool_fwd/cpu/rows"), problem, NoConfig(), other)
 
 
@@ -422,6 +423,7 @@ def test_gradients_past_the_caches(id: str, vector_bytes: int, dtype: str, devic
     """As of operands that are larger than the last-level cache, with vectors that operands are aligned to or not."""
     vector_bytes = min(vector_bytes, device.vector_bytes)
     candidate, small = registry.candidate(id), replace(device, llc_bytes=0, vector_bytes=vector_bytes)
-    for problem in edges("pool_bwd", "cpu"):
+    whole_lines = parse(f"pool_bwd:{dtype}:n2c3h8w96:r4s4:p0x0:u4x4:max:nchw")
+    for problem in (*edges("pool_bwd", "cpu"), whole_lines):
         if (problem.dtype, problem.mode, problem.align) == (dtype, "max", 16) and candidate.supports(problem, small).ok:
             check(candidate, problem, NoConfig(), small)

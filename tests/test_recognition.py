@@ -281,6 +281,18 @@ def test_what_is_not_aligned_does_not_keep_others_from_being_recognised(
     torch.testing.assert_close(dnn_softmax(x), torch.softmax(x, 1))
 
 
+def test_what_is_not_aligned_beside_a_tensor_has_a_problem_of_its_own(torch: ModuleType) -> None:
+    x, memory = torch.randn(2, 3, 5, 11), np.zeros(4 + 330, np.float32)
+    first = -memory.ctypes.data % 16 // 4
+    aligned, aside = (memory[start : start + 330].reshape(2, 3, 5, 11) for start in (first, first + 1))
+    keys = [library_of(x).read_all((x, out))[1] for out in (aligned, aside)]
+    assert keys[0] != keys[1]
+    with events() as log:
+        for out in (aligned, aside, aligned, aside):
+            np.testing.assert_allclose(dnn_softmax(x, out=out), torch.softmax(x, 1), rtol=1e-5)
+    assert {event.problem.align for event in log} <= {4, 16}
+
+
 def test_what_has_no_shape_is_refused_as_ever(torch: ModuleType) -> None:
     ragged = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
     with pytest.raises(InvalidType, match=r"x: a .* tensor: it must be dense"):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import sys
+import pickle
 import weakref
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 
 from nbdnn import dnn_batch_normalization_train, dnn_conv, dnn_pool_grad, dnn_softmax
 from nbdnn.array import NumPy
+from nbdnn.dispatch import dispatcher
 from nbdnn.errors import InvalidProblem
 from nbdnn.kernels.cpu import ndarrays
 
@@ -47,7 +47,8 @@ def test_what_differs_is_noticed(recogniser: Any) -> None:
         "shape": _random(2, 4, 6, 7),
         "first extent": _random(3, 4, 6, 6),
         "rank": _random(2, 4, 36),
-        "no axes": np.float32(1) + np.zeros((), np.float32),
+        "no axes": np.zeros((), np.float32),
+        "scalar": np.float32(1),
         "strides": other.transpose(0, 1, 3, 2),
         "backwards": other[:, :, ::-1],
         "dtype": other.astype(np.float64),
@@ -86,16 +87,33 @@ def test_arrays_whose_structs_do_not_tell() -> None:
     assert recognise((x.view(_Named),) * ndarrays.MOST_ARRAYS) is None
 
 
-def test_a_dtype_that_is_gone_leaves_its_address_to_no_other() -> None:
-    """Of such as are made at run time: what came to lie there would be taken for it."""
-    dtype = np.dtype(np.float32, metadata={"unit": "K"})
-    x = np.zeros(SHAPE, dtype)
-    recognise = ndarrays.recogniser((x,))
-    assert recognise is not None
-    references = sys.getrefcount(dtype)
-    del recognise
-    gc.collect()
-    assert sys.getrefcount(dtype) < references
+def test_dtypes_that_are_made_anew_leave_others_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pickle makes them, of which each array has one of its own."""
+    x = _random(2, 4, 6, 5)
+    for _ in range(2 * dispatcher._MOST_ALIKE):
+        loaded = pickle.loads(pickle.dumps(x))
+        assert loaded.dtype is not x.dtype and ndarrays.recogniser((loaded,)) is None
+        np.testing.assert_array_equal(dnn_softmax(loaded), dnn_softmax(x))
+    with monkeypatch.context() as patched:
+        patched.setattr(NumPy, "read_all", lambda *given: pytest.fail("an array was looked up"))
+        dnn_softmax(pickle.loads(pickle.dumps(x)))
+        dnn_softmax(x)
+
+
+def test_arrays_whose_shape_is_no_tuple_are_not_kept() -> None:
+    """As of libraries whose arrays have a method for it."""
+
+    class Array:
+        def shape(self) -> tuple[int, ...]:
+            return SHAPE
+
+    context = dispatcher.context()
+    arrays = [Array() for _ in range(3)]
+    for array in arrays:
+        context.recognise(("nothing",), (array, None), NumPy(), None)
+    seen = [weakref.ref(array) for array in arrays]
+    del arrays, array
+    assert [each() for each in seen] == [None] * 3
 
 
 def test_the_layout_is_this_interpreters() -> None:

@@ -152,10 +152,10 @@ class Context:
 
     def recognise(self, arguments: tuple, arrays: Sequence[Any], library: Library, call: Any) -> None:
         """Have `alike` find the call that is in the memo for these arrays."""
-        try:
-            alike = self._known.setdefault(arguments, {}).setdefault(arrays[0].shape, [])
-        except (TypeError, AttributeError):  # unhashable, or without a shape: looked up every time
+        shape = getattr(arrays[0], "shape", None)
+        if not isinstance(shape, tuple):  # a method, or nothing: looked up every time
             return
+        alike = self._known.setdefault(arguments, {}).setdefault(shape, [])
         ours = [known for known in alike if known.context is self]
         if len(ours) < _MOST_ALIKE and not any(known.recognise(arrays) for known in ours):
             stream = partial(library.stream, self.device.index) if isinstance(self.device, Gpu) else int

@@ -20,7 +20,7 @@ from nbdnn.array import Recogniser
 from nbdnn.kernels.cpu.compile import DEVICE, DiskCache
 from nbdnn.kernels.cpu.vector import pointer, stack
 
-MOST_ARRAYS, MOST_AXES = 12, 8
+MOST_ARRAYS, MOST_AXES = 12, 8  # no call but a gradient of LSTMs has more
 _OTHERS = -1  # instead of the first address: arrays that are not alike
 
 # Where an object has its type, and a tuple its length and its items. An ndarray goes on, as PyArrayObject_fields, with
@@ -76,18 +76,20 @@ def _read(arrays, facts):
 def _compiled() -> Callable[[int, int], tuple[int, ...]]:
     """`_read`, entered without Numba's choice among overloads."""
     dispatcher: Any = njit(_read)
-    dispatcher._cache = DiskCache(_read, "arrays")
+    dispatcher._cache = DiskCache(_read, (_TYPE, _LENGTH, _ITEMS))
     dispatcher.compile((types.int64, types.int64))
     (compiled,) = dispatcher.overloads.values()
     return compiled.entry_point
 
 
 def recogniser(arrays: Sequence[Any]) -> Recogniser | None:
-    """As `Library.recogniser`, of a tuple of NumPy's arrays alone."""
+    """As `Library.recogniser`, of a tuple of NumPy's arrays alone; None of others, of many axes or of dtypes that are
+    not the ones that NumPy has of their kind."""
     present = [array for array in arrays if array is not None]
     if not (_is_laid_out_as_here() and len(arrays) <= MOST_ARRAYS and all(type(a) is np.ndarray for a in present)):
         return None
-    if any(array.ndim > MOST_AXES for array in present):
+    # One object is float32; but what pickle makes is float32 as well, and another one each time.
+    if any(array.ndim > MOST_AXES or array.dtype is not np.dtype(array.dtype.type) for array in present):
         return None
     facts = np.zeros(_COMMON + _ROW * len(arrays), np.int64)
     facts[:_COMMON] = len(arrays), id(tuple), id(np.ndarray), id(None)

@@ -55,11 +55,12 @@ _STRIPS = {True: (16, 8, 4, 2, 1), False: (8, 4, 2, 1)}  # with AVX-512's 32 reg
 # cache: sums of 8x2048x7x7 took 30 us of 35 (a Zen 5 thread).
 _AHEAD_BYTES, _AHEAD_PIXELS, _FAR_APART_BYTES, _NEAR_BYTES = 2048, 4, 4096, 512
 _LEAST_CHANNELS = 512  # of a block
-# Where one window is all of an image whose pixels are longer than a strip, but not so long that they lie as far apart
-# as addresses repeat in the first-level cache: lines of channels, so that the image is read from its beginning to its
-# end. Sums of 4x512x28x28 took 0.64 of the time of strips, of 4x256x48x48 0.7, of 8x256x14x14 0.77 (a Zen 3 thread); of
-# 64 channels 1.19, of 2048 1.0 to 1.3, of bfloat16, whose sums are twice as long as its pixels, 1.1.
-_LEAST_LINE_BYTES = 512
+# Where one window is all of an image whose pixels are two strips or more, but not so long that they lie as far apart as
+# addresses repeat in the first-level cache: lines of channels, so that the image is read from its beginning to its end.
+# Sums and maxima of 8x128x28x28 took 0.83 and 0.79 of the time of strips, of 8x256x14x14 0.77 and 0.66, of 4x512x28x28
+# 0.57 and 0.53 (a Zen 3 thread); sums of 64 channels 1.19, of 2048 1.0 to 1.3, of bfloat16, whose sums are twice as
+# long as its pixels, 1.1.
+_LEAST_STRIPS = 2
 # Of a join through lines in memory, in joins in registers: 7x7 maxima of 28x28 took 10.8 and 6.7 ms, 25x25 sums of
 # 56x56 took 8.7 and 52 (Zen 3, AVX2).
 _MAX_LINE_COST, _SUM_LINE_COST = 5, 2
@@ -211,6 +212,15 @@ def _task(dtype: str, is_max: bool, vl: int, by_lines: bool):
     return compile_task(join_windows, (dtype, is_max, vl, by_lines))
 
 
+def goes_by_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> bool:
+    """Whether an image is joined by lines of channels."""
+    if problem.dtype != problem.compute or not takes_all(axes):
+        return False
+    vector_bytes = device.lanes(problem.dtype) * ITEMSIZE[problem.dtype]
+    strip_bytes = _STRIPS[vector_bytes >= 64][0] * vector_bytes
+    return _LEAST_STRIPS * strip_bytes <= problem.c * ITEMSIZE[problem.dtype] < _FAR_APART_BYTES
+
+
 def windows_of_channels(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     """The runner of a pooling of channels-last data."""
     rows, wanted = problem.n * axes.out[0] * axes.out[1], device.threads * _TASKS_PER_THREAD
@@ -234,7 +244,5 @@ def windows_of_channels(problem: PoolProblem, axes: Axes, device: Cpu) -> Progra
         averages=problem.mode.startswith("average"),
         excludes_pad=problem.mode == "average_exc_pad",
     )
-    are_lines = _LEAST_LINE_BYTES <= pixel_bytes < _FAR_APART_BYTES and problem.dtype == problem.compute
-    by_lines = are_lines and takes_all(axes)
-    task = _task(problem.dtype, problem.is_max, device.lanes(problem.compute), by_lines)
+    task = _task(problem.dtype, problem.is_max, device.lanes(problem.compute), goes_by_lines(problem, axes, device))
     return Program([Phase(task, ceil(rows / rows_a_task) * blocks, ctx)])

@@ -236,23 +236,30 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
 
             counted(builder, (planes, lines), True, meet)
 
-        # Windows between these have all their taps inside of a line. What is found of such as do not exist is of no
+        def inside(q) -> None:
+            if not pad:
+                column(q, [None] * taps, False)
+                return
+            with builder.if_else(builder.icmp_signed("<", q, I64(-(-pad // step)))) as (first, inner):
+                with first:
+                    column(q, list(masks_at(q, False)), False)
+                with inner:
+                    column(q, [None] * taps, False)
+
+        # Windows before this have all their taps inside of a line. What is found of such as do not exist is of no
         # account, as long as nothing but what a line can be asked for is read.
-        first_inside = I64(-(-pad // step))
         end = builder.add(_quotient(builder, builder.add(in_w, I64(pad - taps)), step), I64(1))
         is_last_inside = builder.icmp_signed(">=", end, out_w)
         with cgutils.for_range_slice(builder, I64(0), out_w, I64(vl), I64) as (q, _):
-            are_inside = builder.or_(is_last_inside, builder.icmp_signed("<=", builder.add(q, I64(vl)), end))
             if kind == CAREFUL:  # a stride's vectors go beyond the last tap
-                are_inside = ir.Constant(ir.IntType(1), 0)
-            with builder.if_else(are_inside) as (then, otherwise):
-                with then, builder.if_else(builder.icmp_signed("<", q, first_inside)) as (first, inner):
-                    with first:
-                        column(q, list(masks_at(q, False)), False)
-                    with inner:
-                        column(q, [None] * taps, False)
-                with otherwise:
-                    column(q, list(masks_at(q, True)), True)
+                column(q, list(masks_at(q, True)), True)
+            else:
+                are_inside = builder.or_(is_last_inside, builder.icmp_signed("<=", builder.add(q, I64(vl)), end))
+                with builder.if_else(are_inside) as (then, otherwise):
+                    with then:
+                        inside(q)
+                    with otherwise:
+                        column(q, list(masks_at(q, True)), True)
 
     @intrinsic
     def run(typingctx, how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,
