@@ -29,7 +29,7 @@ _COLUMNS = ["call", "nbdnn: best", "median", "PyTorch: best", "median", "ratio"]
 Call = Callable[[], object]
 
 
-def convolutions(device: str) -> Iterator[tuple[str, Call, Call]]:
+def convolutions(device: str) -> Iterator[tuple[str, partial, Call]]:
     """One implementation of each provider, by name."""
     c = _SHAPE[1]
     x, filters, each = (torch.randn(shape, device=device) for shape in (_SHAPE, (c, c, 3, 3), (c, 1, 3, 3)))
@@ -43,7 +43,7 @@ def convolutions(device: str) -> Iterator[tuple[str, Call, Call]]:
     yield "dnn_conv, numba/depthwise", ours, partial(functional.conv2d, x, each, padding=1, groups=c)
 
 
-def others(device: str) -> Iterator[tuple[str, Call, Call]]:
+def others(device: str) -> Iterator[tuple[str, partial, Call]]:
     """What the default policy runs of every other function."""
     n, c = _SHAPE[:2]
     x, dy = torch.randn(_SHAPE, device=device), torch.randn(_SHAPE, device=device)
@@ -101,22 +101,26 @@ def others(device: str) -> Iterator[tuple[str, Call, Call]]:
     yield "dnn_spatialtf", partial(nbdnn.dnn_spatialtf, x, theta, out=y), transformed
 
 
-def given_as(library: str, value: Any) -> Any:
-    """A tensor as an array of another library in the same memory; of a call, its arguments; all else as it is."""
-    if isinstance(value, partial):
-        arguments = {name: given_as(library, each) for name, each in value.keywords.items()}
-        return partial(value.func, *given_as(library, value.args), **arguments)
-    if isinstance(value, tuple):
-        return tuple(given_as(library, each) for each in value)
-    if not isinstance(value, torch.Tensor) or library == "torch":
-        return value
+def given_as(library: str, call: partial) -> Call:
+    """The call with arrays of another library, each in the memory of its tensor; of one tensor there is one."""
+    if library == "torch":
+        return call
     if library == "cupy":
-        import cupy
+        from cupy import asarray as array_of
+    else:
+        from numba.cuda import as_cuda_array as array_of
+    arrays: dict[int, Any] = {}
 
-        return cupy.asarray(value)
-    from numba import cuda
+    def of(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(of, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in arrays:
+            arrays[id(value)] = array_of(value)
+        return arrays[id(value)]
 
-    return cuda.as_cuda_array(value)
+    return partial(call.func, *of(call.args), **{name: of(value) for name, value in call.keywords.items()})
 
 
 def times_us(calls: tuple[Call, Call]) -> list[list[float]]:
@@ -145,10 +149,10 @@ def main() -> None:
         for name, ours, theirs in (*convolutions("cuda"), *others("cuda")):
             if args.rows and not any(part in name for part in args.rows):
                 continue
-            ours = given_as(args.arrays, ours)
-            for call in (ours, theirs):
+            calls = given_as(args.arrays, ours), theirs
+            for call in calls:
                 call()
-            first, second = times_us((ours, theirs))
+            first, second = times_us(calls)
             times = min(first), median(first), min(second), median(second)
             rows.append([name, *(f"{us:.1f}" for us in times), f"{times[3] / times[1]:.2f}"])
     print_table("microseconds of the host's time", _COLUMNS, rows, right=_COLUMNS[1:])
