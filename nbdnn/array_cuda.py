@@ -73,6 +73,8 @@ class DlpackArray(CudaArray):
 class NumbaArray(CudaArray):
     """Numba's DeviceNDArray; results are of the same kind."""
 
+    always_writable = True
+
     def read(self, array: Any) -> tuple[int, Hashable]:
         pointer = array.device_ctypes_pointer.value or 0
         return pointer, ("numba", array.shape, array.strides, array.dtype, self.gpu(array))

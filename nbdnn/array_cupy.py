@@ -13,6 +13,8 @@ from nbdnn.array import Library, View, dtype_named, numpy_dtype
 
 
 class CuPy(Library):
+    always_writable = True
+
     def read(self, array: Any) -> tuple[int, Hashable]:
         memory = array.data
         return memory.ptr, ("cupy", array.shape, array.strides, array.dtype, memory.device_id)
