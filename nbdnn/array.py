@@ -12,7 +12,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from math import prod
 from operator import index
 from typing import Any, NamedTuple
@@ -30,18 +29,8 @@ _BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _RAW = {
     "f16": np.float16, "bf16": np.uint16, "f32": np.float32, "f64": np.float64, "u8": np.uint8, "i64": np.int64
 }  # fmt: skip
-LINE_BYTES = 64
-# From this size on the C library maps arrays, and they begin 16 bytes into a page: every vector of 64 bytes that is
-# stored then touches two lines.
-_MAPPED_BYTES = 128 << 10
-
 # Of NumPy's search for a common byte, which for odd strides may go on for ever: a few milliseconds.
 _MOST_WORK = 10_000
-
-# The C struct of an ndarray is PyObject_HEAD, then `char *data`: NumPy's stable ABI. Reading that word costs 0.1 us,
-# a.ctypes.data and a.__array_interface__ 0.8 us, and a convolution has three operands.
-_DATA_OFFSET = object.__basicsize__
-_pointer_at = ctypes.c_void_p.from_address
 
 
 class View(NamedTuple):
@@ -218,43 +207,7 @@ class Library(ABC):
         return nullcontext()
 
 
-def empty_on_line(shape: tuple[int, ...], numpy_type: np.dtype) -> np.ndarray:
-    """An uninitialised array in C order that begins on a cache line."""
-    memory = np.empty(prod(shape) * numpy_type.itemsize + LINE_BYTES, np.uint8)
-    return np.ndarray(shape, numpy_type, memory, -_NUMPY.pointer(memory) % LINE_BYTES)
-
-
-class NumPy(Library):
-    def read(self, array: np.ndarray) -> tuple[int, Hashable]:
-        pointer = _pointer_at(id(array) + _DATA_OFFSET).value or 0
-        return pointer, (array.shape, array.strides, array.dtype, array.flags.writeable)
-
-    def view(self, array: np.ndarray) -> View:
-        if not array.dtype.isnative:
-            raise InvalidType(f"dtype {array.dtype.str} is of the other byte order: use .astype({array.dtype.name!r})")
-        dtype = dtype_named(array.dtype.name)
-        return View(array.ctypes.data, array.shape, array.strides, dtype, array.flags.writeable)
-
-    def pointer(self, array: np.ndarray) -> int:
-        return _pointer_at(id(array) + _DATA_OFFSET).value or 0
-
-    def allocator(
-        self, shape: tuple[int, ...], channels_last: bool, dtype: str, gpu: int = -1
-    ) -> Callable[[], np.ndarray]:
-        numpy_type = numpy_dtype(dtype)
-        empty = np.empty if prod(shape) * ANY_ITEMSIZE[dtype] < _MAPPED_BYTES else empty_on_line
-        if not channels_last:
-            return partial(empty, shape, numpy_type)
-        in_memory = (shape[0], *shape[2:], shape[1])
-        axes = (0, len(shape) - 1, *range(1, len(shape) - 1))
-        return lambda: empty(in_memory, numpy_type).transpose(axes)
-
-    def copy(self, target: np.ndarray, source: np.ndarray) -> None:
-        np.copyto(target, source, casting="unsafe")
-
-
-_NUMPY = NumPy()
-_LIBRARIES: dict[type, Library] = {np.ndarray: _NUMPY}
+_LIBRARIES: dict[type, Library] = {}
 
 
 class UnknownDtype(InvalidType):
@@ -312,7 +265,7 @@ def _identify(array: Any) -> Library:
     loaded = sys.modules.get
     library: Library | None = None
     if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
-        library = _NUMPY
+        from nbdnn.array_numpy import NUMPY as library
     elif (torch := loaded("torch")) is not None and isinstance(array, torch.Tensor):
         from nbdnn.array_torch import TORCH as library
     elif (jax := loaded("jax")) is not None and isinstance(array, jax.core.Tracer):

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from nbdnn import driver
-from nbdnn.array import NumPy, View, dtype_named, empty_on_line, numpy_dtype
+from nbdnn.array import View, dtype_named, numpy_dtype
 from nbdnn.array_cuda import copy_through_host
+from nbdnn.array_numpy import NumPy, empty_on_line
 from nbdnn.device_array import DeviceArray
 from nbdnn.errors import InvalidType
 from nbdnn.problem import ANY_ITEMSIZE, dense_strides

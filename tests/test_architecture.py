@@ -19,6 +19,7 @@ LEAVES = (
     "array_cuda",
     "array_cupy",
     "array_jax",
+    "array_numpy",
     "array_torch",
     "candidate",
     "config",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nbdnn import dnn_batch_normalization_train, dnn_conv, dnn_pool_grad, dnn_softmax
-from nbdnn.array import NumPy
+from nbdnn.array_numpy import NumPy
 from nbdnn.dispatch import dispatcher
 from nbdnn.errors import InvalidProblem
 from nbdnn.kernels.cpu import ndarrays

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nbdnn import config, driver
-from nbdnn.array import Library, NumPy, Recogniser
+from nbdnn.array import Library, Recogniser
+from nbdnn.array_numpy import NumPy
 from nbdnn.candidate import Runner
 from nbdnn.device import Cpu, Device, Gpu, cpu_device, gpu, thread_count
 from nbdnn.dispatch import events, policy, recording, workspace

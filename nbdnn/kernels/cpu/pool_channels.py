@@ -12,6 +12,8 @@ Source: own.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from math import ceil, prod
 
@@ -80,6 +82,25 @@ def shares_little(problem: PoolProblem, axes: Axes) -> bool:
     return prod(axes.taps) <= joins_by_lines * (_MAX_LINE_COST if problem.is_max else _SUM_LINE_COST)
 
 
+@contextmanager
+def _each_pixel(builder, begin, counts: tuple, steps: tuple) -> Iterator:
+    """The address of each pixel of a window: so many planes, rows and columns, so many bytes apart."""
+    (n_d, n_h, n_w), (plane_bytes, row_bytes, pixel_bytes) = counts, steps
+    with cgutils.for_range(builder, n_d) as d, cgutils.for_range(builder, n_h) as h:
+        line = builder.add(begin, builder.mul(d.index, plane_bytes))
+        line = builder.add(line, builder.mul(h.index, row_bytes))
+        with cgutils.for_range(builder, n_w) as w:
+            yield builder.add(line, builder.mul(w.index, pixel_bytes))
+
+
+def _join(compute: str, codegen: Callable):
+    @intrinsic
+    def join(typingctx, to, n, start, n_d, n_h, n_w, plane_bytes, row_bytes, pixel_bytes, ahead_bytes, scale):
+        return signature(types.none, *[types.int64] * 10, NUMBA_FLOAT[compute]), codegen
+
+    return join
+
+
 @cache
 def _join_window(source: str, compute: str, vl: int, is_max: bool):
     """Intrinsic (to, n, start, n_d, n_h, n_w, plane_bytes, row_bytes, pixel_bytes, ahead_bytes, scale): n channels of
@@ -96,17 +117,13 @@ def _join_window(source: str, compute: str, vl: int, is_max: bool):
             for slot in found:
                 builder.store(neutral, slot)
             begin = builder.add(start, builder.mul(first, I64(read_bytes)))
-            with cgutils.for_range(builder, n_d) as d, cgutils.for_range(builder, n_h) as h:
-                line = builder.add(begin, builder.mul(d.index, plane_bytes))
-                line = builder.add(line, builder.mul(h.index, row_bytes))
-                with cgutils.for_range(builder, n_w) as w:
-                    pixel = builder.add(line, builder.mul(w.index, pixel_bytes))
-                    for line_at in range(0, strip_bytes, 64):
-                        ask(builder, builder.add(pixel, builder.add(ahead_bytes, I64(line_at))))
-                    for k, slot in enumerate(found):
-                        there = element(builder, pixel, I64(k * vl), read, read_bytes)
-                        value = convert(builder, load(builder, there, read, read_bytes, mask), source, compute, vl)
-                        builder.store(joined_vectors(builder, is_max, builder.load(slot), value), slot)
+            with _each_pixel(builder, begin, (n_d, n_h, n_w), (plane_bytes, row_bytes, pixel_bytes)) as pixel:
+                for line_at in range(0, strip_bytes, 64):
+                    ask(builder, builder.add(pixel, builder.add(ahead_bytes, I64(line_at))))
+                for k, slot in enumerate(found):
+                    there = element(builder, pixel, I64(k * vl), read, read_bytes)
+                    value = convert(builder, load(builder, there, read, read_bytes, mask), source, compute, vl)
+                    builder.store(joined_vectors(builder, is_max, builder.load(slot), value), slot)
             for k, slot in enumerate(found):
                 value = builder.load(slot)
                 if not is_max:
@@ -130,11 +147,7 @@ def _join_window(source: str, compute: str, vl: int, is_max: bool):
                     strip(I64(0), 1, lanes_between(builder, vl, 0, None, n))
         return context.get_dummy_value()
 
-    @intrinsic
-    def join(typingctx, to, n, start, n_d, n_h, n_w, plane_bytes, row_bytes, pixel_bytes, ahead_bytes, scale):
-        return signature(types.none, *[types.int64] * 10, NUMBA_FLOAT[compute]), codegen
-
-    return join
+    return _join(compute, codegen)
 
 
 @cache
@@ -158,25 +171,17 @@ def _join_lines(dtype: str, vl: int, is_max: bool):
             store(builder, value, element(builder, to, i, wide, itemsize), itemsize, mask)
 
         by_vectors(builder, n, vl, lambda i, mask: builder.store(neutral, slot(i)))
-        with cgutils.for_range(builder, n_d) as d, cgutils.for_range(builder, n_h) as h:
-            line = builder.add(start, builder.mul(d.index, plane_bytes))
-            line = builder.add(line, builder.mul(h.index, row_bytes))
-            with cgutils.for_range(builder, n_w) as w:
-                pixel = builder.add(line, builder.mul(w.index, pixel_bytes))
+        with _each_pixel(builder, start, (n_d, n_h, n_w), (plane_bytes, row_bytes, pixel_bytes)) as pixel:
 
-                def join(i, mask) -> None:
-                    value = load(builder, element(builder, pixel, i, wide, itemsize), wide, itemsize, mask)
-                    builder.store(joined_vectors(builder, is_max, builder.load(slot(i)), value), slot(i))
+            def join(i, mask) -> None:
+                value = load(builder, element(builder, pixel, i, wide, itemsize), wide, itemsize, mask)
+                builder.store(joined_vectors(builder, is_max, builder.load(slot(i)), value), slot(i))
 
-                by_vectors(builder, n, vl, join)
+            by_vectors(builder, n, vl, join)
         by_vectors(builder, n, vl, finish)
         return context.get_dummy_value()
 
-    @intrinsic
-    def join(typingctx, to, n, start, n_d, n_h, n_w, plane_bytes, row_bytes, pixel_bytes, ahead_bytes, scale):
-        return signature(types.none, *[types.int64] * 10, NUMBA_FLOAT[dtype]), codegen
-
-    return join
+    return _join(dtype, codegen)
 
 
 @cache

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from numba import njit
 
-from nbdnn.array import LINE_BYTES
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
@@ -28,6 +27,7 @@ from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
 _TASKS_PER_THREAD = 16
+_LINE_BYTES = 64
 _LEAST_LANES = 4
 _MOST_KNOWN = 27  # taps of a window that are met without a loop
 _BLOCK_BYTES = 8192  # of x that is asked for at once
@@ -151,7 +151,7 @@ def _give(row: Row, windows: tuple[int, int], past_caches: bool):
         how, less_d, less_h = SAFE, most_d - planes, most_h - lines
         if 0 <= less_d < n_d and 0 <= less_h < n_h:
             how = WHOLE + less_d * n_h + less_h
-            if past_caches and (pointers[3] | line_bytes) % LINE_BYTES == 0:
+            if past_caches and (pointers[3] | line_bytes) % _LINE_BYTES == 0:
                 how += n_d * n_h
         if dy - slack < pointers[2] or dy_end + slack > pointers[2] + f.planes * f.out_d * f.out_h * out_bytes:
             how = CAREFUL
@@ -279,7 +279,7 @@ def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     planes, wanted = problem.n * problem.c, device.threads * _TASKS_PER_THREAD
     row = row_of(problem, axes, device)
     is_large = streams(problem, device)
-    past_caches = is_large and row.step * row.vl * ITEMSIZE[problem.dtype] % LINE_BYTES == 0
+    past_caches = is_large and row.step * row.vl * ITEMSIZE[problem.dtype] % _LINE_BYTES == 0
     most_d, most_h = ((taps - 1) // step + 1 for taps, step in zip(axes.taps[:2], axes.step[:2], strict=True))
     windows, lines = planes * axes.out[0] * axes.out[1], planes * axes.extent[0] * axes.extent[1]
     planes_a_task, find_lines, give_lines = (ceil(n / wanted) for n in (planes, windows, lines))
