@@ -24,6 +24,7 @@ _MORE = (
     "n40c2h6w7:o6x9",  # more images than threads
     "n2c65h6w5:o6x5",  # a block of channels and one more
     "n1c4h33w70:o35x130",  # several tiles of outputs in both directions
+    "n1c3h130w140:o9x21",  # outputs that lie too far apart for what is between them to be held at once
 )
 _GRIDS = ("n1:o1x1", "n3:o1x7", "n2:o5x1", "n2:o10x13", "n5:o33x70", "n1:o64x257", "n9:o257x512")
 _LAYOUTS = ("nchw", "nhwc")

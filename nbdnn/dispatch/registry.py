@@ -290,14 +290,24 @@ def _cuda_rnn() -> _Lists:
 
 def _cuda_spatialtf() -> _Lists:
     from nbdnn.cudnn import spatialtf as cudnn_spatialtf
-    from nbdnn.kernels.cuda import spatialtf_direct, spatialtf_gradient, spatialtf_theta, spatialtf_turned
+    from nbdnn.kernels.cuda import (
+        spatialtf_direct,
+        spatialtf_gradient,
+        spatialtf_staged,
+        spatialtf_theta,
+        spatialtf_turned,
+    )
 
     return {
-        "spatialtf_fwd": (cudnn_spatialtf.ALL["spatialtf_fwd"], spatialtf_direct.FWD),
+        "spatialtf_fwd": (spatialtf_staged.FWD, cudnn_spatialtf.ALL["spatialtf_fwd"], spatialtf_direct.FWD),
         "spatialtf_bwd": (spatialtf_gradient.ATOMIC, cudnn_spatialtf.ALL["spatialtf_bwd"], spatialtf_gradient.GATHER),
         "spatialtf_grid_fwd": (cudnn_spatialtf.ALL["spatialtf_grid_fwd"], spatialtf_direct.GRID_FWD),
         "spatialtf_grid_bwd": (cudnn_spatialtf.ALL["spatialtf_grid_bwd"], spatialtf_theta.GRID_BWD),
-        "spatialtf_sampler_fwd": (cudnn_spatialtf.ALL["spatialtf_sampler_fwd"], spatialtf_direct.SAMPLER_FWD),
+        "spatialtf_sampler_fwd": (
+            spatialtf_staged.SAMPLER_FWD,
+            cudnn_spatialtf.ALL["spatialtf_sampler_fwd"],
+            spatialtf_direct.SAMPLER_FWD,
+        ),
         "spatialtf_sampler_bwd": (
             spatialtf_turned.SAMPLER_BWD,
             spatialtf_gradient.SAMPLER_ATOMIC,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from emulated_vector import PoolWords, RowWords, VectorWords
 from guarded import NUMPY_DTYPE
 
 import nbdnn.kernels.cuda as package
+from nbdnn.problem import ITEMSIZE
 
 # Every module that kernels are built from: one that is imported only while a block stands in would keep its words.
 _BUILDERS = [
@@ -151,6 +153,18 @@ class SharedArray:
         self._block.shared[self._first + index] = value
 
 
+class Address(NamedTuple):
+    """Of an element of global memory; what is added are bytes."""
+
+    base: Memory
+    index: int
+
+    def __add__(self, size_bytes: int) -> Address:  # type: ignore[override]
+        steps, rest = divmod(size_bytes, ITEMSIZE[self.base.dtype])
+        assert rest == 0, f"{size_bytes} bytes between elements of {self.base.dtype}"
+        return Address(self.base, self.index + steps)
+
+
 class Words:
     """Stands in for `ptx`, `ptx_tile` and `ptx_matrix` at once; what it does is done by the threads of a block."""
 
@@ -163,7 +177,7 @@ class Words:
     fma = staticmethod(lambda a, b, c: a * b + c)
     inside = staticmethod(lambda position, extent: int(0 <= position < extent))
     load_constant = staticmethod(lambda base, index: base[index])
-    address = staticmethod(lambda base, index: (base, index))
+    address, WIDE = map(staticmethod, (Address, _same))
     zeros = staticmethod(lambda count: lambda: (0.0,) * count)
     part = staticmethod(lambda count, first, size: lambda values: values[first : first + size])
 

@@ -16,9 +16,9 @@ from guarded import values
 from libraries import library
 
 import nbdnn.kernels.cuda
-from nbdnn.kernels.cuda import spatialtf_gradient
+from nbdnn.kernels.cuda import spatialtf_gradient, spatialtf_staged
 from nbdnn.kernels.cuda.compile import ptx_text
-from nbdnn.problem import FAMILIES, parse
+from nbdnn.problem import FAMILIES, ITEMSIZE, parse
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 OPS = FAMILIES["spatialtf"]
@@ -71,9 +71,13 @@ def test_a_sample_of_the_kernels(op: str) -> None:
 
 def test_vectors_are_moved_and_added_whole() -> None:
     library("numba_cuda")
-    for op, wanted in (("fwd", "ld.global.nc.v4"), ("bwd", "red.global.add.v4.f32")):
-        problem = parse(f"spatialtf_{op}:f32:n64c64h56w56:o56x56:nhwc")
-        candidate = CANDIDATES[problem.op][0]
+    for op, algorithm, wanted in (
+        ("fwd", "direct", "ld.global.nc.v4"),
+        ("fwd", "staged", "cp.async.cg.shared.global"),
+        ("bwd", "atomic", "red.global.add.v4.f32"),
+    ):
+        problem = parse(f"spatialtf_{op}:f32:n64c{3 if algorithm == 'staged' else 64}h56w56:o56x56:nhwc")
+        (candidate,) = (each for each in CANDIDATES[problem.op] if each.algorithm == algorithm)
         launches = candidate.launches(problem, candidate.configs(problem, H200)[0], H200)
         assert any(wanted in ptx_text(launch.source, "sm_90a") for launch in launches)
 
@@ -123,6 +127,25 @@ def _add_row(count: int):
     return add
 
 
+def _weighted(block: emulated.Block, words: Any):
+    def of(dtype: str, offsets_bytes: tuple[int, ...], next_bytes: int, step: int):
+        def pixel(address: int) -> float:
+            size = ITEMSIZE[dtype]
+            assert address % size == 0
+            word = block.shared[block.place_of(address & -4, 1)]
+            return float(word) if size == 4 else words.WIDEN[dtype](word >> 8 * (address & 2) & 0xFFFF)
+
+        def sum_up(array: list, place: int, upper: int, lower: int, *weights: float) -> None:
+            for i, offset in enumerate(offsets_bytes):
+                pixels = [row + offset + side for row in (upper, lower) for side in (0, next_bytes)]
+                terms = zip(weights, pixels, strict=True)
+                array[place + i * step] = sum(weight * pixel(at) for weight, at in terms if weight)
+
+        return sum_up
+
+    return of
+
+
 WEIGHTS = SimpleNamespace(
     add_lanes=_add,
     add_row=_add_row,
@@ -132,6 +155,8 @@ WEIGHTS = SimpleNamespace(
     hat=lambda d: max(0.0, 1 - abs(d)),
     slope=lambda d: -1.0 if 0 <= d < 1 else 1.0 if -1 <= d < 0 else 0.0,
     used=lambda weight, value: weight * value if weight else 0.0,
+    with_pixel=lambda total, weight, value: total + weight * value if weight else total,
+    whole=lambda value: int(max(min(value, 2.0**31 - 1), -(2.0**31))) if value == value else 0,
     near=lambda right, down: -1 <= right < 1 and -1 <= down < 1,
     against=lambda distance, value: value if distance < 0 else -value,
 )
@@ -144,8 +169,11 @@ def run(
     block = emulated_ptx.install(monkeypatch)
     package = nbdnn.kernels.cuda.__dict__
     words = package["ptx"]
-    monkeypatch.setitem(package, "ptx_local", SimpleNamespace(load=_load(words), store=_store(words)))
-    monkeypatch.setitem(package, "ptx_spatialtf", WEIGHTS)
+    moves = SimpleNamespace(load=_load(words), store=_store(words))
+    monkeypatch.setitem(package, "ptx_local", moves)
+    block.collectives["least"] = lambda brought: [min(brought)] * 32
+    of_block = {"weighted": _weighted(block, words), "least_of_warp": lambda value: block.now.wait("least", value)}
+    monkeypatch.setitem(package, "ptx_spatialtf", SimpleNamespace(**vars(WEIGHTS), **of_block))
     for config in candidate.configs(problem, H200)[:most_configs]:
         emulated.assert_near(candidate, problem, config, given, H200, block)
 
@@ -161,6 +189,9 @@ SMALL = (
     "f32:n1c17h3w4:o6x5:nchw",  # up to eight threads an output, of which some have no channel left in the second turn
     "f32:n2c5h3w4:o6x5:nhwc",  # pixels that are no whole vectors, of more than one
     "f32:n1c3h5w7:o9x8:nhwc",  # one by one: the last vector would end behind the image
+    "f16:n1c10h4w8:o9x11:nchw",  # planes that come while others are sampled, and pairs of columns without a second
+    "bf16:n1c2h6w10:o34x36:nhwc:pf32",  # several tiles
+    "f32:n1c3h60w70:o5x9:nchw",  # tiles whose pixels lie too far apart to be held at once
 )
 
 
@@ -174,8 +205,32 @@ def test_kernels_compute_what_the_reference_does(op: str, text: str, monkeypatch
     assert isinstance(problem, SpatialtfProblem)
     for candidate in CANDIDATES[op]:
         if candidate.supports(problem, H200).ok:
-            most = 8 if candidate.algorithm == "turned" else 1  # which share outputs in different ways
+            # Which share outputs, and planes, in different ways.
+            most = 8 if candidate.algorithm in ("turned", "staged") else 1
             run(problem, candidate, values(problem, "normal"), monkeypatch, most)
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(
+    "theta",
+    [
+        [[1, 0, 0], [0, 1, 0]],  # pixels to the last bit
+        [[-0.7, 0.9, 0.1], [-0.9, -0.7, 0]],
+        [[1, 0, 9], [0, 1, 0]],  # outside of the image
+        [[NAN, 0, 0], [0, 1, 0]],
+        [[1, 0, 0], [0, INF, 0]],
+        [[1, -INF, 0], [INF, 1, INF]],
+        [[3e38, 3e38, 0], [-3e38, 0, 1]],  # positions beyond float32
+    ],
+)
+def test_a_tile_holds_every_pixel_of_its_outputs(theta: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse("spatialtf_fwd:f32:n1c3h6w9:o34x35:nchw")
+    assert isinstance(problem, SpatialtfProblem)
+    given = values(problem, "normal") | {"theta": np.array([theta], np.float32)}
+    with np.errstate(all="ignore"):
+        run(problem, spatialtf_staged.FWD, given, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
-from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, asm, unpacked
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, WARP, asm, unpacked
+from nbdnn.kernels.cuda.ptx_tile import shared_at
+from nbdnn.kernels.cuda.ptx_vector import parts_of, widened
 
 _LETTER = {"f32": "f", "f64": "d"}
 
@@ -48,6 +50,9 @@ def _smaller(builder, a, b):
 
 
 def _hat(builder, distance):
+    if distance.type == F32:
+        text = "{ .reg .f32 size; abs.f32 size, $1; sub.sat.f32 $0, 0f3F800000, size; }"
+        return asm(builder, F32, text, "=f,f", [distance])
     return _larger(builder, builder.fsub(distance.type(1.0), _size(builder, distance)), distance.type(0.0))
 
 
@@ -63,6 +68,14 @@ def _slope(builder, distance):
 def _used(builder, weight, value):
     zero = weight.type(0.0)
     return builder.fmul(weight, builder.select(builder.fcmp_unordered("!=", weight, zero), value, zero))
+
+
+def _with(builder, total, weight, value):
+    if total.type == F32:
+        text = "{ .reg .pred p; setp.ne.f32 p, $2, 0f00000000; @p fma.rn.f32 $0, $2, $3, $0; }"
+        return asm(builder, F32, text, "=f,0,f,f", [total, weight, value])
+    counts = builder.fcmp_unordered("!=", weight, weight.type(0.0))
+    return builder.select(counts, builder.fma(weight, value, total), total)
 
 
 def _between(builder, distance):
@@ -100,6 +113,61 @@ def against(typingctx, distance, value):
 size, larger, smaller, hat, slope, used = (
     _of(_size, 1), _of(_larger, 2), _of(_smaller, 2), _of(_hat, 1), _of(_slope, 1), _of(_used, 2)
 )  # fmt: skip
+
+
+@intrinsic
+def with_pixel(typingctx, total, weight, value):
+    """total + weight * value; the total where there is no weight, whatever the value."""
+    return signature(total, total, weight, value), lambda context, builder, sig, args: _with(builder, *args)
+
+
+@intrinsic
+def whole(typingctx, value):
+    """A float32 without its fraction as an int32: the nearest that there is, and 0 of NaN."""
+
+    def codegen(context, builder, sig, args):
+        return asm(builder, I32, "cvt.rzi.s32.f32 $0, $1;", "=r,f", list(args))
+
+    return signature(types.int32, types.float32), codegen
+
+
+@intrinsic
+def least_of_warp(typingctx, value):
+    """The least of its lanes' integers. All of them take part."""
+
+    def codegen(context, builder, sig, args):
+        return asm(builder, I32, "redux.sync.min.s32 $0, $1, 0xffffffff;", "=r,r", list(args), WARP)
+
+    return signature(types.int32, types.int32), codegen
+
+
+@cache
+def weighted(dtype: str, offsets_bytes: tuple[int, ...], next_bytes: int, step: int):
+    """Intrinsic (array, place, shared addresses of a row and of the next, four weights):
+    array[place + i * step] = the sum of weight * pixel of the four pixels `offsets_bytes[i]` behind those addresses.
+
+    next_bytes: from a pixel to its neighbour. One without weight has no part in the sum, whatever it is.
+    """
+    element, _ = parts_of(dtype, 1)
+
+    @intrinsic
+    def sum_up(typingctx, array, place, upper, lower, a, b, c, d):
+        def codegen(context, builder, sig, args):
+            data, first = context.make_array(sig.args[0])(context, builder, args[0]).data, args[1]
+            for i, offset_bytes in enumerate(offsets_bytes):
+                places = [(row, offset_bytes + side) for row in args[2:4] for side in (0, next_bytes)]
+                loaded = [builder.load(shared_at(builder, row, offset, element)) for row, offset in places]
+                total = F32(0.0)
+                for weight, part in zip(args[4:], loaded, strict=True):
+                    (value,) = widened(builder, dtype, [part])
+                    total = _with(builder, total, weight, value)
+                builder.store(total, builder.gep(data, [builder.add(first, first.type(i * step))]))
+            return context.get_dummy_value()
+
+        floats = [types.float32] * 4
+        return signature(types.none, array, place, types.uint32, types.uint32, *floats), codegen
+
+    return sum_up
 
 
 @cache

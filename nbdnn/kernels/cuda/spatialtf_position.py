@@ -244,12 +244,17 @@ def nearest(compute: str, bits: int):
     real, integer = ptx.REAL[compute], ptx.INTEGER[bits]
 
     @ptx.inline
+    def find_narrow(s, extent):
+        pixel = integer(max(min(ptx_spatialtf.whole(s), integer(extent - 2)), integer(0)))
+        return pixel, s - real(pixel)
+
+    @ptx.inline
     def find(s, extent):
         inside = ptx_spatialtf.smaller(s, real(integer(extent - 2)))
         pixel = integer(ptx_spatialtf.larger(inside, real(0.0)))
         return pixel, s - real(pixel)
 
-    return find
+    return find_narrow if (compute, bits) == ("f32", 32) else find
 
 
 @cache
