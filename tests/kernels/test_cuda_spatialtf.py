@@ -153,6 +153,7 @@ WEIGHTS = SimpleNamespace(
     larger=lambda a, b: a if a > b else b,
     smaller=lambda a, b: a if a < b else b,
     hat=lambda d: max(0.0, 1 - abs(d)),
+    narrow_hat=lambda d: max(0.0, 1 - abs(d)),
     slope=lambda d: -1.0 if 0 <= d < 1 else 1.0 if -1 <= d < 0 else 0.0,
     used=lambda weight, value: weight * value if weight else 0.0,
     with_pixel=lambda total, weight, value: total + weight * value if weight else total,

@@ -50,9 +50,6 @@ def _smaller(builder, a, b):
 
 
 def _hat(builder, distance):
-    if distance.type == F32:
-        text = "{ .reg .f32 size; abs.f32 size, $1; sub.sat.f32 $0, 0f3F800000, size; }"
-        return asm(builder, F32, text, "=f,f", [distance])
     return _larger(builder, builder.fsub(distance.type(1.0), _size(builder, distance)), distance.type(0.0))
 
 
@@ -119,6 +116,18 @@ size, larger, smaller, hat, slope, used = (
 def with_pixel(typingctx, total, weight, value):
     """total + weight * value; the total where there is no weight, whatever the value."""
     return signature(total, total, weight, value), lambda context, builder, sig, args: _with(builder, *args)
+
+
+@intrinsic
+def narrow_hat(typingctx, distance):
+    """`hat` of a float32, one instruction. Where each thread loads vectors by its own position kernels with it were a
+    sixth slower than with `hat` (64x64x56x56 channels-last by a grid, 16 bits, H200: 19.4 us, not 16.8)."""
+
+    def codegen(context, builder, sig, args):
+        text = "{ .reg .f32 size; abs.f32 size, $1; sub.sat.f32 $0, 0f3F800000, size; }"
+        return asm(builder, F32, text, "=f,f", list(args))
+
+    return signature(types.float32, types.float32), codegen
 
 
 @intrinsic

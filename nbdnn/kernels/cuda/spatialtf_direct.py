@@ -111,15 +111,23 @@ def _forward_kernel(specialised_on, paired, at_once, block_threads):
     integer, real, lanes = ptx.INTEGER[kind.bits], ptx.REAL[kind.compute], kind.lanes
     load, store, threads = ptx_local.load(kind.dtype, lanes), ptx_local.store(kind.dtype, lanes), kind.threads
     place, locate, find = output_place(kind, block_threads), position(kind), nearest(kind.compute, kind.bits)
-    hat, with_pixel = ptx_spatialtf.hat, ptx_spatialtf.with_pixel
+    hat, used, with_pixel = ptx_spatialtf.hat, ptx_spatialtf.used, ptx_spatialtf.with_pixel
     held, per_pixel = 4 * lanes, PAIR // 2
     load_two, window = load_pair(kind.dtype, kind.bits), window_elems(kind.dtype)
     all_held = 2 * window if paired else held * at_once
 
     @ptx.inline
-    def weighted(w, pixels, first, right, down):
+    def one_by_one(w, pixels, first, right, down):
         total = with_pixel(with_pixel(real(0.0), w[0], pixels[first]), w[1], pixels[first + right])
         return with_pixel(with_pixel(total, w[2], pixels[first + down]), w[3], pixels[first + down + right])
+
+    @ptx.inline
+    def by_rows(w, pixels, first, right, down):
+        above = used(w[0], pixels[first]) + used(w[1], pixels[first + right])
+        return above + used(w[2], pixels[first + down]) + used(w[3], pixels[first + down + right])
+
+    # Of vectors by a grid the former spills a word.
+    weighted = one_by_one if kind.affine or lanes == 1 else by_rows
 
     @ptx.inline
     def sample(x, y, at, to, w, pixels, results, f, count):

@@ -77,7 +77,7 @@ def _kernel(*specialised_on):
     kind, elems, planes, pair = Kind(*v.kind), v.elems, v.planes, v.pair
     integer, real, word, wide = ptx.INTEGER[32], ptx.REAL[kind.compute], ptx.WORD, ptx.WIDE
     itemsize = ITEMSIZE[kind.dtype]
-    locate, find, hat = position(kind), nearest(kind.compute, 32), ptx_spatialtf.hat
+    locate, find, hat = position(kind), nearest(kind.compute, 32), ptx_spatialtf.narrow_hat
     across, outputs = _COLUMNS // (_WARP_COLUMNS * pair), v.turns * pair
     turn_rows = _WARPS // across * _WARP_ROWS
     copy, load = ptx_tile.COPY_ASYNC[v.vector * itemsize], ptx_local.load(kind.dtype, 1)
