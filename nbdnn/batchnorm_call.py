@@ -9,7 +9,7 @@ from typing import Any
 from nbdnn import call, call_setup
 from nbdnn.array import View
 from nbdnn.call import Call
-from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.errors import InvalidProblem, InvalidType, is_one_of
 from nbdnn.problem import LAYOUTS
 from nbdnn.problem_bn import MODES, BnProblem
 
@@ -58,7 +58,7 @@ def _names(arguments: tuple) -> tuple[str, ...]:
 
 def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]) -> Call:
     op, mode, *options = arguments
-    if mode not in tuple(_MODE):  # what has no hash is none of them
+    if not is_one_of(mode, _MODE):
         raise InvalidProblem(f"mode {mode!r} is not one of {', '.join(_MODE)}")
     mode = _MODE[mode]
     names, plain = _names(arguments)[: len(arrays)], (*_INPUTS[op], *_OUTPUTS[op])[: len(arrays)]

@@ -17,7 +17,7 @@ from nbdnn.candidate import Runner
 from nbdnn.dispatch import registry
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import Filters
-from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.errors import InvalidProblem, InvalidType, is_one_of
 from nbdnn.problem import ITEMSIZE, Problem
 
 _MOST_BYTES = 2**63 - 1  # of which there are addresses
@@ -38,7 +38,7 @@ def request(problem: Problem, options: Options) -> Request:
     settings = config.current()
     policy = settings["dnn.policy"] if options.policy is None else options.policy
     is_id = isinstance(policy, str) and "/" in policy and bool(registry.candidate(policy))
-    if not is_id and policy not in config.POLICIES:
+    if not is_id and not is_one_of(policy, config.POLICIES):
         example = registry.candidates(problem.op)[-1].id
         valid = ", ".join(config.POLICIES)
         raise InvalidProblem(f"policy {policy!r} is unknown; valid: {valid}, or a candidate id such as {example}")

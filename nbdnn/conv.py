@@ -350,7 +350,10 @@ def _scalars(alpha: Any, beta: Any) -> tuple[float, float]:
 
 
 def _hashable(shape: Any) -> Any:
-    return tuple(shape) if hasattr(shape, "__iter__") else shape
+    try:
+        return tuple(shape)
+    except TypeError:  # of no axis
+        return shape
 
 
 def _compute(*call: Any) -> Any:

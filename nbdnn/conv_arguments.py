@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from nbdnn.array import DTYPE_NAMES
 from nbdnn.call_setup import Options, filters_of, integer_in
 from nbdnn.dispatch import events, registry
 from nbdnn.dispatch.policy import Request
-from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.errors import InvalidProblem, InvalidType, is_one_of
 from nbdnn.problem import ITEMSIZE, LAYOUTS
 from nbdnn.problem_conv import ACTIVATIONS, COMPUTE_OF, ConvProblem
 
@@ -80,7 +79,10 @@ def padding(
 
 def shape(name: str, value: Any) -> tuple[int, ...]:
     """`value` as a tuple of ints."""
-    extents: list[Any] = list(value) if isinstance(value, Iterable) else [None]
+    try:
+        extents: list[Any] = list(value)
+    except TypeError:  # arrays of no axis are iterable in name only
+        extents = [None]
     if not all(isinstance(extent, Integral) for extent in extents):
         raise InvalidProblem(f"{name} is {value!r}, expected a tuple of ints")
     return tuple(map(int, extents))
@@ -117,7 +119,7 @@ def check(given: Arguments) -> None:
         ("activation", given.activation, (None, *ACTIVATIONS)),
         ("precision", given.precision, (None, *config.PRECISIONS)),
     ):
-        if value not in valid:
+        if not is_one_of(value, valid):
             raise InvalidProblem(f"{name} is {value!r}, expected one of {', '.join(map(repr, valid))}")
 
 
@@ -142,7 +144,7 @@ def request(given: Arguments, problem: ConvProblem) -> Request:
     """How the caller wants the problem computed; the flags speak where an argument is None."""
     flag = "dnn.conv.algo_" + problem.op.removeprefix("conv_")
     algo = given.algo if given.algo is not None else config.current()[flag]
-    if algo not in (*config.METHODS[given.op, given.ndim], *config.POLICIES) and not _is_id(algo):
+    if not is_one_of(algo, (*config.METHODS[given.op, given.ndim], *config.POLICIES)) and not _is_id(algo):
         raise InvalidProblem(_unknown_algo(given, algo))
     options = Options(algo, given.workspace_limit, given.deterministic, given.allow_tf32, given.layer)
     filters = filters_of(options)._replace(
@@ -159,7 +161,7 @@ def _is_id(algo: Any) -> bool:
 
 def _unknown_algo(given: Arguments, algo: Any) -> str:
     valid = (*config.METHODS[given.op, given.ndim], *config.POLICIES)
-    only_2d = given.ndim == 3 and algo in config.METHODS[given.op, 2]
+    only_2d = given.ndim == 3 and is_one_of(algo, config.METHODS[given.op, 2])
     problem = "exists in 2-D only" if only_2d else "is unknown"
     return f"algo {algo!r} {problem}; valid: {', '.join(valid)}, or a candidate id such as {given.op}/cpu/direct"
 

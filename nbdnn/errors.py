@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 _warned: set[Path] = set()
 
@@ -40,6 +42,11 @@ class DatabaseError(RuntimeError):
 
 class NbdnnWarning(UserWarning):
     """Speed or persistence is degraded; results are right."""
+
+
+def is_one_of(value: Any, names: Collection[str | None]) -> bool:
+    """Whether an argument is one of these names. Whatever is no name is none: arrays would compare by element."""
+    return isinstance(value, str | None) and value in names
 
 
 def warn(text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from nbdnn import call, call_setup
 from nbdnn.array import common_dtype
 from nbdnn.call import Call
-from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.errors import InvalidProblem, InvalidType, is_one_of
 from nbdnn.problem import LAYOUTS
 from nbdnn.problem_pool import MODES, PoolProblem
 
@@ -35,7 +35,7 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
         raise InvalidType(f"img has {len(shape)} axes, expected 4 or 5")
     window, dtype = _axes("ws", ws, ndim), common_dtype([each.dtype for each in given])
     last = next((each.layout for each in given if each.layout is not None), False)
-    if mode not in (*MODES, *_AVERAGE):
+    if not is_one_of(mode, (*MODES, *_AVERAGE)):
         raise InvalidProblem(f"mode {mode!r} is not one of {', '.join((*MODES, *_AVERAGE))}")
     mode = _AVERAGE.get(mode, mode)
     axes = _axes("pad", 0 if pad is None else pad, ndim), _axes("stride", 1 if stride is None else stride, ndim)

@@ -14,6 +14,7 @@ from nbdnn import (
     dnn_batch_normalization_train,
     dnn_conv,
     dnn_dropout,
+    dnn_gradinput,
     dnn_pool,
     dnn_softmax,
     dnn_spatialtf,
@@ -48,6 +49,32 @@ FUNCTIONS: dict[str, Callable] = {
 def test_an_option_that_is_none_is_refused(function: str, option: str, value: Any, message: str) -> None:
     with pytest.raises(InvalidProblem, match=message):
         FUNCTIONS[function](**{option: value})
+
+
+@pytest.mark.parametrize("given", [np.ones(2), np.empty(0), ["max"], {}], ids=["array", "empty", "list", "dict"])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda given: dnn_conv(X, np.ones((2, 3, 1, 1), "f"), conv_mode=given), "conv_mode is "),
+        (lambda given: dnn_conv(X, np.ones((2, 3, 1, 1), "f"), algo=given), "algo "),
+        (lambda given: dnn_conv(X, np.ones((2, 3, 1, 1), "f"), precision=given), "precision is "),
+        (lambda given: dnn_pool(X, 2, mode=given), "mode .* is not one of"),
+        (lambda given: dnn_pool(X, 2, policy=given), "policy .* is unknown"),
+        (lambda given: dnn_softmax(X, mode=given), "mode .* is not one of"),
+        (lambda given: dnn_batch_normalization_train(X, ROW, ROW, mode=given), "mode .* is not one of"),
+        (lambda given: RNNBlock("float32", 4, 1, given), "rnn_mode .* is not one of"),
+    ],
+    ids=["conv_mode", "algo", "precision", "pool", "policy", "softmax", "bn", "rnn"],
+)
+def test_what_is_no_name_is_refused_where_one_is_expected(call: Callable, message: str, given: Any) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        call(given)
+
+
+@pytest.mark.parametrize("shape", [np.array(3), 5, None, [[1], [3]], "1344"])
+def test_what_is_no_shape_is_refused_where_one_is_expected(shape: Any) -> None:
+    with pytest.raises(InvalidProblem, match=r"img_shp is .*, expected a tuple of ints"):
+        dnn_gradinput(np.ones((2, 3, 1, 1), "f"), np.ones((1, 2, 4, 4), "f"), shape)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
