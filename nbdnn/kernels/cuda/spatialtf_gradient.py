@@ -31,6 +31,7 @@ from nbdnn.kernels.cuda.spatialtf_ordered import ordered
 from nbdnn.kernels.cuda.spatialtf_position import (
     Fields,
     Kind,
+    adding_us,
     index_bits,
     nearest,
     output_place,
@@ -250,7 +251,8 @@ class Gradient(LaunchedCandidate[Config]):
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6
         one_by_one_us = problem.positions * _ORDERED_NS / 1e3 if self.algorithm == "ordered" else 0.0
-        return _LAUNCH_US + _OVER_COPY[self.algorithm] * moved_us + one_by_one_us
+        added_us = adding_us(problem, problem.channels_last) if self.algorithm == "atomic" else 0.0
+        return _LAUNCH_US + _OVER_COPY[self.algorithm] * moved_us + one_by_one_us + added_us
 
     def workspace_bytes(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> int:
         return self._total_bytes(problem) + self._parts(problem, config) * problem.n * SUMS * ITEMSIZE[problem.compute]

@@ -25,6 +25,7 @@ INT32_END = 2**31 - 2**16
 _VECTOR_BYTES, _ROW_BYTES = 16, 32
 _DIVISORS = "blocks", "tiles_w", "out_w", "in_tiles_w", "in_w"
 TILE = 32  # outputs
+_SECTOR_BYTES, _SECTORS_PER_US = 32, 70e3  # that are added to (H200: 50 to 90 a ns)
 FEW_CHANNELS = 4
 
 
@@ -277,6 +278,13 @@ def in_order(kind: Kind):
         return ptx.split(index, width, by_width, shift_width)
 
     return by_tiles if columns else by_rows
+
+
+def adding_us(problem: SpatialtfProblem, side_by_side: bool) -> float:
+    """What outputs take at least that add to the four pixels near them, of float32: a prior for the guess.
+    side_by_side: a pixel's channels, as sectors of the second-level cache hold them."""
+    sectors = ceil(problem.c * 4 / _SECTOR_BYTES) if side_by_side else problem.c
+    return 4 * problem.n * problem.positions * sectors / _SECTORS_PER_US
 
 
 def tiled_positions(columns: int, height: int, width: int) -> int:

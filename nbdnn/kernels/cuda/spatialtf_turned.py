@@ -25,7 +25,15 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.spatialtf_direct import THREADS, Config, configs, launched
-from nbdnn.kernels.cuda.spatialtf_position import INT32_END, Fields, Kind, nearest, output_place, position
+from nbdnn.kernels.cuda.spatialtf_position import (
+    INT32_END,
+    Fields,
+    Kind,
+    adding_us,
+    nearest,
+    output_place,
+    position,
+)
 from nbdnn.kernels.cuda.spatialtf_slopes import slopes, store_slopes
 from nbdnn.kernels.cuda.zeros import zeros
 from nbdnn.problem import ITEMSIZE
@@ -205,7 +213,8 @@ class Turned(LaunchedCandidate[Config]):
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         moved_bytes = problem.min_bytes + 3 * self.workspace_bytes(problem, config, device)
-        return _LAUNCH_US + _OVER_COPY * moved_bytes / copy_bytes_per_s(device) * 1e6
+        moved_us = moved_bytes / copy_bytes_per_s(device) * 1e6
+        return _LAUNCH_US + _OVER_COPY * moved_us + adding_us(problem, side_by_side=True)
 
     def workspace_bytes(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> int:
         return _sums_elems(problem) * ITEMSIZE["f32"]
