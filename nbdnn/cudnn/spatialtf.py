@@ -24,6 +24,7 @@ from nbdnn.cudnn.library import loaded_version
 from nbdnn.device import Gpu
 from nbdnn.errors import CudaError, CudnnError
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.kernels.cuda.spatialtf_position import adding_us
 from nbdnn.problem import FAMILIES, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
@@ -155,7 +156,9 @@ class Transformer(Candidate[NoConfig, Gpu]):
         return Support(False, reason) if reason else YES
 
     def estimate(self, problem: SpatialtfProblem, config: NoConfig, device: Gpu) -> float:
-        return _LAUNCH_US + _SLOWER * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        adds = problem.has_image and self.op.endswith("bwd")
+        added_us = adding_us(problem, side_by_side=False) if adds else 0.0
+        return _LAUNCH_US + _SLOWER * problem.min_bytes / copy_bytes_per_s(device) * 1e6 + added_us
 
     def workspace_bytes(self, problem: SpatialtfProblem, config: NoConfig, device: Gpu) -> int:
         grids = {"spatialtf_fwd": 1, "spatialtf_bwd": 2}.get(self.op, 0)
