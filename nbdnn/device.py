@@ -171,12 +171,12 @@ def thread_count() -> int:
     if _ask_numba is not None:
         return _ask_numba()
     parallel = sys.modules.get("numba.np.ufunc.parallel")
-    if parallel is not None and parallel._is_initialized:
+    if parallel is not None and getattr(parallel, "_is_initialized", False):
         _ask_numba = parallel._get_num_threads
         return _ask_numba()
-    if (numba := sys.modules.get("numba")) is not None:
-        return numba.config.NUMBA_NUM_THREADS
-    return config.numba_threads() or processors()
+    # Another thread may be importing Numba, so that its modules are there and not yet what they hold.
+    known = getattr(sys.modules.get("numba.core.config"), "NUMBA_NUM_THREADS", None)
+    return known or config.numba_threads() or processors()
 
 
 def processors() -> int:

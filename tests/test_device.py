@@ -1,12 +1,14 @@
-"""Facts about the device: how much memory may still be taken."""
+"""Facts about the device: how much memory may still be taken, and how many threads there are."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from nbdnn import device
+from nbdnn import config, device
 
 LIMIT, USED, CACHED = 1 << 30, 1000 << 20, 900 << 20
 
@@ -36,3 +38,10 @@ def test_a_machine_without_control_groups_has_what_it_says(monkeypatch: pytest.M
     monkeypatch.setattr(device, "_CONTROL_GROUPS", (nothing,))
     monkeypatch.setattr(device, "_meminfo_available_bytes", lambda: 123)
     assert device.cpu_device().free_memory_bytes() == 123
+
+
+def test_threads_are_counted_while_another_thread_imports_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_ask_numba", None)
+    for name in ("numba", "numba.core.config", "numba.np.ufunc.parallel"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert device.thread_count() == (config.numba_threads() or device.processors())
