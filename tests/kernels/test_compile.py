@@ -62,6 +62,31 @@ def test_a_source_edited_meanwhile_is_not_kept(tmp_path: Path) -> None:
     assert kept(60) == 0
 
 
+def test_a_damaged_kernel_is_compiled_again(tmp_path: Path) -> None:
+    """One bit of its machine code: whatever reads the file well would run it."""
+    (tmp_path / "flipped.py").write_text(
+        "import logging, sys\n"
+        "logging.basicConfig(stream=sys.stdout, format='%(message)s')\n"
+        "from nbdnn.kernels.cpu import compile as c\n"
+        "def task(args, ctx, index, worker):\n    pass\n"
+        "c.compile_task(task, 'test')\n"
+    )
+
+    def told() -> str:
+        environment = {**os.environ, "NBDNN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, str(tmp_path / "flipped.py")]
+        done = subprocess.run(command, env=environment, check=True, timeout=300, capture_output=True, text=True)
+        return done.stdout
+
+    assert told() == ""
+    (kept,) = (tmp_path / "cpu").glob("*-task-*.nbc")
+    content = bytearray(kept.read_bytes())
+    content[content.index(b"\x7fELF") + 100] ^= 1
+    kept.write_bytes(content)
+    assert "could not be read (it is damaged): compiling again" in told()
+    assert told() == ""
+
+
 def test_a_folder_that_cannot_be_written_costs_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "two.py").write_text(

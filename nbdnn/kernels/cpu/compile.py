@@ -25,7 +25,7 @@ from numba.core.bytecode import FunctionIdentity
 from numba.core.ccallback import CFunc
 
 from nbdnn import config
-from nbdnn.kept import keep
+from nbdnn.kept import keep, sealed, unsealed
 from nbdnn.source import changed_since_start, transitive_hash
 
 TASK_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
@@ -77,6 +77,7 @@ class DiskCache:
 
     def _path(self, target_context: Any, signature: Any) -> Path:
         facts = (
+            "sealed",
             transitive_hash(self._module),
             self._key,
             str(signature),
@@ -91,7 +92,10 @@ class DiskCache:
         target_context.refresh()
         path = self._path(target_context, signature)
         try:
-            payload = pickle.loads(path.read_bytes())
+            text = unsealed(path.read_bytes())
+            if text is None:
+                raise ValueError("it is damaged")
+            payload = pickle.loads(text)
             return compiler.CompileResult._rebuild(target_context, *payload)
         except FileNotFoundError:
             return None
@@ -105,4 +109,4 @@ class DiskCache:
         if changed_since_start(self._module):
             _log.warning("%s is not kept on disk: its source has changed since it was loaded", self._label)
             return
-        keep(self._path(result.target_context, signature), serialize.dumps(result._reduce()))
+        keep(self._path(result.target_context, signature), sealed(serialize.dumps(result._reduce())))
