@@ -12,7 +12,7 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
-from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, WARP, asm, unpacked
+from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, WARP, asm, conversion, unpacked
 from nbdnn.kernels.cuda.ptx_tile import shared_at
 from nbdnn.kernels.cuda.ptx_vector import parts_of, widened
 
@@ -118,26 +118,13 @@ def with_pixel(typingctx, total, weight, value):
     return signature(total, total, weight, value), lambda context, builder, sig, args: _with(builder, *args)
 
 
-@intrinsic
-def narrow_hat(typingctx, distance):
-    """`hat` of a float32, one instruction. Where each thread loads vectors by its own position kernels with it were a
-    sixth slower than with `hat` (64x64x56x56 channels-last by a grid, 16 bits, H200: 19.4 us, not 16.8)."""
-
-    def codegen(context, builder, sig, args):
-        text = "{ .reg .f32 size; abs.f32 size, $1; sub.sat.f32 $0, 0f3F800000, size; }"
-        return asm(builder, F32, text, "=f,f", list(args))
-
-    return signature(types.float32, types.float32), codegen
-
-
-@intrinsic
-def whole(typingctx, value):
-    """A float32 without its fraction as an int32: the nearest that there is, and 0 of NaN."""
-
-    def codegen(context, builder, sig, args):
-        return asm(builder, I32, "cvt.rzi.s32.f32 $0, $1;", "=r,f", list(args))
-
-    return signature(types.int32, types.float32), codegen
+# `hat` of a float32, one instruction. Where each thread loads vectors by its own position kernels with it were a sixth
+# slower than with `hat` (64x64x56x56 channels-last by a grid, 16 bits, H200: 19.4 us, not 16.8).
+narrow_hat = conversion(
+    "{ .reg .f32 size; abs.f32 size, $1; sub.sat.f32 $0, 0f3F800000, size; }", "=f,f", types.float32, types.float32
+)
+# A float32 without its fraction as an int32: the nearest that there is, and 0 of NaN.
+whole = conversion("cvt.rzi.s32.f32 $0, $1;", "=r,f", types.int32, types.float32)
 
 
 @intrinsic
