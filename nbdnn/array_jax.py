@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from nbdnn import driver
 from nbdnn.array import View, dtype_named, numpy_dtype
 from nbdnn.array_cuda import copy_through_host
 from nbdnn.array_numpy import NumPy, empty_on_line
+from nbdnn.cached import cached_property
 from nbdnn.device_array import DeviceArray
 from nbdnn.errors import InvalidType
 from nbdnn.problem import ANY_ITEMSIZE, dense_strides

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from nbdnn.cached import cached_property
 from nbdnn.device import Cpu, Gpu
 from nbdnn.source import transitive_hash
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
 from math import prod
 from typing import Any, ClassVar, Literal
 
+from nbdnn.cached import cached_property
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem_text import Tokens
 

@@ -21,9 +21,9 @@ Example: ``bn_train:f32:n32c256h56w56:spatial:nchw``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
+from nbdnn.cached import cached_property
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem import (
     DEFAULT_ALIGN,

@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from typing import Literal
 
+from nbdnn.cached import cached_property
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem import (
     DEFAULT_ALIGN,

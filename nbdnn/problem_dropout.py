@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
+from nbdnn.cached import cached_property
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem import DEFAULT_ALIGN, DEFAULT_COMPUTE, FAMILIES, ITEMSIZE, Operand, Problem
 from nbdnn.problem_text import Tokens

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
+from nbdnn.cached import cached_property
 from nbdnn.errors import InvalidProblem
 from nbdnn.problem import (
     DEFAULT_ALIGN,

@@ -33,9 +33,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
+from nbdnn.cached import cached_property
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem import DEFAULT_ALIGN, DEFAULT_COMPUTE, FAMILIES, ITEMSIZE, Operand, Problem, dense_strides, named
 from nbdnn.problem_text import Tokens

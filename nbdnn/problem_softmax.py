@@ -16,9 +16,9 @@ Example: ``softmax_fwd:f32:n128c1000h1w1:accurate:channel:nchw``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
+from nbdnn.cached import cached_property
 from nbdnn.errors import InvalidProblem, is_one_of
 from nbdnn.problem import (
     DEFAULT_ALIGN,

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
+from nbdnn.cached import cached_property
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.problem import (
     DEFAULT_ALIGN,

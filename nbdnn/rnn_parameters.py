@@ -11,8 +11,9 @@ the first layer, H for each direction of the layer below for the others. With sk
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
+
+from nbdnn.cached import cached_property
 
 # The gates of each mode, in the order of their matrices.
 GATES = {

@@ -21,6 +21,7 @@ LEAVES = (
     "array_jax",
     "array_numpy",
     "array_torch",
+    "cached",
     "candidate",
     "config",
     "device",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from nbdnn import reference, tolerance
 from nbdnn.array import widened
+from nbdnn.cached import cached_property
 from nbdnn.candidate import Candidate, Runner
 from nbdnn.device import Device
 from nbdnn.dispatch.benchmark import one_copy

@@ -10,10 +10,10 @@ time_once              complete measurements of this very problem, else the laye
 from __future__ import annotations
 
 import threading
-from functools import cached_property
 from typing import NamedTuple
 
 from nbdnn import config
+from nbdnn.cached import cached_property
 from nbdnn.device import Device
 from nbdnn.dispatch import events, tuner
 from nbdnn.dispatch.database import Database, LayerChoice

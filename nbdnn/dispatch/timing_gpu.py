@@ -9,7 +9,7 @@ has its own output: what a call writes back would otherwise be in the cache for 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache
 from itertools import cycle, islice
 from math import ceil
 from time import perf_counter
@@ -19,6 +19,7 @@ import numpy as np
 
 from nbdnn import driver
 from nbdnn.array import at
+from nbdnn.cached import cached_property
 from nbdnn.candidate import Runner
 from nbdnn.device import Gpu
 from nbdnn.dispatch import tapes

@@ -13,11 +13,11 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from time import perf_counter
 from typing import NamedTuple
 
 from nbdnn import config
+from nbdnn.cached import cached_property
 from nbdnn.candidate import Candidate
 from nbdnn.device import Cpu, Device, Gpu
 from nbdnn.dispatch import events, workspace

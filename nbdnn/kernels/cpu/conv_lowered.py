@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import cached_property
 
 import numpy as np
 
 from nbdnn.array import at
+from nbdnn.cached import cached_property
 from nbdnn.candidate import Candidate, Runner, Support
 from nbdnn.device import Cpu
 from nbdnn.problem import Operand

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
+from nbdnn.cached import cached_property
 from nbdnn.candidate import Candidate, Runner, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
