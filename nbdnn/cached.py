@@ -24,8 +24,10 @@ else:
         def __get__(self, instance: Any, owner: type | None = None) -> Any:
             if instance is None:
                 return self
-            # Only until it is there: an instance's own attributes come before what has no __set__.
-            return instance.__dict__.setdefault(self.name, self.work_out(instance))
+            # Only until it is there: an instance's own attributes come before what has no __set__. What a base class
+            # has put there under the same name, asked by super(), makes way.
+            instance.__dict__[self.name] = value = self.work_out(instance)
+            return value
 
 
 __all__ = ["cached_property"]

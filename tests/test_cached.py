@@ -28,6 +28,16 @@ def test_it_is_worked_out_once_an_instance() -> None:
     assert Worked.out.__doc__ == "What work says."
 
 
+def test_a_class_adds_to_what_its_base_says() -> None:
+    class Twice(Worked):
+        @cached_property
+        def out(self) -> int:
+            return 2 * super().out
+
+    twice = Twice(lambda: 3)
+    assert (twice.out, twice.out) == (6, 6)
+
+
 def test_a_child_does_not_wait_for_another_thread() -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
