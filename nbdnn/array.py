@@ -264,6 +264,8 @@ def _identify(array: Any) -> Library:
     """The library of an array whose type is seen for the first time: only what is loaded already can have made it."""
     loaded = sys.modules.get
     library: Library | None = None
+    if isinstance(array, type):
+        raise InvalidType(f"{array.__name__} is a class, not an array")
     if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         from nbdnn.array_numpy import NUMPY as library
     elif (torch := loaded("torch")) is not None and isinstance(array, torch.Tensor):
@@ -271,6 +273,8 @@ def _identify(array: Any) -> Library:
     elif (jax := loaded("jax")) is not None and isinstance(array, jax.core.Tracer):
         raise InvalidType("a JAX tracer has no values: nbdnn functions cannot be called inside jax.jit or jax.grad")
     elif jax is not None and isinstance(array, jax.Array):
+        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):  # keys of generators, which have no numbers
+            raise UnknownDtype(array.dtype)
         from nbdnn.array_jax import JAX as library
     elif (cupy := loaded("cupy")) is not None and isinstance(array, cupy.ndarray):
         from nbdnn.array_cupy import CUPY as library

@@ -18,21 +18,18 @@ class CudaArray(Library):
     """Whatever has ``__cuda_array_interface__``; results are `DeviceArray`, which has it too."""
 
     def read(self, array: Any) -> tuple[int, Hashable]:
-        facts = array.__cuda_array_interface__
-        pointer = facts["data"][0]
-        key = facts["shape"], facts.get("strides"), facts["typestr"], facts["data"][1]
+        pointer, key = _interface(array)
         return pointer, (key, driver.device_of(pointer) if pointer else 0)
 
     def gpu(self, array: Any) -> int:
-        pointer = array.__cuda_array_interface__["data"][0]
+        pointer, _ = _interface(array)
         return driver.device_of(pointer) if pointer else 0
 
     def view(self, array: Any) -> View:
-        facts = array.__cuda_array_interface__
-        dtype = dtype_named(np.dtype(facts["typestr"]).name, facts["typestr"])
-        shape, (pointer, read_only) = tuple(facts["shape"]), facts["data"]
-        strides = facts.get("strides") or _bytes(dense_strides(shape, False), dtype)
-        return View(pointer, shape, tuple(strides), dtype, not read_only, self.gpu(array))
+        pointer, (shape, strides, name, read_only) = _interface(array)
+        dtype = dtype_named(np.dtype(name).name, name)
+        strides = strides or _bytes(dense_strides(shape, False), dtype)
+        return View(pointer, tuple(shape), tuple(strides), dtype, not read_only, self.gpu(array))
 
     def pointer(self, array: Any) -> int:
         return array.__cuda_array_interface__["data"][0]
@@ -95,6 +92,20 @@ class NumbaArray(CudaArray):
 
         strides = _bytes(dense_strides(shape, channels_last), dtype)
         return lambda: cuda.device_array(shape, numpy_dtype(dtype), strides)
+
+
+def _interface(array: Any) -> tuple[int, tuple[tuple[int, ...], tuple[int, ...] | None, str, bool]]:
+    """The address by ``__cuda_array_interface__``, and (shape, strides in bytes, typestr, whether it is read-only)."""
+    facts = array.__cuda_array_interface__
+    try:
+        pointer, read_only = facts["data"]
+        key = facts["shape"], facts.get("strides"), facts["typestr"], read_only
+        masked = facts.get("mask") is not None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise InvalidType(f"a {type(array).__name__} whose __cuda_array_interface__ is {facts!r}") from None
+    if masked:
+        raise InvalidType(f"a {type(array).__name__} with a mask, which nbdnn would not apply")
+    return pointer, key
 
 
 def copy_through_host(to: View, from_: View) -> None:

@@ -83,7 +83,7 @@ def _entered(
         library = library_of(arrays[0])
         gpu = library.gpu(arrays[0])
     except InvalidType:
-        _name_unreadable(family.names(arguments), arrays)
+        name_unreadable(family.names(arguments), arrays)
         raise
     changed = gpu >= 0 and driver.enter(gpu)
     try:
@@ -114,7 +114,7 @@ def _looked_up(
     try:
         pointers, facts = library.read_all(arrays)
     except InvalidType:
-        _name_unreadable(family.names(arguments), arrays)
+        name_unreadable(family.names(arguments), arrays)
         raise
     key = (arguments, *facts)
     try:
@@ -296,7 +296,7 @@ class Zeros:
                 driver.upload(pointers[place], np.zeros(out.size_bytes, np.uint8), stream)
 
 
-def _name_unreadable(names: tuple[str, ...], arrays: Sequence[Any]) -> None:
+def name_unreadable(names: tuple[str, ...], arrays: Sequence[Any]) -> None:
     """Raise what `read` raises, with the name of the operand."""
     for place, (array, name) in enumerate(zip(arrays, names, strict=True)):
         try:

@@ -17,7 +17,7 @@ from nbdnn.candidate import Runner
 from nbdnn.dispatch import registry
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import Filters
-from nbdnn.errors import InvalidProblem, InvalidType, is_one_of
+from nbdnn.errors import InvalidProblem, InvalidType, as_float, is_one_of
 from nbdnn.problem import ITEMSIZE, Problem
 
 _MOST_BYTES = 2**63 - 1  # of which there are addresses
@@ -59,21 +59,24 @@ def filters_of(options: Options) -> Filters:
 
 
 def _permission(name: str, given: Any) -> bool:
-    if given is None:
-        return _flag(name)
-    if not isinstance(given, int | np.bool_) or given not in (True, False):
-        raise InvalidProblem(f"{name} is {given!r}, expected True, False or None")
-    return bool(given)
+    return _flag(name) if given is None else truth(name, given, "True, False or None")
 
 
 def _flag(name: str) -> Any:
     return config.current()["dnn." + name]
 
 
+def truth(name: str, value: Any, expected: str = "True or False") -> bool:
+    """`value` as a bool, where it is one or an int that equals one."""
+    if not isinstance(value, int | np.bool_) or value not in (True, False):
+        raise InvalidProblem(f"{name} is {value!r}, expected {expected}")
+    return bool(value)
+
+
 def number(name: str, value: Any) -> float:
     """`value` as a float, of whatever is a number; one of an array may be another at the next call."""
     try:
-        return float(value)
+        return as_float(value)
     except (TypeError, ValueError, OverflowError):
         raise InvalidType(f"{name} is {value!r}, expected a number") from None
 

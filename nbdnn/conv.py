@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbdnn.errors import InvalidProblem
+from nbdnn.errors import InvalidProblem, as_float
 
 Axes = int | tuple[int, ...]
 BorderMode = str | int | tuple[int | tuple[int, int], ...]
@@ -344,7 +344,7 @@ def get_conv_out_shape(
 
 def _scalars(alpha: Any, beta: Any) -> tuple[float, float]:
     try:
-        return float(alpha), float(beta)
+        return as_float(alpha), as_float(beta)
     except (TypeError, ValueError, OverflowError):
         raise InvalidProblem(f"alpha is {alpha!r} and beta {beta!r}, expected two numbers") from None
 

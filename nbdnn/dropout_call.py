@@ -13,7 +13,7 @@ import numpy as np
 from nbdnn import call, call_setup, driver
 from nbdnn.array import View, at, library_of, view
 from nbdnn.call import Call
-from nbdnn.errors import InvalidProblem, InvalidType
+from nbdnn.errors import InvalidProblem, InvalidType, as_float
 from nbdnn.problem_dropout import DropoutProblem
 
 _WORDS = 2**32
@@ -30,14 +30,19 @@ def compute(direction: str, given: tuple, dropout: float, options: tuple, stream
     y, mask, state_out = _three(out)
     if state_out is not None and state_out is not state:
         raise InvalidProblem("out[2] is not the given state, which advances in place")
-    arrays = x, y, mask, _new_state(x, seed) if state is None else _writable(x, state)
-    y, mask, advanced = call.compute(_FAMILY, ("dropout_fwd", *options), arrays, scalars, stream)
+    arguments = ("dropout_fwd", *options)
+    try:
+        arrays = x, y, mask, _new_state(x, seed) if state is None else _writable(x, state)
+    except InvalidType:
+        call.name_unreadable(_names(arguments), (x, y, mask, state))
+        raise
+    y, mask, advanced = call.compute(_FAMILY, arguments, arrays, scalars, stream)
     return y, mask, advanced if advanced is state else library_of(x).given(advanced)
 
 
 def _probability(dropout: Any) -> float:
     try:
-        return float(dropout)
+        return as_float(dropout)
     except (TypeError, ValueError, OverflowError):
         raise InvalidProblem(f"dropout is {dropout!r}, expected a probability in [0, 1)") from None
 
@@ -61,11 +66,12 @@ def _three(out: Any) -> tuple[Any, Any, Any]:
 def _new_state(x: Any, seed: Any) -> Any:
     """(seed, 0) in an array of x's library, on its device."""
     try:
-        return _state_at(x, np.array([index(seed), 0], np.int64))
+        words = np.array([index(seed), 0], np.int64)
     except TypeError:
         raise InvalidType(f"seed is {seed!r}, expected a whole number") from None
     except OverflowError:
         raise InvalidProblem(f"seed is {seed}, which has more than 63 bits and a sign") from None
+    return _state_at(x, words)
 
 
 def _state_at(x: Any, words: np.ndarray) -> Any:

@@ -49,6 +49,14 @@ def is_one_of(value: Any, names: Collection[str | None]) -> bool:
     return isinstance(value, str | None) and value in names
 
 
+def as_float(value: Any) -> float:
+    """`value` as a float, of whatever is a number; TypeError, ValueError or OverflowError of what is none, as text is,
+    which `float` would read."""
+    if isinstance(value, str | bytes | bytearray):
+        raise TypeError
+    return float(value)
+
+
 def warn(text: str) -> None:
     """An NbdnnWarning that shows the line which called nbdnn, however deep inside it the reason was found."""
     frame: FrameType | None = sys._getframe()

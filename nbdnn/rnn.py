@@ -135,7 +135,8 @@ class RNNBlock:
         w : array (get_param_size(input_size),)
         layer : int
             From 0; of a bidirectional block the pseudo-layer, 0 to 2L - 1: a layer's forward direction, then its
-        backward. input_size : [batch, I]
+            backward.
+        input_size : [batch, I]
 
         Returns
         -------
@@ -162,10 +163,13 @@ class RNNBlock:
         return found
 
     def _parameters(self, input_size: Sequence[int]) -> Parameters:
-        is_pair = hasattr(input_size, "__len__") and len(input_size) == 2
-        if not is_pair or not all(isinstance(extent, Integral) for extent in input_size):
+        try:
+            extents = list(input_size)
+        except TypeError:  # one number
+            extents = []
+        if len(extents) != 2 or not all(isinstance(extent, Integral) for extent in extents):
             raise InvalidProblem(f"input_size is {input_size!r}, expected [batch, input]")
-        return self.problem((0, 0, int(input_size[1]))).parameters
+        return self.problem((0, 0, int(extents[1]))).parameters
 
     def apply(
         self, w: Any, x: Any, hx: Any = None, cx: Any = None,
@@ -217,7 +221,7 @@ class RNNBlock:
             A candidate asked for by id cannot run this problem, or none in so little workspace.
         """
         options = policy, workspace_limit, deterministic, allow_tf32, layer
-        if not training:
+        if training is False or not _truth("training", training):
             return _compute("rnn_fwd", self.facts, False, None, (w, x, hx, cx), out, options, stream)
         own = _tape_of(self, w, x, options)
         *results, memory = _compute("rnn_fwd", self.facts, True, own, (w, x, hx, cx), out, options, stream)
@@ -264,13 +268,14 @@ class RNNBlock:
             raise InvalidProblem("tape was consumed by an earlier gradient, whose retain_tape was False")
         options = policy, workspace_limit, deterministic, allow_tf32, layer
         arrays = tape.w, tape.x, tape.hx, tape.cx, tape.y, tape.memory, dy, dhy, dcy
-        own = tape.own._replace(consumed=not retain_tape) if tape.own else None
+        consumed = not _truth("retain_tape", retain_tape)
+        own = tape.own._replace(consumed=consumed) if tape.own else None
         try:
             results = _compute("rnn_bwd", self.facts, False, own, arrays, out, options, stream)
         except CudnnError:
-            tape.consumed = not retain_tape  # who knows what was written
+            tape.consumed = consumed  # who knows what was written
             raise
-        tape.consumed = not retain_tape
+        tape.consumed = consumed
         return results
 
 
@@ -282,9 +287,15 @@ def _dtype(given: Any) -> str:
 
     name = str(given)
     if not isinstance(given, str | None) and not name.startswith("torch."):
-        with suppress(TypeError):
+        with suppress(TypeError, ValueError):  # the latter of tensors
             name = np.dtype(given).name
     return float_named(name.removeprefix("torch."))
+
+
+def _truth(name: str, value: Any) -> bool:
+    from nbdnn.call_setup import truth  # here: it takes the registry
+
+    return value is True or truth(name, value)
 
 
 def _compute(*call: Any) -> Any:

@@ -64,7 +64,9 @@ class Parameters:
 
     @property
     def size_elems(self) -> int:
-        return self._parts[-1][1][-1].offset + self.hidden
+        first = 0 if self.skip else self.input
+        widths = first + (self.layers - 1) * self.inputs_of(1) + self.layers * (self.hidden + 2)
+        return self.directions * self.gates * self.hidden * widths
 
     @cached_property
     def _parts(self) -> list[tuple[tuple[Part | None, ...], tuple[Part, ...]]]:

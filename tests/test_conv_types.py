@@ -117,6 +117,12 @@ def test_arrays_without_memory_are_refused() -> None:
         dnn_conv(x, w.to("meta"), 1)
 
 
+def test_a_key_of_jax_is_no_array_of_numbers() -> None:
+    jax = library("jax")
+    with pytest.raises(InvalidType, match="img: dtype key<fry> is not one of float16"):
+        dnn_conv(jax.random.key(0), jax.numpy.asarray(W))
+
+
 def test_a_deleted_jax_array_is_refused() -> None:
     jax = library("jax")
     x, w = jax.numpy.asarray(X), jax.numpy.asarray(W)

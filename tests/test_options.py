@@ -71,6 +71,52 @@ def test_what_is_no_name_is_refused_where_one_is_expected(call: Callable, messag
         call(given)
 
 
+@pytest.mark.parametrize("given", ["2", b"2", [2], None, 2j])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda given: dnn_conv(X, X, alpha=given), "alpha is .* and beta 0"),
+        (lambda given: dnn_conv(X, X, beta=given), "alpha is 1 and beta "),
+        (lambda given: dnn_dropout(X, given), "dropout is .*, expected a probability"),
+        (
+            lambda given: dnn_batch_normalization_train(X, ROW, ROW, "spatial", given),
+            "epsilon is .*, expected a number",
+        ),
+        (lambda given: dnn_spatialtf(X, np.ones((1, 2, 3), "f"), given), "scale_width is .*, expected a number"),
+    ],
+    ids=["alpha", "beta", "dropout", "epsilon", "scale"],
+)
+def test_what_is_no_number_is_refused_where_one_is_expected(call: Callable, message: str, given: Any) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        call(given)
+
+
+class Interface:
+    """An array that says of itself what it is given, on a GPU."""
+
+    def __init__(self, facts: Any) -> None:
+        self.__cuda_array_interface__ = facts
+
+
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.ndarray, "ndarray is a class, not an array"),
+        (Interface(None), "a Interface whose __cuda_array_interface__ is None"),
+        (Interface({"shape": (2,), "typestr": "<f4"}), "a Interface whose __cuda_array_interface__ is {'shape'"),
+        (Interface({"data": 7, "shape": (2,), "typestr": "<f4"}), "a Interface whose __cuda_array_interface__ is "),
+        (Interface({"data": (0, False), "shape": (2,), "typestr": "<f4", "mask": X}), "a Interface with a mask"),
+    ],
+)
+def test_what_is_no_array_is_refused_by_its_name(array: Any, says: str) -> None:
+    with pytest.raises(InvalidProblem, match=f"img: {says}"):
+        dnn_pool(array, 2)
+    with pytest.raises(InvalidProblem, match=f"x: {says}"):
+        dnn_dropout(array, 0.5)
+    with pytest.raises(InvalidProblem, match=f"state: {says}"):
+        dnn_dropout(X, 0.5, state=array)
+
+
 @pytest.mark.parametrize("shape", [np.array(3), 5, None, [[1], [3]], "1344"])
 def test_what_is_no_shape_is_refused_where_one_is_expected(shape: Any) -> None:
     with pytest.raises(InvalidProblem, match=r"img_shp is .*, expected a tuple of ints"):

@@ -115,6 +115,7 @@ def test_inference_gives_what_training_gives() -> None:
         (("float32", 16, 3, "gru", "linear", "bidirectional"), [8, 32], 14400),
         (("float32", 16, 3, "lstm"), [8, 32], 7552),
         (("float32", 16, 1, "rnn_relu", "skip"), [8, 16], 16 * 16 + 2 * 16),
+        (("float32", 1, 10**9, "rnn_relu"), [8, 1], 4 * 10**9),  # which nobody lists
     ],
 )
 def test_sizes_of_the_parameters(arguments: tuple, input_size: list[int], size: int) -> None:
@@ -382,6 +383,19 @@ def test_results_belong_to_jax() -> None:
             r"input_size is \[3, 5.7\], expected \[batch, input\]",
         ),
         (lambda b, g: b.get_param_size("ab"), InvalidProblem, "input_size is 'ab', expected"),
+        (lambda b, g: b.get_param_size(np.array(1)), InvalidProblem, r"input_size is array\(1\), expected \[batch"),
+        (lambda b, g: RNNBlock(np.ones(2), 3, 1, "gru"), InvalidType, "dtype .* is not one of float16"),
+        (
+            lambda b, g: b.apply(g["w"], g["x"], training="no"),
+            InvalidProblem,
+            "training is 'no', expected True or False",
+        ),
+        (lambda b, g: b.apply(g["w"], g["x"], training=np.ones(2)), InvalidProblem, "training is array"),
+        (
+            lambda b, g: b.grad(b.apply(g["w"], g["x"], training=1)[-1], g["dy"], retain_tape=None),
+            InvalidProblem,
+            "retain_tape is None, expected True or False",
+        ),
         (lambda b, g: b.split_params(None, 0, [3, 7]), InvalidType, "w is a NoneType, expected an array"),
         (lambda b, g: b.split_params(g["w"], "0", [3, 7]), InvalidProblem, "layer is '0', there are 1"),
         (lambda b, g: b.split_params(g["w"], 0.5, [3, 7]), InvalidProblem, "layer is 0.5, there are 1"),

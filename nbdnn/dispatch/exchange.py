@@ -59,7 +59,7 @@ def read_lines(lines: Iterable[bytes], name: str) -> list[AnyRecord]:
         try:
             if line.strip():
                 records.append(from_line(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}: {error}") from None
     return records
 

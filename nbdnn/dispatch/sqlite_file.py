@@ -239,7 +239,7 @@ class SqliteFile:
             return False
         if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
             raise DamagedFile(f"{self.path} is not a database", identity)
-        version, application = (int.from_bytes(header[at : at + 4], "big") for at in (60, 68))
+        version, application = (int.from_bytes(header[at : at + 4], "big", signed=True) for at in (60, 68))
         self._judge_version(version)
         if application:  # 0 while it is being created
             self._judge_application(application)
@@ -321,6 +321,8 @@ class SqliteFile:
     def _judge_version(self, version: int) -> None:
         if version > SCHEMA:
             raise DatabaseError(f"{self.path} is of schema {version}, made by a newer nbdnn; this one knows {SCHEMA}")
+        if version < 0:
+            raise DatabaseError(f"{self.path} is of schema {version}, which no nbdnn makes")
 
     def _refuse_foreign(self, connection: sqlite3.Connection) -> None:
         self._judge_application(connection.execute("PRAGMA application_id").fetchone()[0])

@@ -15,7 +15,8 @@ from nbdnn.dispatch.exchange import read_all
 from nbdnn.dispatch.measurement import STATUSES, AnyRecord, LayerChoice, Measurement, is_current
 from nbdnn.dispatch.sqlite_file import SqliteFile
 from nbdnn.dispatch.tables import count, count_damaged, delete, select, upsert
-from nbdnn.errors import DatabaseError
+from nbdnn.errors import DatabaseError, InvalidProblem
+from nbdnn.problem import Problem, parse
 
 
 class Health(NamedTuple):
@@ -105,19 +106,26 @@ def sample(file: SqliteFile, amount: int) -> Iterator[Drift]:
     from nbdnn.device import Device, cpu_device, gpu
     from nbdnn.dispatch.selection import Filters
     from nbdnn.dispatch.tuner import tune
-    from nbdnn.problem import parse
 
     rows = file.find(partial(find, filter=Filter()))
     valid = [row for row in rows if row.status != "failed" and is_current(row)]
     every: list[Device] = [cpu_device(), *map(gpu, range(driver.device_count()))]
     devices = {device.fingerprint: device for device in every}
-    here = [row for row in valid if row.device in devices]
+    here = [(row, problem) for row in valid if row.device in devices and (problem := _problem(row))]
     in_memory = Database(file.path, mode="off")
-    for row in random.sample(here, min(amount, len(here))):
+    for row, problem in random.sample(here, min(amount, len(here))):
         filters = Filters(candidate=row.candidate)
-        result = tune(parse(row.problem), devices[row.device], in_memory, filters=filters, again=True)
+        result = tune(problem, devices[row.device], in_memory, filters=filters, again=True)
         if now := result.rows.get((row.candidate, row.config)):
             yield Drift(row, now)
+
+
+def _problem(row: Measurement) -> Problem | None:
+    """The problem that was measured; None where its text is not understood."""
+    try:
+        return parse(row.problem)
+    except InvalidProblem:
+        return None
 
 
 def prune(file: SqliteFile) -> int:

@@ -108,6 +108,7 @@ BAD_LINES = [
     (line(device=[]), "device is"),
     (line(measured_at="2025"), "measured_at is"),
     (line(layer="x"), "lacks chosen_at"),
+    (b"[" * 100_000, "recursion"),
 ]
 
 
@@ -313,9 +314,13 @@ def test_verify_measures_a_sample_again(path: Path, db: Callable[..., tuple[int,
     database = Database(path, shipped=None)
     tune(parse(problem), cpu_device(), database, filters=Filters(candidate="conv_fwd/cpu/direct"), budget_s=5)
     database.store([measurement("stale"), measurement("elsewhere", device="cpu/elsewhere")])
+    (sound,) = (
+        row for row in database.rows(cpu_device().fingerprint, problem) if row.candidate == "conv_fwd/cpu/direct"
+    )
+    database.store([sound._replace(problem="conv_sideways" + problem.removeprefix("conv_fwd"))])
     database.close()
     before = contents(path.parent)
-    code, output, _ = db("verify", "--sample", 2)
+    code, output, _ = db("verify", "--sample", 9)
     report = output.partition("\n\n")[2].splitlines()
     assert report[0].split("\t") == ["problem", "candidate", "config", "stored_us", "now_us", "ratio", "status"]
     (row,) = (line.split("\t") for line in report[1:])

@@ -75,6 +75,19 @@ def _leak(path: Path, statement: str) -> None:
 _leaked: list[sqlite3.Connection] = []
 
 
+def test_a_schema_that_nobody_makes_is_neither_read_nor_changed(path: Path) -> None:
+    db = opened(path)
+    db.store([measurement()])
+    db.close()
+    sql(path, "PRAGMA user_version = -3")
+    before = contents(path.parent)
+    db = opened(path)
+    with one_warning(path, "schema -3"):
+        assert rows(db) == []
+    db.close()
+    assert contents(path.parent) == before
+
+
 def test_a_file_that_a_newer_program_converts_meanwhile(path: Path) -> None:
     db = opened(path)
     db.store([measurement("before")])
