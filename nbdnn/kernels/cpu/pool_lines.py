@@ -16,10 +16,13 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba.core import cgutils
 
-from nbdnn.kernels.cpu.vector import I32, I64
+from nbdnn.kernels.cpu.vector import I32, I64, ask
+from nbdnn.problem import ITEMSIZE
 
 NONE = 255  # no tap: of windows that do not exist, or lie beside the image
 CAREFUL, SAFE, WHOLE, STREAM = range(4)  # how lines are met: what may be read, and what is known of them
+AHEAD_BYTES = 2048  # behind what is met, of y and dy, and of x and dx; of the latter where windows are deep
+DEEP_AHEAD_BYTES = 8192
 
 
 class Row(NamedTuple):
@@ -69,6 +72,16 @@ def moved(builder, start, *steps):
     for i, size_bytes in steps:
         start = builder.add(start, builder.mul(i, size_bytes))
     return start
+
+
+def ask_ahead(builder, line, i, row: Row, ahead_bytes: int, vectors: int = 1, writes: bool = False) -> None:
+    """Ask for what lies so far behind as many vectors from element i of a line on. One request with each vector that is
+    met, for the next plane's also where this one ends: all for 8x192x28x28 (3x3) took 0.48 ms from memory, 0.90 with
+    requests for 8 KiB at once and none for y and dy, and 0.40 from cache with either (Zen 5, two threads)."""
+    itemsize = ITEMSIZE[row.dtype]
+    for vector in range(vectors):
+        behind = I64(ahead_bytes + vector * row.vl * itemsize)
+        ask(builder, builder.add(moved(builder, line, (i, I64(itemsize))), behind), writes)
 
 
 def merged(builder, parts: Sequence, places: Sequence[tuple[int, int]]):

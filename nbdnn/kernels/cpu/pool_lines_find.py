@@ -14,7 +14,20 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from nbdnn.kernels.cpu.pool_lines import CAREFUL, NONE, SAFE, WHOLE, Row, counted, merged, moved, switched
+from nbdnn.kernels.cpu.pool_lines import (
+    AHEAD_BYTES,
+    CAREFUL,
+    DEEP_AHEAD_BYTES,
+    NONE,
+    SAFE,
+    WHOLE,
+    Row,
+    ask_ahead,
+    counted,
+    merged,
+    moved,
+    switched,
+)
 from nbdnn.kernels.cpu.vector import (
     I8,
     I32,
@@ -60,6 +73,7 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
     compute = DEFAULT_COMPUTE[dtype]
     read, wide, itemsize, wide_bytes = row_types(dtype, compute, vl)
     numbers, bits = ir.VectorType(I32, vl), ir.IntType(vl)
+    x_ahead_bytes = DEEP_AHEAD_BYTES if is_deep else AHEAD_BYTES
 
     def codegen(context, builder, sig, args):
         how, *args = args
@@ -144,7 +158,9 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
 
         def windows(q, p, masks, exist, kept, first_plane: int) -> None:
             """kept: of lines that the windows before have met, too, what was met there."""
-            slot = element(builder, moved(builder, y, (p, y_apart)), q, read, itemsize)
+            y_line = moved(builder, y, (p, y_apart))
+            ask_ahead(builder, y_line, q, row, AHEAD_BYTES)
+            slot = element(builder, y_line, q, read, itemsize)
             wanted = load(builder, slot, read, itemsize, exist if kind == CAREFUL else None)
             wanted = convert(builder, wanted, dtype, compute, vl)
             first_line = moved(builder, x, (p, x_apart))
@@ -187,7 +203,9 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
             every = {at: [builder.load(value) for value in values] for at, values in kept.items()}
             for d, h in product(range(first_plane, known[0]), range(known[1])):
                 if h >= shared[1]:
-                    every[d, h] = met(line_at(I64(d), I64(h)), q, masks)
+                    line = line_at(I64(d), I64(h))
+                    ask_ahead(builder, line, builder.mul(q, I64(step)), row, x_ahead_bytes, step)
+                    every[d, h] = met(line, q, masks)
             for (d, h), slots in kept.items():
                 for slot, value in zip(slots, every[d, h + known[1] - shared[1]], strict=True):
                     builder.store(value, slot)

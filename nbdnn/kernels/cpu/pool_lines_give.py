@@ -14,7 +14,20 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, STREAM, WHOLE, Row, counted, merged, moved, switched
+from nbdnn.kernels.cpu.pool_lines import (
+    AHEAD_BYTES,
+    CAREFUL,
+    DEEP_AHEAD_BYTES,
+    SAFE,
+    STREAM,
+    WHOLE,
+    Row,
+    ask_ahead,
+    counted,
+    merged,
+    moved,
+    switched,
+)
 from nbdnn.kernels.cpu.vector import (
     I8,
     I64,
@@ -103,11 +116,15 @@ def give_lines(row: Row, known: Sequence[tuple[int, int]], past_caches: bool):
                         more = builder.fadd(total, convert(builder, share, dtype, compute, vl))
                         builder.store(builder.select(hit, more, total), sums[phase])
 
+            to, first = moved(builder, dx, (i, dx_apart)), builder.mul(k, I64(step))
+            ask_ahead(builder, moved(builder, dy, (i, dy_line)), k, row, AHEAD_BYTES)
+            if kind != STREAM:
+                ask_ahead(builder, to, first, row, DEEP_AHEAD_BYTES if is_deep else AHEAD_BYTES, step, writes=True)
             counted(builder, some or (planes if is_deep else 1, lines), True, take)
-            parts, to = [builder.load(total) for total in sums], moved(builder, dx, (i, dx_apart))
+            parts = [builder.load(total) for total in sums]
             for part in range(step):
                 places = [divmod(lane, step)[::-1] for lane in range(part * vl, part * vl + vl)]
-                at = builder.add(builder.mul(k, I64(step)), I64(part * vl))
+                at = builder.add(first, I64(part * vl))
                 value = convert(builder, merged(builder, parts, places), compute, dtype, vl)
                 write(value, element(builder, to, at, read, itemsize), builder.sub(in_w, at), is_end)
 

@@ -21,7 +21,6 @@ from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
 from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, WHOLE, Row
 from nbdnn.kernels.cpu.pool_lines_find import find_lines, found_bytes
 from nbdnn.kernels.cpu.pool_lines_give import give_lines
-from nbdnn.kernels.cpu.rows import ask_for
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
@@ -30,15 +29,13 @@ _TASKS_PER_THREAD = 16
 _LINE_BYTES = 64
 _LEAST_LANES = 4
 _MOST_KNOWN = 27  # taps of a window that are met without a loop
-_BLOCK_BYTES = 8192  # of x that is asked for at once
-_PLANE_BYTES = 128 << 10  # of x that is asked for while the plane before it is given its gradient
+_BLOCK_BYTES = 8192  # of x or dx: lines that one column goes down before the next
 GUARD = 8  # bytes on each side of a line of what is chosen; as many as taps
 
-# asks: whether dx is asked for before it is written.
 _FIELDS = record(
     *("planes", "planes_a_task", "find_lines", "give_lines", "pitch", "chosen_bytes", "found_at", "found_bytes"),
     *("in_d", "in_h", "in_w", "out_d", "out_h", "out_w", "taps_d", "taps_h", "taps_w", "step_d", "step_h", "step_w"),
-    *("pad_d", "pad_h", "pad_w", "asks"),
+    *("pad_d", "pad_h", "pad_w"),
 )
 
 
@@ -110,11 +107,6 @@ def find_windows(row: Row, windows: Windows, remembers: bool):
             line += end_p - p
             while p < end_p:
                 next_p = min(end_p, end_whole, p + few) if first_whole <= p < end_whole else p + 1
-                depth, h = d * f.step_d, next_p * f.step_h + f.taps_h - f.pad_h
-                ask_for(
-                    pointers[0] + ((plane * f.in_d + depth) * f.in_h + h) * line_bytes,
-                    (next_p - p) * f.step_h * line_bytes,
-                )
                 find(f, pointers, chosen, found, plane, d, p, next_p - p)
                 p = next_p
         for i in range(first, end):  # vectors go beyond a line's end
@@ -162,18 +154,11 @@ def _give(row: Row, windows: tuple[int, int], past_caches: bool):
     @njit(**DEVICE)
     def give_run(f, pointers, chosen, line, end):
         line_bytes = f.in_w * itemsize
-        plane_bytes = f.in_d * f.in_h * line_bytes
         few = max(1, _BLOCK_BYTES // (f.step_h * line_bytes)) * f.step_h
         while line < end:
             first_h, rest = line % f.in_h, line // f.in_h
             depth, plane = rest % f.in_d, rest // f.in_d
             end_h = min(f.in_h, first_h + end - line, first_h + few)
-            if plane_bytes <= _PLANE_BYTES:
-                ask_for(pointers[0] + line * line_bytes + plane_bytes, (end_h - first_h) * line_bytes)
-            if f.asks:
-                ask_for(
-                    pointers[3] + line * line_bytes + (end_h - first_h) * line_bytes, (end_h - first_h) * line_bytes
-                )
             line += end_h - first_h
             for phase in range(f.step_h):
                 h = first_h + phase
@@ -278,8 +263,7 @@ def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     """The runner of a gradient of planes whose windows are short."""
     planes, wanted = problem.n * problem.c, device.threads * _TASKS_PER_THREAD
     row = row_of(problem, axes, device)
-    is_large = streams(problem, device)
-    past_caches = is_large and row.step * row.vl * ITEMSIZE[problem.dtype] % _LINE_BYTES == 0
+    past_caches = streams(problem, device) and row.step * row.vl * ITEMSIZE[problem.dtype] % _LINE_BYTES == 0
     most_d, most_h = ((taps - 1) // step + 1 for taps, step in zip(axes.taps[:2], axes.step[:2], strict=True))
     windows, lines = planes * axes.out[0] * axes.out[1], planes * axes.extent[0] * axes.extent[1]
     planes_a_task, find_lines, give_lines = (ceil(n / wanted) for n in (planes, windows, lines))
@@ -291,7 +275,6 @@ def max_of_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         find_lines=find_lines,
         give_lines=give_lines,
         pitch=kept_pitch(axes),
-        asks=not is_large,
         **kept(problem, axes, device)._asdict(),
     )
     if _has_many(problem, device):
