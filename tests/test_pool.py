@@ -328,8 +328,10 @@ _OF_CUDNN = "2x2/2 3x3/2 3x3 odd global large 2x2x2/2 3x3x3/2"
 COVERAGE: dict[str, Covers] = {
     "pool_fwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
     "pool_bwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
-    "pool_bwd/cpu/indices": Covers(_EVERY, "2x2/2 3x3/2 3x3 odd padding 2x2x2/2 3x3x3/2 huge", _MAX, ends="a4"),
-    "pool_bwd/cpu/scatter": Covers("f32 f64", "2x2/2 3x3/2 3x3 odd padding 2x2x2/2 3x3x3/2 huge", _MAX, ends="a4"),
+    "pool_bwd/cpu/indices": Covers(_EVERY, _SMALL, _MAX, ends="a4"),
+    "pool_bwd/cpu/scatter": Covers("f32 f64", _SMALL, _MAX, ends="a4"),
+    "pool_fwd/cpu/sliding": Covers(_EVERY, _SMALL, ends="a4", layouts=(False,)),
+    "pool_bwd/cpu/sliding": Covers(_EVERY, _SMALL, _SUMS, ends="a4", layouts=(False,)),
     "pool_fwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
     "pool_bwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
     "pool_fwd/numba/window": Covers(_OF_GPU, _SMALL, ends="a4"),

@@ -100,11 +100,11 @@ def _cpu_dropout() -> _Lists:
 
 
 def _cpu_pool() -> _Lists:
-    from nbdnn.kernels.cpu import pool, pool_indices, pool_scatter
+    from nbdnn.kernels.cpu import pool, pool_indices, pool_scatter, pool_sliding
 
     return {
-        "pool_fwd": (pool.FWD,),
-        "pool_bwd": (pool_indices.BWD, pool_scatter.BWD, pool.BWD),
+        "pool_fwd": (pool_sliding.FWD, pool.FWD),
+        "pool_bwd": (pool_indices.BWD, pool_scatter.BWD, pool_sliding.BWD, pool.BWD),
     }
 
 

@@ -21,10 +21,10 @@ from nbdnn.kernels.cpu.pool_lines import (
     NONE,
     SAFE,
     WHOLE,
+    Reader,
     Row,
     ask_ahead,
     counted,
-    merged,
     moved,
     switched,
 )
@@ -42,15 +42,6 @@ from nbdnn.kernels.cpu.vector import (
     vector_at,
 )
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
-
-
-def _quotient(builder, value, divisor: int):
-    """Rounded down, of a value that is at least -8 * divisor."""
-    return builder.sub(builder.sdiv(builder.add(value, I64(8 * divisor)), I64(divisor)), I64(8))
-
-
-def _least(builder, a, b):
-    return builder.select(builder.icmp_signed("<", a, b), a, b)
 
 
 def found_bytes(row: Row, shared_planes: int, out_w: int) -> int:
@@ -82,49 +73,11 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
 
     def find(builder, kind, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,
              plane_bytes, line_bytes, number, plane_taps, found, found_apart, is_found):  # fmt: skip
-        def masks_at(q, is_behind: bool):
-            """By tap, which windows have it inside of the image, and exist; None: all. Where a line's windows are not
-            behind what is inside, its beginning alone counts."""
-            for r in range(taps):
-                low = builder.sub(I64(-((r - pad) // step)), q) if r < pad else None
-                high = None
-                if is_behind:
-                    end = builder.add(_quotient(builder, builder.add(in_w, I64(pad - r - 1)), step), I64(1))
-                    high = builder.sub(_least(builder, end, out_w), q)
-                yield None if low is high is None else lanes_between(builder, vl, 0, low, high)
-
-        def part_of(line, start):
-            mask = None
-            if kind == CAREFUL:
-                mask = lanes_between(builder, vl, 0, builder.neg(start), builder.sub(in_w, start))
-            return load(builder, element(builder, line, start, read, itemsize), read, itemsize, mask)
-
-        def tap_of(line, q, r: int, groups: dict[int, list]):
-            group, first = divmod(r - pad, step)
-            if group not in groups:
-                begin = builder.mul(builder.add(q, I64(group)), I64(step))
-                groups[group] = [part_of(line, builder.add(begin, I64(part * vl))) for part in range(step)]
-            return merged(builder, groups[group], [divmod(lane * step + first, vl) for lane in range(vl)])
-
-        def values_of(line, q) -> list:
-            """By tap, x of the windows from q on."""
-            groups: dict[int, list] = {}
-            given: dict[int, ir.Value] = {}
-            for r in reversed(range(taps)):
-                if kind == CAREFUL or step == 1 or r + step not in given:
-                    given[r] = tap_of(line, q, r, groups)
-                    continue
-                # The window before has this element as a later tap: one is read instead of `step` vectors, of which
-                # most lie across two cache lines.
-                at = builder.add(builder.mul(q, I64(step)), I64(r - pad))
-                before = splat(builder, builder.load(element(builder, line, at, read.element, itemsize)), read)
-                order = ir.Constant(ir.VectorType(I32, vl), [vl, *range(vl - 1)])
-                given[r] = builder.shuffle_vector(given[r + step], before, order)
-            return [convert(builder, given[r], dtype, compute, vl) for r in range(taps)]
+        reader = Reader(builder, row, kind, in_w, out_w)
 
         def met(line, q, masks) -> list:
             """The maximum of a line's taps that are inside, NaN where none is; and the first tap that it is."""
-            values = values_of(line, q)
+            values = reader.values(line, q)
             best = constant(values[0].type, float("nan"))
             for value, mask in zip(values, masks, strict=True):
                 larger = builder.select(builder.fcmp_ordered(">", best, value), best, value)
@@ -246,7 +199,7 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
         def search_nans(are_nan, line_at, number_of, q, masks, found) -> None:
             def meet(d, h) -> None:
                 first = number_of(d, h)
-                for r, value in enumerate(values_of(line_at(d, h), q)):
+                for r, value in enumerate(reader.values(line_at(d, h), q)):
                     hit = builder.and_(builder.fcmp_unordered("uno", value, value), are_nan)
                     hit = hit if masks[r] is None else builder.and_(hit, masks[r])
                     tap = builder.add(first, constant(numbers, r))
@@ -260,24 +213,24 @@ def find_lines(row: Row, known: tuple[int, int], shared: tuple[int, int]):
                 return
             with builder.if_else(builder.icmp_signed("<", q, I64(-(-pad // step)))) as (first, inner):
                 with first:
-                    column(q, list(masks_at(q, False)), False)
+                    column(q, reader.masks(q, False), False)
                 with inner:
                     column(q, [None] * taps, False)
 
         # Windows before this have all their taps inside of a line. What is found of such as do not exist is of no
         # account, as long as nothing but what a line can be asked for is read.
-        end = builder.add(_quotient(builder, builder.add(in_w, I64(pad - taps)), step), I64(1))
+        end = reader.end_inside()
         is_last_inside = builder.icmp_signed(">=", end, out_w)
         with cgutils.for_range_slice(builder, I64(0), out_w, I64(vl), I64) as (q, _):
             if kind == CAREFUL:  # a stride's vectors go beyond the last tap
-                column(q, list(masks_at(q, True)), True)
+                column(q, reader.masks(q), True)
             else:
                 are_inside = builder.or_(is_last_inside, builder.icmp_signed("<=", builder.add(q, I64(vl)), end))
                 with builder.if_else(are_inside) as (then, otherwise):
                     with then:
                         inside(q)
                     with otherwise:
-                        column(q, list(masks_at(q, True)), True)
+                        column(q, reader.masks(q), True)
 
     @intrinsic
     def run(typingctx, how, count, x, x_apart, y, y_apart, chosen, chosen_apart, in_w, out_w, planes, lines,
