@@ -27,6 +27,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import ask_for, convert_row
+from nbdnn.kernels.cpu.scratch import Scratch, own_pages
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem
@@ -224,7 +225,7 @@ def _tasks(v: Variant, streams: bool):
 
 def _scratch_bytes(v: Variant) -> int:
     """Of a worker: a chunk of x and of dy, in the compute type."""
-    return 2 * _CHUNK_ELEMS * ITEMSIZE[v.compute]
+    return own_pages(2 * _CHUNK_ELEMS * ITEMSIZE[v.compute])
 
 
 class Planes(Candidate[NoConfig, Cpu]):
@@ -259,7 +260,7 @@ class Planes(Candidate[NoConfig, Cpu]):
             np.empty((channels, parts, 2)),
             np.empty(4 * channels * ITEMSIZE[problem.compute], np.uint8),
         )
-        scratch = np.empty(device.threads * _scratch_bytes(v) + 64, np.uint8)
+        scratch = Scratch(device, _scratch_bytes(v))
         ctx = filled(
             _FIELDS,
             channels=channels,
@@ -274,7 +275,7 @@ class Planes(Candidate[NoConfig, Cpu]):
             ahead=ahead,
             sums=sums.ctypes.data,
             coefficients=coefficients.ctypes.data,
-            scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
+            scratch=scratch.start,
         )
         whole_channel, sums_of_part, finish_channels, scale_some = _tasks(v, streams(problem, device))
         if parts == 1 and problem.op != "bn_infer":
@@ -282,7 +283,7 @@ class Planes(Candidate[NoConfig, Cpu]):
         else:
             finishing = Phase(finish_channels, ceil(channels / _FINISHED_CHANNELS), ctx)
             phases = [Phase(sums_of_part, channels * parts, ctx), finishing, Phase(scale_some, runs, ctx)]
-        return Program(phases[1:] if problem.op == "bn_infer" else phases, [sums, coefficients, scratch])
+        return Program(phases[1:] if problem.op == "bn_infer" else phases, [sums, coefficients, scratch.memory])
 
 
 TRAIN, INFER, BWD, INFER_BWD = (Planes(op) for op in ("bn_train", "bn_infer", "bn_bwd", "bn_infer_bwd"))

@@ -26,6 +26,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import ask_for, convert_row
+from nbdnn.kernels.cpu.scratch import Scratch
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem
@@ -311,8 +312,7 @@ class Rows(Candidate[NoConfig, Cpu]):
         parts = min(lines, wanted)
         finished = min(_MOST_FINISHED, max(_LEAST_FINISHED, _FINISHED_PARTS // parts))
         sums, coefficients = np.empty((parts, 2, width)), np.empty(4 * width * size + 64, np.uint8)
-        scratch_bytes = (3 + 2 * _LINES_AT_ONCE) * _BLOCK * size
-        scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
+        scratch = Scratch(device, (3 + 2 * _LINES_AT_ONCE) * _BLOCK * size)
         ctx = filled(
             _FIELDS,
             channels=channels,
@@ -325,14 +325,14 @@ class Rows(Candidate[NoConfig, Cpu]):
             m=problem.m,
             sums=sums.ctypes.data,
             coefficients=_on_line(coefficients),
-            scratch=_on_line(scratch),
-            scratch_bytes=scratch_bytes,
+            scratch=scratch.start,
+            scratch_bytes=scratch.size_bytes,
         )
         finishing = Phase(_finish_task(v), ceil(channels / finished), ctx)
         phases = [finishing, Phase(_scale_task(v, far), parts * blocks, ctx)]
         if problem.op != "bn_infer":
             phases = [Phase(_sums_task(v, together, far), parts * blocks, ctx), *phases]
-        return Program(phases, [sums, coefficients, scratch])
+        return Program(phases, [sums, coefficients, scratch.memory])
 
 
 def _on_line(memory: np.ndarray) -> int:

@@ -31,6 +31,7 @@ from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS, lower_rows, lower_task
 from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
 from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, pack_phase, packed_bytes
+from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import own_rows, strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, prefetch, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -205,7 +206,7 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
         k_step=max(1, ceil(k_len / k_steps)),
         low_rows=low_rows,
         low_columns=low_columns,
-        strip_bytes=0 if in_place else ceil(row_bytes * low_rows / 64) * 64,
+        strip_bytes=0 if in_place else own_pages(row_bytes * low_rows),
         acc_bytes=tiles * config.mr * lanes * itemsize,
         packed_bytes=packed_bytes(geo, gather, problem.dtype, lanes, device),
     )
@@ -227,9 +228,9 @@ class _Layout:
 def _layout(problem: ConvProblem, config: Config, device: Cpu) -> _Layout:
     geo = geometry(problem)
     plans = tuple(_plan(problem, geo, gather, config, device) for gather in geo.gathers)
-    strip_offset = sum(plan.packed_bytes for plan in plans)
+    strip_offset = own_pages(sum(plan.packed_bytes for plan in plans))
     strips = max(plan.strip_bytes * (plan.total_strips if plan.shared else device.threads) for plan in plans)
-    worker_bytes = max(plan.acc_bytes for plan in plans)
+    worker_bytes = own_pages(max(plan.acc_bytes for plan in plans))
     worker_offset = strip_offset + strips
     total = worker_offset + device.threads * worker_bytes
     return _Layout(geo, plans, strip_offset, worker_offset, worker_bytes, total)

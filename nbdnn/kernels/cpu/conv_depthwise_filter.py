@@ -28,6 +28,7 @@ from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, column_table, geometry, spatial3, tap_table, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import zero_fill
+from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -274,11 +275,11 @@ def _runs(problem: ConvProblem, device: Cpu) -> tuple[int, int, int]:
 
 
 def _sums_bytes(problem: ConvProblem, pitch: int) -> int:
-    return ceil(prod(problem.filter) * pitch * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]] / 64) * 64
+    return own_pages(prod(problem.filter) * pitch * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]])
 
 
 def _entries_bytes(problem: ConvProblem) -> int:
-    return ceil(16 * prod(problem.filter[:-1]) / 64) * 64
+    return own_pages(16 * prod(problem.filter[:-1]))
 
 
 def _parameters(problem: ConvProblem, gather: Gather, device: Cpu) -> tuple[np.ndarray, list[np.ndarray]]:

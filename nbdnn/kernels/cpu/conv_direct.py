@@ -33,6 +33,7 @@ from nbdnn.kernels.cpu.geometry import (
     tensor_strides,
 )
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.scratch import Scratch
 from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -41,13 +42,14 @@ _CHUNKS_PER_THREAD = 16  # tasks a thread: enough to even out, few enough that d
 _NS_PER_MAC = 0.15  # one thread, short float32 rows: a prior for the guess, not a measurement of this machine
 
 _GATHER = record(
-    *GATHER_FIELDS, "rows", "rows_a_task", "table_d", "table_h", "table_w", "lanes", "contiguous", "scratch"
+    *GATHER_FIELDS,
+    *("rows", "rows_a_task", "table_d", "table_h", "table_w", "lanes", "contiguous", "scratch", "scratch_bytes"),
 )
 
 
-def _scratch(width: int, compute: str, device: Cpu) -> np.ndarray:
+def _scratch(width: int, compute: str, device: Cpu) -> Scratch:
     """A row of accumulators for each worker, owned by the runner: this candidate runs where no workspace may be."""
-    return np.empty(device.threads * ceil(width * ITEMSIZE[compute] / 64) * 64, np.uint8)
+    return Scratch(device, width * ITEMSIZE[compute])
 
 
 @cache
@@ -56,7 +58,7 @@ def _gather_task(dtype: str, vl: int):
     compute = DEFAULT_COMPUTE[dtype]
     data, acc_of, i64, offset_slot = pointer(dtype), pointer(compute), pointer("i64"), stack(8)
     args_at, params_at = struct(ARGS), struct(_GATHER)
-    widen, store, itemsize, acc_bytes = WIDEN[dtype], tile_store(dtype, compute, vl), ITEMSIZE[dtype], ITEMSIZE[compute]
+    widen, store, itemsize = WIDEN[dtype], tile_store(dtype, compute, vl), ITEMSIZE[dtype]
     real = float32 if compute == "f32" else float64
 
     def gather_rows(args, ctx, index, worker):
@@ -65,7 +67,7 @@ def _gather_task(dtype: str, vl: int):
         # Rows of (tap in the filter, offset in the input, first and end of the outputs it reaches).
         table_d, table_h, table_w = i64(f.table_d), i64(f.table_h), i64(f.table_w)
         width = f.count_w
-        tile = f.scratch + worker * ((width * acc_bytes + 63) // 64 * 64)
+        tile = f.scratch + worker * f.scratch_bytes
         acc = acc_of(tile)
         step = f.in_step_w * f.in_w
         bias = pointers[f.bias_pointer] if f.bias_pointer >= 0 else 0
@@ -135,16 +137,17 @@ def _gather_phase(problem: ConvProblem, geo: Geometry, gather: Gather, device: C
         **{f"table_{axis}": table.ctypes.data for axis, table in zip("dhw", tables, strict=True)},
         lanes=lanes.ctypes.data,
         contiguous=int(gather.w.out_step * geo.out_strides[-1] == 1),
-        scratch=scratch.ctypes.data,
+        scratch=scratch.start,
+        scratch_bytes=scratch.size_bytes,
     )
     task = _gather_task(problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype]))
-    return Phase(task, ceil(rows / rows_a_task), ctx), [*tables, lanes, scratch]
+    return Phase(task, ceil(rows / rows_a_task), ctx), [*tables, lanes, scratch.memory]
 
 
 _FILTER = record(
     *("n", "k", "c", "c_group", "k_group", "x_n", "x_c", "x_d", "x_h", "x_w", "y_n", "y_c", "y_d", "y_h", "y_w"),
     *("count_d", "count_h", "step_d", "step_h", "step_w", "taps_d", "taps_h", "taps_w"),
-    *("table_d", "table_h", "table_w", "out_k", "out_c", "lanes", "contiguous", "read_out", "scratch"),
+    *("table_d", "table_h", "table_w", "out_k", "out_c", "lanes", "contiguous", "read_out", "scratch", "scratch_bytes"),
 )
 
 
@@ -154,7 +157,7 @@ def _filter_task(dtype: str, vl: int):
     compute = DEFAULT_COMPUTE[dtype]
     data, acc_of, i64, offset_slot = pointer(dtype), pointer(compute), pointer("i64"), stack(8)
     args_at, params_at = struct(ARGS), struct(_FILTER)
-    widen, store, acc_bytes = WIDEN[dtype], tile_store(dtype, compute, vl), ITEMSIZE[compute]
+    widen, store = WIDEN[dtype], tile_store(dtype, compute, vl)
     real = float32 if compute == "f32" else float64
 
     def filter_taps(args, ctx, index, worker):
@@ -162,7 +165,7 @@ def _filter_task(dtype: str, vl: int):
         x, dy = data(a.p0), data(a.p1)
         table_d, table_h, table_w = i64(f.table_d), i64(f.table_h), i64(f.table_w)
         taps = f.taps_d * f.taps_h * f.taps_w
-        tile = f.scratch + worker * ((taps * acc_bytes + 63) // 64 * 64)
+        tile = f.scratch + worker * f.scratch_bytes
         acc = acc_of(tile)
         k, c = index // f.c_group, index % f.c_group
         x_c = (k // f.k_group * f.c_group + c) * f.x_c
@@ -227,11 +230,12 @@ def _filter_phase(problem: ConvProblem, device: Cpu) -> tuple[Phase, list[np.nda
         lanes=lanes.ctypes.data,
         contiguous=int(bool((np.diff(lanes) == 1).all())),
         read_out=int("beta" in problem.epilogue),
-        scratch=scratch.ctypes.data,
+        scratch=scratch.start,
+        scratch_bytes=scratch.size_bytes,
     )
     pairs = problem.k * problem.c // problem.groups
     task = _filter_task(problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype]))
-    return Phase(task, pairs, ctx), [*tables, lanes, scratch]
+    return Phase(task, pairs, ctx), [*tables, lanes, scratch.memory]
 
 
 class Direct(Candidate[NoConfig, Cpu]):

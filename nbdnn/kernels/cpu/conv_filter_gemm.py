@@ -31,6 +31,7 @@ from nbdnn.kernels.cpu.geometry import Axis, Gather, geometry, spatial3, tensor_
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
 from nbdnn.kernels.cpu.rows import convert_row, convert_rows, transpose
+from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -261,11 +262,12 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu) -> _Plan:
     sums_bytes = block_rows * lanes * acc_bytes
     panel_offset = 0 if in_place else round_up(problem.n * problem.c * prod(padded) * acc_bytes)
     sums_offset = panel_offset + outer * panel_bytes
-    worker_offset = sums_offset + outer * blocks * splits * sums_bytes
+    worker_offset = own_pages(sums_offset + outer * blocks * splits * sums_bytes)
+    worker_bytes = own_pages(sums_bytes)
     return _Plan(
         gather, in_place, (padded[0], padded[1], padded[2]), panels, pixels, images, chunk, m_rows, blocks, block_rows,
-        splits, split_chunks, panel_bytes, sums_bytes, panel_offset, sums_offset, worker_offset, sums_bytes,
-        worker_offset + device.threads * sums_bytes,
+        splits, split_chunks, panel_bytes, sums_bytes, panel_offset, sums_offset, worker_offset, worker_bytes,
+        worker_offset + device.threads * worker_bytes,
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from nbdnn.kernels.cpu.lower_pixels import (
 )
 from nbdnn.kernels.cpu.micro_kernel import tile_product
 from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, pack_phase, packed_bytes, reads_in_order
+from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -223,11 +224,10 @@ class _Layout:
         blocks = ceil(geo.c_out / config.mr)
         plans = tuple(strip_plan(geo, g, acc_bytes, blocks, tile_pixels, device) for g in geo.gathers)
         sizes = [packed_bytes(geo, g, problem.dtype, config.mr, device) if config.packed else 0 for g in geo.gathers]
-        strip_offset = sum(sizes)
+        strip_offset = own_pages(sum(sizes))
         pixels_offset = strip_offset + max(plan.total_bytes(device.threads) for plan in plans)
-        pixels_bytes = max(
-            ceil(plan.strip_rows * g.w.count / 8) * 64 for plan, g in zip(plans, geo.gathers, strict=True)
-        )
+        pixels = max(plan.strip_rows * g.w.count for plan, g in zip(plans, geo.gathers, strict=True))
+        pixels_bytes = own_pages(8 * pixels)
         return cls(
             geo,
             plans,

@@ -29,6 +29,7 @@ from nbdnn.kernels.cpu.geometry import Gather, geometry, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
 from nbdnn.kernels.cpu.rows import every_step, transpose, zero_fill
+from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -247,10 +248,11 @@ def _plan(problem: ConvProblem, device: Cpu) -> _Plan:
     m_panel_bytes = (ceil(c_group / _BLOCK_ROWS) * _BLOCK_ROWS + _MR) * lanes * acc_bytes
     m_xi_bytes = panels * m_panel_bytes + 64
     lines = (_M * _M * tile_columns + 2 * vl) * vl + _PLANES * vl * vl
-    worker = max(_M * _ALPHA * (tile_columns + 1) + 2 * vl, lines, 2 * 9 * _STORE_CHANNELS * lanes) * acc_bytes
+    worker = max(_M * _ALPHA * (tile_columns + 1) + 2 * vl, lines, 2 * 9 * _STORE_CHANNELS * lanes)
+    worker_bytes = own_pages(worker * acc_bytes)
     d_offset = problem.groups * _PLANES * v_xi_bytes
     m_offset = d_offset + problem.groups * _PLANES * panels * d_panel_bytes
-    worker_offset = m_offset + problem.groups * _PLANES * m_xi_bytes
+    worker_offset = own_pages(m_offset + problem.groups * _PLANES * m_xi_bytes)
     return _Plan(
         gather=gather,
         tile_rows=tile_rows,
@@ -267,8 +269,8 @@ def _plan(problem: ConvProblem, device: Cpu) -> _Plan:
         d_offset=d_offset,
         m_offset=m_offset,
         worker_offset=worker_offset,
-        worker_bytes=ceil(worker / 64) * 64,
-        total_bytes=worker_offset + device.threads * ceil(worker / 64) * 64,
+        worker_bytes=worker_bytes,
+        total_bytes=worker_offset + device.threads * worker_bytes,
     )
 
 

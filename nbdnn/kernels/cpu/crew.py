@@ -24,13 +24,13 @@ from numba.extending import intrinsic
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.vector import I64
 
-_LINE_BYTES = 64
+_PAIR_BYTES = 128  # of lines, which some processors fetch together
 _PATIENCE = 4096  # looks, of some 10 ns: the other threads of a region come within 20 us
 _HAS_PAUSE = platform.machine().lower() in ("x86_64", "amd64")
 
 
 def crew_bytes(parts: int) -> int:
-    return (1 + parts) * _LINE_BYTES
+    return (1 + parts) * _PAIR_BYTES
 
 
 @intrinsic
@@ -79,7 +79,7 @@ def take_step(part_of_step):
 
     @njit(**DEVICE)
     def take(crew, parts, mine, step, patience, context):
-        if _begin(crew + _LINE_BYTES * (1 + mine), step):
+        if _begin(crew + _PAIR_BYTES * (1 + mine), step):
             part_of_step(step, mine, context)
             _done(crew)
         looks = 0
@@ -87,7 +87,7 @@ def take_step(part_of_step):
             looks += 1
             if looks > patience:
                 for part in range(parts):
-                    if _begin(crew + _LINE_BYTES * (1 + part), step):
+                    if _begin(crew + _PAIR_BYTES * (1 + part), step):
                         part_of_step(step, part, context)
                         _done(crew)
                         patience = 0

@@ -19,6 +19,7 @@ from nbdnn.kernels.cpu.geometry import (
     tap_table,
 )
 from nbdnn.kernels.cpu.launch import FEW_ELEMS
+from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.vector import filled, record
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -60,9 +61,9 @@ def sizes_of(problem: ConvProblem, device: Cpu) -> dict[str, int]:
         pitch = ceil(width / vl) * vl
         tile_rows = max(_TILE_ROWS, _PLANE_BYTES // (pitch * acc_bytes) // PLANAR_BLOCK * PLANAR_BLOCK)
         weights, shared, tile = ceil(taps * acc_bytes / 64) * 64, 0, tile_rows * pitch * acc_bytes
-    worker = ceil((entries + weights + tile) / 64) * 64
+    worker = own_pages(entries + weights + tile)
     copy = shared if taps * problem.c < FEW_ELEMS else 0
-    shared = max(shared, device.threads * copy)
+    shared = own_pages(max(shared, device.threads * copy))
     return {
         "entries": entries,
         "weights": weights,

@@ -12,6 +12,7 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.fft_line import frequencies
 from nbdnn.kernels.cpu.fft_tiles import MR, PANEL_VECTORS
 from nbdnn.kernels.cpu.geometry import Gather, Geometry, geometry
+from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
@@ -116,8 +117,7 @@ def plan(problem: ConvProblem, tile: Tile, device: Cpu) -> Plan:
     pitch = tile.w * row_bytes + _LINE_BYTES
     x_offset = freqs * w_freq
     y_offset = x_offset + freqs * x_freq
-    worker_offset = y_offset + freqs * y_freq
-    worker_bytes = tile.h * pitch + tile.w * row_bytes
+    worker_offset, worker_bytes = own_pages(y_offset + freqs * y_freq), own_pages(tile.h * pitch + tile.w * row_bytes)
     return Plan(
         geo, gather, tile, m_h, m_w, tiles_h, tiles_w, planes, gather.d.count, taps, images, width, row_bytes, pitch,
         Spectra(x_offset, x_freq, 3 * x_plane, row_bytes, x_plane),

@@ -37,9 +37,9 @@ _NO_SCALARS = 1.0, 0.0
 
 _int64 = pointer("i64")
 _args = struct(ARGS)
-_LINE_BYTES, _MOST_WORKERS = 64, 512
+_PAIR_BYTES, _MOST_WORKERS = 128, 512  # of lines, which some processors fetch together
 _ALONE, _EACH = 1, 2
-_args_memory, _lines = stack(128), stack(_LINE_BYTES * _MOST_WORKERS)
+_args_memory, _lines = stack(128), stack(_PAIR_BYTES * _MOST_WORKERS)
 
 
 # Fewer elements a thread packs for itself sooner than all have packed their part and met (4 to 10 us), and sooner than
@@ -96,12 +96,12 @@ def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, bet
                 call_task(function, args, ctx, index, 0)
         else:
             for worker in range(workers):
-                _int64(next_indices + _LINE_BYTES * worker)[0] = worker * count // workers
+                _int64(next_indices + _PAIR_BYTES * worker)[0] = worker * count // workers
             for worker in prange(workers):
                 _run_own(program, first_own, phase, args, worker)
                 for turn in range(workers):
                     owner = (worker + turn) % workers
-                    next_index, end = next_indices + _LINE_BYTES * owner, (owner + 1) * count // workers
+                    next_index, end = next_indices + _PAIR_BYTES * owner, (owner + 1) * count // workers
                     if _int64(next_index)[0] < end:
                         index = atomic_add(next_index, 1)
                         while index < end:

@@ -27,6 +27,7 @@ from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.rows import convert_row, every_step, transpose, zero_fill
+from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import own_rows, strip_address
 from nbdnn.kernels.cpu.vector import pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -181,7 +182,7 @@ def strip_plan(geo: Geometry, gather: Gather, acc_bytes: int, blocks: int, tile_
         row_phases=row_phases,
         plane_elems=plane,
         # The last tile of the last plane reads whole vectors.
-        strip_bytes=ceil((planes * plane * acc_bytes + 4 * device.vector_bytes) / 64) * 64,
+        strip_bytes=own_pages(planes * plane * acc_bytes + 4 * device.vector_bytes),
     )
 
 

@@ -24,7 +24,7 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.pool_axes import Axes, axes_of, whole_lines
+from nbdnn.kernels.cpu.pool_axes import Axes, axes_of
 from nbdnn.kernels.cpu.pool_channels import shares_little, windows_of_channels
 from nbdnn.kernels.cpu.pool_max_channels import max_of_channels
 from nbdnn.kernels.cpu.pool_max_planes import max_of_planes
@@ -41,6 +41,7 @@ from nbdnn.kernels.cpu.pool_rows import (
 from nbdnn.kernels.cpu.pool_tiles import max_of_tiles, tiles
 from nbdnn.kernels.cpu.pool_whole import takes_all, whole_planes
 from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.scratch import Scratch, whole_lines
 from nbdnn.kernels.cpu.vector import filled, pointer, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
@@ -184,7 +185,7 @@ def _placed(problem: PoolProblem, axes: Axes, device: Cpu) -> tuple[int, np.ndar
     target = axes.out if problem.op == "pool_fwd" else axes.extent
     rows = problem.n * problem.c // inner * target[0] * target[1]
     rows_a_task = ceil(rows / (device.threads * _TASKS_PER_THREAD))
-    scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
+    scratch = Scratch(device, scratch_bytes)
     ctx = filled(
         FIELDS,
         **axes.fields(),
@@ -193,11 +194,11 @@ def _placed(problem: PoolProblem, axes: Axes, device: Cpu) -> tuple[int, np.ndar
         inner=inner,
         averages=problem.mode.startswith("average"),
         excludes_pad=problem.mode == "average_exc_pad",
-        scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
-        scratch_bytes=scratch_bytes,
+        scratch=scratch.start,
+        scratch_bytes=scratch.size_bytes,
         line_bytes=line_bytes,
     )
-    return ceil(rows / rows_a_task), ctx, scratch
+    return ceil(rows / rows_a_task), ctx, scratch.memory
 
 
 FWD, BWD = Rows("pool_fwd"), Rows("pool_bwd")

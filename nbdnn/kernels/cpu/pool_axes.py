@@ -56,8 +56,3 @@ def _steps(
     and memory in proportion."""
     axes = zip(strides, extents, windows, pads, strict=True)
     return tuple(min(step, max(taps, extent + 2 * pad - taps + 1)) for step, extent, taps, pad in axes)
-
-
-def whole_lines(size_bytes: int) -> int:
-    """Rounded up to whole cache lines."""
-    return -(-size_bytes // 64) * 64

@@ -24,10 +24,11 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
+from nbdnn.kernels.cpu.pool_axes import Axes
 from nbdnn.kernels.cpu.pool_rows import fill, real_of
 from nbdnn.kernels.cpu.pool_taps import AHEAD_BYTES, covering, find_few, gather_few, reached
 from nbdnn.kernels.cpu.rows import ask_for
+from nbdnn.kernels.cpu.scratch import Scratch, whole_lines
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
@@ -256,7 +257,7 @@ def max_of_channels(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
 
     blocks_d, blocks_h = ceil(axes.extent[0] / depths), ceil(axes.extent[1] / rows)
     *starts, scratch_bytes = accumulate(block.parts, initial=0)
-    scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
+    scratch = Scratch(device, scratch_bytes)
     strides = block.windows[1] * line_bytes, line_bytes, problem.c * ITEMSIZE[problem.dtype]
     offsets = [np.arange(taps, dtype=np.int64) * stride for taps, stride in zip(axes.taps, strides, strict=True)]
     columns = _covering(*(side[2] for side in (axes.extent, axes.out, axes.taps, axes.step, axes.pad)))
@@ -277,8 +278,8 @@ def max_of_channels(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         windows_d=block.windows[0],
         windows_h=block.windows[1],
         line_bytes=line_bytes,
-        scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
-        scratch_bytes=scratch_bytes,
+        scratch=scratch.start,
+        scratch_bytes=scratch.size_bytes,
     )
     task = _task(problem.dtype, device.lanes(problem.compute), streams(problem, device))
-    return Program([Phase(task, problem.n * blocks_d * blocks_h, ctx)], [scratch, columns, *offsets])
+    return Program([Phase(task, problem.n * blocks_d * blocks_h, ctx)], [scratch.memory, columns, *offsets])

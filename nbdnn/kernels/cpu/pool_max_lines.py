@@ -17,10 +17,11 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
+from nbdnn.kernels.cpu.pool_axes import Axes
 from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, WHOLE, Row
 from nbdnn.kernels.cpu.pool_lines_find import find_lines, found_bytes
 from nbdnn.kernels.cpu.pool_lines_give import give_lines
+from nbdnn.kernels.cpu.scratch import own_pages, whole_lines
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
@@ -252,7 +253,7 @@ class Kept(NamedTuple):
 def kept(problem: PoolProblem, axes: Axes, device: Cpu) -> Kept:
     found_at = whole_lines(axes.out[0] * axes.out[1] * kept_pitch(axes) + 64)
     of_line = found_bytes(row_of(problem, axes, device), max(0, axes.taps[0] - axes.step[0]), axes.out[2])
-    return Kept(found_at + whole_lines(axes.out[1] * (8 + of_line)), found_at, of_line)
+    return Kept(own_pages(found_at + axes.out[1] * (8 + of_line)), found_at, of_line)
 
 
 def windows_of(axes: Axes) -> Windows:

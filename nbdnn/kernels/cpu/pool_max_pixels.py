@@ -16,9 +16,10 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
+from nbdnn.kernels.cpu.pool_axes import Axes
 from nbdnn.kernels.cpu.pool_pixels import find_pixels, give_pixels
 from nbdnn.kernels.cpu.rows import ask_for
+from nbdnn.kernels.cpu.scratch import whole_lines
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem

@@ -32,11 +32,12 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
+from nbdnn.kernels.cpu.pool_axes import Axes
 from nbdnn.kernels.cpu.pool_phases import kept_row, phases_of_row, row_of_phases
 from nbdnn.kernels.cpu.pool_rows import fill, real_of
 from nbdnn.kernels.cpu.pool_taps import AHEAD_BYTES, find_few, gather_few
 from nbdnn.kernels.cpu.rows import ask_for
+from nbdnn.kernels.cpu.scratch import Scratch, whole_lines
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
@@ -333,9 +334,9 @@ def max_of_planes(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     kept = dict(zip(_KEPT, starts, strict=True))
     offsets = block.offsets
     # Outside of the image x stays -inf and dy 0.
-    scratch = np.full((device.threads * scratch_bytes + 64) // size, -np.inf, f"f{size}")
-    start = -scratch.ctypes.data % 64
-    workers = scratch[start // size :][: device.threads * scratch_bytes // size].reshape(device.threads, -1)
+    scratch = Scratch(device, scratch_bytes)
+    workers = scratch.of_workers(f"f{size}")
+    workers[...] = -np.inf
     workers[:, kept["shares_at"] // size : kept["sums_at"] // size] = 0
     for name in ("shares_at", "to_planes_at", "to_rows_at"):
         kept[name] += block.guard_bytes
@@ -353,8 +354,8 @@ def max_of_planes(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         lines_h=block.lines[1],
         pitch=block.pitch,
         phase_bytes=block.phase_bytes,
-        scratch=scratch.ctypes.data + start,
-        scratch_bytes=scratch_bytes,
+        scratch=scratch.start,
+        scratch_bytes=scratch.size_bytes,
     )
     phase = Phase(_task(problem.dtype, vl, streams(problem, device)), problem.n * problem.c * prod(block.blocks), ctx)
-    return Program([phase], [scratch, *offsets])
+    return Program([phase], [scratch.memory, *offsets])

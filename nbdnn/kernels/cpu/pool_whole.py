@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from functools import cache
 from math import ceil, prod
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -25,9 +24,10 @@ from numba.extending import intrinsic
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.pool_axes import Axes, whole_lines
+from nbdnn.kernels.cpu.pool_axes import Axes
 from nbdnn.kernels.cpu.pool_phases import joined_vectors
 from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.scratch import Scratch
 from nbdnn.kernels.cpu.vector import (
     I32,
     I64,
@@ -245,8 +245,7 @@ def whole_planes(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
     vl, is_last, elements = device.lanes(problem.compute), problem.channels_last, prod(axes.extent)
     planes = problem.n * (elements if is_last else problem.c)
     planes_a_task = ceil(planes / (device.threads * _TASKS_PER_THREAD))
-    scratch_bytes = whole_lines(problem.c * ITEMSIZE[problem.compute]) if is_last else 0
-    scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
+    scratch = Scratch(device, problem.c * ITEMSIZE[problem.compute] if is_last else 0)
     ctx = filled(
         _FIELDS,
         planes=planes,
@@ -254,9 +253,9 @@ def whole_planes(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
         elements=elements,
         averages=problem.mode.startswith("average"),
         channels=problem.c,
-        scratch=scratch.ctypes.data + -scratch.ctypes.data % 64,
-        scratch_bytes=scratch_bytes,
+        scratch=scratch.start,
+        scratch_bytes=scratch.size_bytes,
     )
     dtype = problem.dtype
     task = _pixels_task(dtype, vl) if is_last else _planes_task(problem.op, dtype, problem.is_max, vl)
-    return Program([Phase(task, ceil(planes / planes_a_task), ctx)], [scratch])
+    return Program([Phase(task, ceil(planes / planes_a_task), ctx)], [scratch.memory])

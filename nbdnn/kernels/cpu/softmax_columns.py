@@ -26,12 +26,12 @@ from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.rows import transpose
+from nbdnn.kernels.cpu.scratch import Scratch
 from nbdnn.kernels.cpu.softmax_vector import backward_columns, collect, deal, forward_columns
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_softmax import SoftmaxProblem
 
-_LINE_BYTES = 64
 # Vectors of a strip: the most of which the elements fit. Wider ones where a gradient's leave the first-level cache
 # before they are read again: 0.22 ms of 2x150x64x64 instead of 0.28, but 0.39 instead of 0.33 for the logarithm of
 # 4x21x128x128 (a Zen 5 thread).
@@ -165,8 +165,8 @@ class ShortRows(_LaneByLane):
         vector_bytes = 2 * length * vl * ITEMSIZE[problem.compute]
         vectors = _most(_TURNED, vector_bytes, _FIRST_LEVEL_BYTES)
         width = ceil(ceil(rows / (device.threads * _TASKS_PER_THREAD)) / (vectors * vl)) * vectors * vl
-        scratch = _Scratch(device.threads, vectors * vector_bytes)
-        ctx = scratch.record(length=length, inner=1, width=width, blocks=1, rows=rows)
+        scratch = Scratch(device, vectors * vector_bytes)
+        ctx = _record(scratch, length=length, inner=1, width=width, blocks=1, rows=rows)
         known = length if length > 1 and vl % length == 0 else 0
         task = _short_rows_task(problem.dtype, problem.algorithm, forward, vl, vectors, known)
         return Program([Phase(task, ceil(rows / width), ctx)], [scratch.memory])
@@ -187,11 +187,11 @@ class Columns(_LaneByLane):
         vectors = _most(_APART, vector_bytes, int(device.l2_bytes * _SECOND_LEVEL_SHARE))
         if not forward:
             vectors = _WIDEST if 2 * vector_bytes * _APART[0] > _FIRST_LEVEL_BYTES else _APART[0]
-        scratch = _Scratch(device.threads, vectors * vector_bytes if forward else 0)
+        scratch = Scratch(device, vectors * vector_bytes if forward else 0)
         wanted = ceil(device.threads * _TASKS_PER_THREAD / max(outer, 1))
         width = ceil(ceil(inner / wanted) / (vectors * vl)) * vectors * vl
         blocks = ceil(inner / width)
-        ctx = scratch.record(length=length, inner=inner, width=width, blocks=blocks, rows=0)
+        ctx = _record(scratch, length=length, inner=inner, width=width, blocks=blocks, rows=0)
         task = _columns_task(problem.dtype, problem.algorithm, forward, vl, vectors)
         return Program([Phase(task, outer * blocks, ctx)], [scratch.memory])
 
@@ -201,17 +201,8 @@ def _most(numbers: tuple[int, ...], vector_bytes: int, room_bytes: int) -> int:
     return next((n for n in numbers if n * vector_bytes <= room_bytes), numbers[-1])
 
 
-class _Scratch:
-    """So many bytes for each thread, on cache lines of its own."""
-
-    def __init__(self, threads: int, size_bytes: int) -> None:
-        self.size_bytes = -(-size_bytes // _LINE_BYTES) * _LINE_BYTES
-        self.memory = np.empty(threads * self.size_bytes + _LINE_BYTES, np.uint8)
-
-    def record(self, **values: int) -> np.ndarray:
-        """The fields of a task."""
-        start = self.memory.ctypes.data + -self.memory.ctypes.data % _LINE_BYTES
-        return filled(_FIELDS, scratch=start, scratch_bytes=self.size_bytes, **values)
+def _record(scratch: Scratch, **values: int) -> np.ndarray:
+    return filled(_FIELDS, scratch=scratch.start, scratch_bytes=scratch.size_bytes, **values)
 
 
 FWD_SHORT_ROWS, FWD = ShortRows("softmax_fwd"), Columns("softmax_fwd")

@@ -24,6 +24,7 @@ from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.exponential import EXP
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.scratch import Scratch, whole_lines
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_softmax import SoftmaxProblem
@@ -182,21 +183,18 @@ class Rows(Candidate[NoConfig, Cpu]):
         vl = device.lanes(compute)
         # Every widened row has its own: loops that store to what they read are not vectorised.
         rows_held = 0 if problem.dtype == compute else len(problem.operands)
-        scratch_bytes = rows_held * _lines(length * ITEMSIZE[compute])
-        scratch = np.empty(device.threads * scratch_bytes + 64, np.uint8)
+        scratch = Scratch(device, rows_held * whole_lines(length * ITEMSIZE[compute]))
         rows_a_task = ceil(rows / (device.threads * _TASKS_PER_THREAD))
-        ctx = _filled(rows=rows, rows_a_task=rows_a_task, length=length, scratch=scratch, scratch_bytes=scratch_bytes)
+        ctx = filled(
+            _FIELDS,
+            rows=rows,
+            rows_a_task=rows_a_task,
+            length=length,
+            scratch=scratch.start,
+            scratch_bytes=scratch.size_bytes,
+        )
         task = _rows_task(problem.dtype, problem.algorithm, forward, vl)
-        return Program([Phase(task, ceil(rows / rows_a_task), ctx)], [scratch])
-
-
-def _lines(size_bytes: int) -> int:
-    """Rounded up to whole cache lines."""
-    return -(-size_bytes // 64) * 64
-
-
-def _filled(scratch: np.ndarray, **values: int) -> np.ndarray:
-    return filled(_FIELDS, scratch=scratch.ctypes.data + -scratch.ctypes.data % 64, **values)
+        return Program([Phase(task, ceil(rows / rows_a_task), ctx)], [scratch.memory])
 
 
 FWD, BWD = Rows("softmax_fwd"), Rows("softmax_bwd")

@@ -32,7 +32,7 @@ from nbdnn.kernels.cpu.spatialtf_forward import NOT_LAST, counts_pixels, gathers
 from nbdnn.kernels.cpu.spatialtf_plan import PLAN_VECTORS, slopes
 from nbdnn.kernels.cpu.spatialtf_planes import spread_run
 from nbdnn.kernels.cpu.spatialtf_sums import SUMS, add_parts_task, add_theta
-from nbdnn.kernels.cpu.spatialtf_tasks import FIELDS, Scratch, plan_run
+from nbdnn.kernels.cpu.spatialtf_tasks import FIELDS, Runs, plan_run
 from nbdnn.kernels.cpu.vector import NARROW, NUMBA_FLOAT, pointer, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
@@ -215,16 +215,16 @@ class _Backward(Candidate[NoConfig, Cpu]):
         vl, blocks = device.lanes(problem.compute), _blocks(problem, device)
         block_channels = ceil(problem.c / blocks)
         in_place = not problem.is_affine and blocks == 1
-        scratch = Scratch(
+        runs = Runs(
             problem, device, vl, blocks=blocks, block_channels=block_channels,
             parts_offset=_parts_offset(problem, device),
         )  # fmt: skip
         task = _task(problem.is_affine, problem.dtype, problem.param_dtype, self._how(problem), in_place, vl)
-        phases = [Phase(task, problem.n * blocks, scratch.record)]
+        phases = [Phase(task, problem.n * blocks, runs.record)]
         if not in_place:
             add_up = add_parts_task(problem.is_affine, problem.compute, problem.param_dtype)
-            phases.append(Phase(add_up, problem.n, scratch.record, alone=problem.is_affine))
-        return Program(phases, [scratch.memory])
+            phases.append(Phase(add_up, problem.n, runs.record, alone=problem.is_affine))
+        return Program(phases, [runs.memory])
 
 
 def _blocks(problem: SpatialtfProblem, device: Cpu) -> int:

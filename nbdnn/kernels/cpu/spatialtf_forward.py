@@ -21,7 +21,7 @@ from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.spatialtf_channels import blend, channel_lanes
 from nbdnn.kernels.cpu.spatialtf_plan import MOST_PIXELS, PLAN_VECTORS
 from nbdnn.kernels.cpu.spatialtf_planes import sample_run
-from nbdnn.kernels.cpu.spatialtf_tasks import FIELDS, Scratch, plan_run
+from nbdnn.kernels.cpu.spatialtf_tasks import FIELDS, Runs, plan_run
 from nbdnn.kernels.cpu.vector import pointer, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
@@ -95,8 +95,8 @@ class _Forward(Candidate[NoConfig, Cpu]):
         return counts_pixels(problem)
 
     def program(self, problem: SpatialtfProblem, device: Cpu, task) -> Program:
-        scratch = Scratch(problem, device, device.lanes(problem.compute))
-        return Program([Phase(task, problem.n * scratch.runs, scratch.record)], [scratch.memory])
+        runs = Runs(problem, device, device.lanes(problem.compute))
+        return Program([Phase(task, problem.n * runs.runs, runs.record)], [runs.memory])
 
 
 def counts_pixels(problem: SpatialtfProblem) -> Support:

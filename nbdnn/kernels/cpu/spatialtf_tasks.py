@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 from math import ceil
 
-import numpy as np
 from numba import float64, njit
 
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.scratch import Scratch, whole_lines
 from nbdnn.kernels.cpu.spatialtf_plan import PLAN_VECTORS, plan_affine, plan_grid
 from nbdnn.kernels.cpu.vector import NUMBA_FLOAT, WIDEN, filled, pointer, record
 from nbdnn.problem import ITEMSIZE
@@ -35,7 +35,6 @@ FIELDS = record(
 )
 _MOST_RUN = 512  # outputs whose plan stays in the first-level cache
 _TASKS_PER_THREAD = 4
-_LINE_BYTES = 64
 
 
 @cache
@@ -90,8 +89,9 @@ def plan_run(affine: bool, param_dtype: str, compute: str, vl: int):
     return by_theta if affine else by_grid
 
 
-class Scratch:
-    """The record of a problem's tasks, and each thread's memory: a plan, four sums and two lines of a run."""
+class Runs:
+    """A problem in runs of outputs: the record of its tasks, and each thread's memory: a plan, four sums, two lines of
+    a run."""
 
     def __init__(self, problem: SpatialtfProblem, device: Cpu, vl: int, **values: int) -> None:
         itemsize, real_bytes = ITEMSIZE[problem.dtype], ITEMSIZE[problem.compute]
@@ -101,10 +101,10 @@ class Scratch:
         wanted = min(outputs, _MOST_RUN, max(vl, ceil(problem.n * outputs / (device.threads * _TASKS_PER_THREAD))))
         run = -(-wanted // vl) * vl
         self.runs = ceil(outputs / run)
-        sums_offset = _lines(PLAN_VECTORS * run * real_bytes)
-        lines_offset = sums_offset + _lines(4 * run * real_bytes)
-        scratch_bytes = lines_offset + _lines(2 * run * real_bytes)
-        self.memory = np.empty(device.threads * scratch_bytes + _LINE_BYTES, np.uint8)
+        sums_offset = whole_lines(PLAN_VECTORS * run * real_bytes)
+        lines_offset = sums_offset + whole_lines(4 * run * real_bytes)
+        scratch = Scratch(device, lines_offset + whole_lines(2 * run * real_bytes))
+        self.memory = scratch.memory
         self.record = filled(
             FIELDS,
             **{"blocks": 1, "block_channels": problem.c, "parts_offset": 0} | values,
@@ -124,14 +124,9 @@ class Scratch:
             outputs=outputs,
             run=run,
             runs=self.runs,
-            scratch=self.memory.ctypes.data + -self.memory.ctypes.data % _LINE_BYTES,
-            scratch_bytes=scratch_bytes,
+            scratch=scratch.start,
+            scratch_bytes=scratch.size_bytes,
             sums_offset=sums_offset,
             lines_offset=lines_offset,
             total_bytes=real_bytes * problem.c * height * width,
         )
-
-
-def _lines(size_bytes: int) -> int:
-    """Rounded up to whole cache lines."""
-    return -(-size_bytes // _LINE_BYTES) * _LINE_BYTES

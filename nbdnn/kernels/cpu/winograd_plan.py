@@ -14,6 +14,7 @@ from nbdnn.kernels.cpu.cook_toom import Filtering, filtering, filtering_of_strid
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import Axis, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS
+from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.vector import filled, record
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -193,9 +194,9 @@ def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Cpu) 
     if fused:
         products = u_offset + kept * u_plane_bytes
     low = _round_up(row_bytes * low_rows + 2 * device.vector_bytes, 64)
-    worker = _round_up(max(products, low), 64)
+    worker = own_pages(max(products, low))
     v_offset = 0 if fused else _round_up(geo.groups * kept * u_plane_bytes, 64)
-    worker_offset = v_offset + xis * v_xi_bytes
+    worker_offset = own_pages(v_offset + xis * v_xi_bytes)
     lowering = Gather(
         gather.d, replace(gather.h, in_step=step, count=tile_rows), replace(gather.w, in_step=step, count=tile_columns)
     )
