@@ -336,6 +336,8 @@ COVERAGE: dict[str, Covers] = {
     "pool_bwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
     "pool_fwd/numba/window": Covers(_OF_GPU, _SMALL, ends="a4"),
     "pool_bwd/numba/window": Covers(_OF_GPU, _SMALL, ends="a4"),
+    "pool_fwd/numba/separable": Covers(_EVERY, "global large 3x3x3/2", ends="a4"),
+    "pool_bwd/numba/separable": Covers(_EVERY, "global large 3x3x3/2", ends="a4"),
     "pool_fwd/numba/plane": Covers(_OF_GPU, "global", ends="a4"),
     "pool_bwd/numba/plane": Covers(_OF_GPU, "global", _SUMS, ends="a4"),
     "pool_bwd/numba/spread": Covers(_OF_GPU, "2x2/2 2x2x2/2", _SUMS, ends="a4", layouts=(False,)),

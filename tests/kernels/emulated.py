@@ -24,7 +24,7 @@ from guarded import NUMPY_DTYPE, values
 from nbdnn import reference, reference_conv, tolerance
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.launch import NULL, WORKSPACE, Launch, LaunchedCandidate
-from nbdnn.problem import ITEMSIZE, Operand, Problem
+from nbdnn.problem import ANY_ITEMSIZE, Operand, Problem
 from nbdnn.problem_conv import ConvProblem
 
 # A word is what 32 bits of memory hold: an integer of so many bits, or the float that was stored there.
@@ -40,22 +40,25 @@ def float_of(word: Word) -> float:
 
 
 class Memory:
-    """Elements in the order of memory, those of 16 bits in pairs; what is not in it can be neither read nor written.
+    """Elements in the order of memory, smaller ones than words together; what is not in it can be neither read nor
+    written.
 
     words: shared with whoever else sees them, of which the first is `first`. align: of that one, in bytes.
     """
 
     def __init__(self, dtype: str, words: list[Word], count: int, align: int, first: int = 0) -> None:
         self.dtype, self.words, self.count, self.first = dtype, words, count, first
-        self.of_a_word = 4 // ITEMSIZE[dtype]
-        self.align_elems = max(1, align // ITEMSIZE[dtype])
+        self.of_a_word = 4 // ANY_ITEMSIZE[dtype]
+        self.bits, self.mask = 32 // self.of_a_word, (1 << 32 // self.of_a_word) - 1
+        self.align_elems = max(1, align // ANY_ITEMSIZE[dtype])
         self.written: list[int] = []
 
     def __getitem__(self, index: int) -> Word:
         assert 0 <= index < self.count, f"read of element {index} of {self.count}"
         if self.of_a_word == 1:
             return self.words[self.first + index]
-        return self.words[self.first + (index >> 1)] >> 16 * (index & 1) & 0xFFFF  # type: ignore[operator]
+        at, of_word = divmod(index, self.of_a_word)
+        return self.words[self.first + at] >> self.bits * of_word & self.mask  # type: ignore[operator]
 
     def __setitem__(self, index: int, value: Word) -> None:
         assert 0 <= index < self.count, f"write of element {index} of {self.count}"
@@ -63,10 +66,10 @@ class Memory:
         if self.of_a_word == 1:
             self.words[self.first + index] = value
             return
-        at, shift = self.first + (index >> 1), 16 * (index & 1)
-        before = self.words[at]
+        at, of_word = divmod(index, self.of_a_word)
+        before, shift = self.words[self.first + at], self.bits * of_word
         kept = 0xFFFFFFFF if type(before) is float else before
-        self.words[at] = kept & ~(0xFFFF << shift) | value << shift  # type: ignore[operator]
+        self.words[self.first + at] = kept & ~(self.mask << shift) | value << shift  # type: ignore[operator]
 
     def load(self, index: int, count: int, aligned: int = 0) -> list[Word]:
         """So many words, of as many that are aligned, moved by one instruction."""
@@ -89,7 +92,7 @@ class Memory:
     def view(self, dtype: str, offset_bytes: int) -> Memory:
         """The same memory from there on, as elements of another type."""
         assert offset_bytes % 256 == 0 and self.of_a_word == 1
-        count = (self.count - offset_bytes // 4) * 4 // ITEMSIZE[dtype]
+        count = (self.count - offset_bytes // 4) * 4 // ANY_ITEMSIZE[dtype]
         return Memory(dtype, self.words, count, 256, offset_bytes // 4)
 
     def values(self) -> np.ndarray:

@@ -8,15 +8,17 @@ from itertools import product
 
 import emulated
 import emulated_ptx
+import numpy as np
 import pytest
 from edge_cases import edges
 from gpus import H200
 from guarded import values
 from libraries import library
 
+from nbdnn import reference
 from nbdnn.candidate import Candidate, NoConfig
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import pool_plane, pool_spread, pool_staged, pool_window
+from nbdnn.kernels.cuda import pool_plane, pool_separable, pool_spread, pool_staged, pool_window
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
@@ -222,6 +224,9 @@ def test_what_windows_reach_beyond_their_planes_is_memory_of_the_block() -> None
         (pool_spread.BWD, "f32:n3000c1000h30w30:r2s2:p0x0:u2x2:sum:nchw", "2700000000 elements"),
         (pool_window.FWD, "f64:n2c3h8w8:r2s2:p0x0:u2x2:max:nchw", "float64"),
         (pool_window.FWD, "f32:n2c3h20w20:r9s9:p0x0:u2x2:max:nchw", "the window has 81 elements, more than 64"),
+        (pool_separable.FWD, "f32:n2c3h8w8:r4s4:p0x0:u1x1:max:nchw", "a window has 16 taps, this kernel takes 17"),
+        (pool_separable.BWD, "f32:n2c3h80w8:r40s1:p0x0:u1x1:max:nchw", "(40, 1) have taps on one axis alone"),
+        (pool_separable.BWD, "f32:n2c3h300w8:r255s2:p0x0:u1x1:max:nchw", "(255, 2), this kernel takes up to 254"),
         (pool_plane.FWD, "f32:n2c3h8w8:r8s7:p0x0:u1x1:max:nchw", "are not the image"),
         (pool_plane.FWD, "f64:n2c3h8w8:r8s8:p0x0:u1x1:max:nchw", "float64"),
         (pool_plane.BWD, "f32:n2c3h8w8:r8s8:p0x0:u1x1:max:nchw", "of gradients only that of a sum"),
@@ -254,6 +259,42 @@ def test_global_pooling(text: str, mode: str, monkeypatch: pytest.MonkeyPatch) -
             given = values(problem, "normal")
             for config in candidate.configs(problem, H200):
                 emulated.assert_near(candidate, problem, config, given, H200, block)
+
+
+# Windows of many taps, and such as lie beside the image or leave elements between them.
+_LARGE = (
+    "f32:n1c2h21w19:r13s11:p6x5:u4x3:{}:nchw",
+    "bf16:n2c5h9w9:r5s5:p2x2:u1x1:{}:nhwc",
+    "f16:n2c3h7w6:r6s5:p0x4:u7x1:{}:nchw",
+    "f32:n1c3h4w5:r4s5:p3x0:u2x1:{}:nhwc",
+    "f32:n2c3d4h5w4:t3r3s3:p1x1x1:u1x2x1:{}:ncdhw",
+    "bf16:n1c3d5h4w4:t5r2s2:p2x0x1:u2x1x1:{}:ndhwc",
+    "f32:n1c2d3h6w7:t1r5s4:p0x2x1:u1x1x2:{}:ncdhw",
+)
+
+
+@pytest.mark.parametrize("mode", ["max", "average_inc_pad", "average_exc_pad", "sum"])
+@pytest.mark.parametrize("text", _LARGE)
+def test_an_axis_at_a_time(text: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = emulated_ptx.install(monkeypatch)
+    for candidate in (pool_separable.FWD, pool_separable.BWD):
+        problem = parse(f"{candidate.op}:{text.format(mode)}")
+        assert candidate.supports(problem, H200).ok
+        emulated.assert_near(candidate, problem, NoConfig(), values(problem, "normal"), H200, block)
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_the_maximum_of_axes_is_that_of_the_window(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal elements the first of the window, of NaNs the last, where rows and columns disagree."""
+    block = emulated_ptx.install(monkeypatch)
+    problem = parse(f"pool_bwd:f32:n2c3h11w9:r5s5:p2x1:u1x2:max:{layout}")
+    given, draw = values(problem, "normal"), np.random.default_rng(5)
+    x = draw.integers(0, 3, given["x"].shape).astype("f")
+    x[draw.random(x.shape) < 0.1] = np.nan
+    x[draw.random(x.shape) < 0.1] = -np.inf
+    given["x"] = x
+    given["y"] = reference.derived(problem, given)["y"].astype("f")
+    emulated.assert_near(pool_separable.BWD, problem, NoConfig(), given, H200, block)
 
 
 # With vectors of one window, of a part of one and of several; rows and planes that no vector divides.
