@@ -52,4 +52,9 @@ def edges(op: str) -> list[SoftmaxProblem]:
     # Long rows of whole vectors, of which a thread holds many; the last threads have one less.
     long = product(("f32", "f16", "bf16"), ALGORITHMS, (4104, 32008))
     problems += [SoftmaxProblem(op, dtype, 3, c, (1, 1), algorithm, "channel", "nchw") for dtype, algorithm, c in long]
+    # Rows in parts, of which the last is short.
+    parts = product(("f32", "f64", "bf16"), ALGORITHMS)
+    problems += [
+        SoftmaxProblem(op, dtype, 2, 70001, (1, 1), algorithm, "channel", "nchw") for dtype, algorithm in parts
+    ]
     return list(dict.fromkeys(problems))

@@ -192,6 +192,7 @@ COVERAGE: dict[str, Covers] = {
     "cpu/columns": Covers(_EVERY, f"{_ROWS} {_COLUMNS}", "a4"),
     "numba/rows": Covers(_OF_GPU, f"{_ROWS} n512c131072h1w1:accurate:channel:nchw", "a4"),
     "numba/columns": Covers(_OF_GPU, _COLUMNS, "a4"),
+    "numba/parts": Covers(_EVERY, "n512c131072h1w1:accurate:channel:nchw n1c3000000000h1w1:log:channel:nchw", "a4"),
     "numba/direct": Covers(_EVERY, f"{_ROWS} {_COLUMNS} n1c3000000000h1w1:log:channel:nchw", "a4"),
 }
 

@@ -220,13 +220,14 @@ def _cuda_conv() -> _Lists:
 
 def _cuda_softmax() -> _Lists:
     from nbdnn.cudnn import softmax as cudnn_softmax
-    from nbdnn.kernels.cuda import softmax_columns, softmax_direct, softmax_rows, softmax_staged
+    from nbdnn.kernels.cuda import softmax_columns, softmax_direct, softmax_parts, softmax_rows, softmax_staged
 
     return {
         "softmax_fwd": (
             softmax_rows.FWD,
             softmax_staged.FWD,
             softmax_columns.FWD,
+            softmax_parts.FWD,
             cudnn_softmax.FWD,
             softmax_direct.FWD,
         ),
@@ -234,6 +235,7 @@ def _cuda_softmax() -> _Lists:
             softmax_rows.BWD,
             softmax_staged.BWD,
             softmax_columns.BWD,
+            softmax_parts.BWD,
             cudnn_softmax.BWD,
             softmax_direct.BWD,
         ),

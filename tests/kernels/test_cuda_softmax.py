@@ -6,14 +6,24 @@ import re
 from dataclasses import replace
 from itertools import product
 
+import emulated
+import emulated_ptx
 import pytest
 from edge_cases import edges
 from gpus import H200
+from guarded import values
 from libraries import library
 
-from nbdnn.candidate import Candidate
+from nbdnn.candidate import Candidate, NoConfig
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import softmax_columns, softmax_direct, softmax_plan, softmax_rows, softmax_staged
+from nbdnn.kernels.cuda import (
+    softmax_columns,
+    softmax_direct,
+    softmax_parts,
+    softmax_plan,
+    softmax_rows,
+    softmax_staged,
+)
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.problem import FAMILIES, parse
@@ -51,13 +61,13 @@ def test_kernels_stay_within_their_means(text: str, arch: str) -> None:
         supporting: list[Candidate] = [each for each in CANDIDATES[op] if each.supports(problem, device).ok]
         for candidate, place in product(supporting[:2], range(2)):
             for config in candidate.configs(problem, device)[place : place + 1]:
-                (launch,) = candidate.launches(problem, config, device)
-                kernel, ptx = compile_kernel(launch.source, arch), ptx_text(launch.source, arch)
-                what = f"{arch}, {candidate.id}, {config}, {problem}: {kernel._replace(cubin=b'')}"
-                assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
-                assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536, what
-                assert kernel.shared_bytes + launch.dynamic_shared_bytes <= 48 << 10, what
-                assert (".f64" in ptx) == (problem.dtype == "f64"), what
+                for launch in candidate.launches(problem, config, device):
+                    kernel, ptx = compile_kernel(launch.source, arch), ptx_text(launch.source, arch)
+                    what = f"{arch}, {candidate.id}, {config}, {problem}: {kernel._replace(cubin=b'')}"
+                    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
+                    assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536, what
+                    assert kernel.shared_bytes + launch.dynamic_shared_bytes <= 48 << 10, what
+                    assert (".f64" in ptx) == (problem.dtype == "f64"), what
                 assert ("barrier.cluster" in ptx) == (launch.cluster > 1), what
                 assert launch.integer_bits == 64 or not re.search(r"(?:div|rem)\.[su]64", ptx), what
 
@@ -97,6 +107,8 @@ def test_clusters_are_for_gpus_that_have_them() -> None:
     ("candidate", "text", "reason"),
     [
         (softmax_rows.FWD, "f32:n2c3h4w5:accurate:channel:nchw", "lie 20 apart"),
+        (softmax_parts.FWD, "f32:n2c3h4w5:accurate:channel:nchw", "lie 20 apart"),
+        (softmax_parts.BWD, "f32:n2c65535h1w1:accurate:channel:nchw", "65535 elements a row, this kernel takes 65536"),
         (softmax_rows.FWD, "f64:n2c3h4w5:accurate:channel:nhwc", "f64"),
         (softmax_rows.FWD, "f32:n0c3h4w5:accurate:channel:nhwc", "0 rows of 3 elements"),
         (softmax_rows.FWD, "f32:n3000000000c3h1w1:accurate:channel:nchw", "3000000000 rows"),
@@ -124,3 +136,18 @@ def test_rows_that_do_not_divide_into_vectors() -> None:
     narrow = parse("softmax_fwd:bf16:n2c1000h1w1:accurate:channel:nchw:a4")
     assert softmax_plan.vector_lanes(narrow, 1000) == 2
     assert softmax_direct.FWD.supports(narrow, H200).ok
+
+
+@pytest.mark.parametrize("algorithm", ["accurate", "fast", "log"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_rows_in_parts(dtype: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three parts, the last of them short; of one row whose powers are 0 but in that."""
+    monkeypatch.setattr(softmax_parts, "_LEAST_ELEMS", 1)
+    block = emulated_ptx.install(monkeypatch)
+    for candidate in (softmax_parts.FWD, softmax_parts.BWD):
+        problem = parse(f"{candidate.op}:{dtype}:n2c4501h1w1:{algorithm}:channel:nchw")
+        assert candidate.supports(problem, H200).ok
+        given = values(problem, "normal")
+        if candidate is softmax_parts.FWD:
+            given["x"][1, :4200] = -200
+        emulated.assert_near(candidate, problem, NoConfig(), given, H200, block)

@@ -31,7 +31,7 @@ _LAUNCH_US = 3.0
 _PASSES = {"softmax_fwd": 2.0, "softmax_bwd": 5 / 3}  # over all arrays, where nothing is found in cache
 
 
-class _Variant(NamedTuple):
+class Variant(NamedTuple):
     """What a kernel is compiled for; threads: of a row."""
 
     dtype: str
@@ -48,7 +48,7 @@ class _Fields(NamedTuple):
 
 
 @cache
-def _rows(v: _Variant):
+def combined_rows(v: Variant):
     """Device functions: (fields) -> (lane, length, first element) of a thread's row, (value) -> its row's maximum, and
     its row's sum; each in the compute type."""
     from nbdnn.kernels.cuda import ptx
@@ -97,11 +97,11 @@ def _rows(v: _Variant):
 def _forward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx
 
-    v = _Variant(*specialised_on)
+    v = Variant(*specialised_on)
     compute, threads = DEFAULT_COMPUTE[v.dtype], v.threads
     real, integer, widen, narrow = ptx.REAL[compute], ptx.INTEGER[64], ptx.WIDEN[v.dtype], ptx.NARROW[v.dtype]
     is_log, shifts, nothing = v.algorithm == "log", v.algorithm != "fast", -math.inf
-    row_of, maximum, total = _rows(v)
+    row_of, maximum, total = combined_rows(v)
 
     @ptx.inline
     def shift_of(x, start, lane, length, inner):
@@ -136,11 +136,11 @@ def _forward_kernel(*specialised_on):
 def _backward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx
 
-    v = _Variant(*specialised_on)
+    v = Variant(*specialised_on)
     compute, threads = DEFAULT_COMPUTE[v.dtype], v.threads
     real, integer, widen, narrow = ptx.REAL[compute], ptx.INTEGER[64], ptx.WIDEN[v.dtype], ptx.NARROW[v.dtype]
     is_log = v.algorithm == "log"
-    row_of, _, total = _rows(v)
+    row_of, _, total = combined_rows(v)
 
     def softmax_direct_gradient(dy, y, dx, f):
         lane, length, start = row_of(f)
@@ -188,7 +188,7 @@ class Direct(LaunchedCandidate[NoConfig]):
         outer, length, inner = problem.rows
         rows, forward = outer * inner, self.op == "softmax_fwd"
         threads = _threads(rows, length, inner)
-        variant = _Variant(problem.dtype, problem.algorithm, threads)
+        variant = Variant(problem.dtype, problem.algorithm, threads)
         return [
             Launch(
                 source=Source(_forward_kernel if forward else _backward_kernel, variant, _THREADS),
