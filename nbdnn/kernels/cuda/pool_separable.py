@@ -29,7 +29,8 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
 _THREADS = 256
-_LEAST_TAPS, _MOST_TAPS = 17, 254  # of a window; along an axis
+# Of a window: for smaller ones there is always a tile of `window`; along an axis.
+_LEAST_TAPS, _MOST_TAPS = 14, 254
 _NONE = 255  # no tap
 _LAUNCH_US, _NEXT_US = 3.0, 2.0
 _TAPS_PER_CLOCK_AND_SM = 6  # seen on an H200: 5 to 6.5
@@ -151,7 +152,7 @@ def _give_kernel(*specialised_on):
 
 
 class Separable(LaunchedCandidate[NoConfig]):
-    """An axis at a time; windows of many taps on more than one axis."""
+    """An axis at a time; windows of many taps."""
 
     algorithm = "separable"
 
@@ -160,8 +161,6 @@ class Separable(LaunchedCandidate[NoConfig]):
 
     def supports(self, problem: PoolProblem, device: Gpu) -> Support:
         taps = prod(problem.window)
-        if sum(n > 1 for n in problem.window) < 2:
-            return Support(False, f"windows {problem.window} have taps on one axis alone")
         if taps < _LEAST_TAPS:
             return Support(False, f"a window has {taps} taps, this kernel takes {_LEAST_TAPS} and more")
         if max(problem.window) > _MOST_TAPS:
