@@ -14,6 +14,7 @@ cache. Sums in float32 (float64), in a fixed order; an average is one of average
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import accumulate, pairwise
 from math import ceil, prod
 from typing import NamedTuple
@@ -31,6 +32,7 @@ from nbdnn.problem_pool import PoolProblem
 _THREADS = 256
 # Of a window: for smaller ones there is always a tile of `window`; along an axis.
 _LEAST_TAPS, _MOST_TAPS = 14, 254
+_MOST_UNROLLED = 32
 _NONE = 255  # no tap
 _LAUNCH_US, _NEXT_US = 3.0, 2.0
 _TAPS_PER_CLOCK_AND_SM = 6  # seen on an H200: 5 to 6.5
@@ -51,14 +53,32 @@ class Line(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for. source, target: dtypes. keeps: of a maximum which tap it was, else its value."""
+    """What a kernel is compiled for. source, target: dtypes. taps: along the axis, met without a loop; 0: any number.
+    is_dense: windows are one apart. keeps: of a maximum which tap it was, and its value."""
 
     mode: str
     source: str
     target: str
     bits: int
+    taps: int
+    is_dense: bool
     keeps_tap: bool = False
     keeps_value: bool = True
+
+
+@cache
+def _clamped(bits: int):
+    """Device function (position, extent): the nearest position that there is."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer = ptx.INTEGER[bits]
+
+    @ptx.inline
+    def clamped(position, extent):
+        position = position if position > 0 else integer(0)
+        return position if position < extent else integer(extent - 1)
+
+    return clamped
 
 
 def _join_kernel(*specialised_on):
@@ -68,9 +88,18 @@ def _join_kernel(*specialised_on):
     integer, real, widen, narrow = (
         ptx.INTEGER[v.bits], ptx.REAL[DEFAULT_COMPUTE[v.source]], ptx.WIDEN[v.source], ptx.NARROW[v.target],
     )  # fmt: skip
-    is_max, keeps_tap, keeps_value = v.mode == "max", v.keeps_tap, v.keeps_value
+    is_max, keeps_tap, keeps_value, known = v.mode == "max", v.keeps_tap, v.keeps_value, v.taps
     averages, excludes_pad, none = v.mode.startswith("average"), v.mode == "average_exc_pad", integer(_NONE)
     lowest = real(float("-inf"))
+
+    clamped = _clamped(v.bits)
+
+    @ptx.inline
+    def joined(found, tap, value, number, is_first):
+        if not is_max:
+            return found + value, tap
+        better = value > found or value != value or is_first
+        return value if better else found, number if better else tap
 
     def join_axis(x, y, taps, f):
         element = integer(integer(ptx.block_x()) * _THREADS + ptx.thread_x())
@@ -82,18 +111,21 @@ def _join_kernel(*specialised_on):
         low = start if start > 0 else integer(0)
         end = integer(start + f.taps)
         end = end if end < f.extent else f.extent
-        at = integer((outer * f.extent + low) * f.inner + i)
+        line = integer(outer * f.extent * f.inner + i)
         found, tap, j = lowest if is_max else real(0.0), none, low
-        while j < end:
-            value = widen(x[at])
-            if is_max:
-                better = value > found or value != value or tap == none
-                found = value if better else found
-                tap = integer(j - start) if better else tap
-            else:
-                found = found + value
-            at = integer(at + f.inner)
-            j = integer(j + 1)
+        if known and low < end:
+            for number in range(known):
+                # The first or last element again where a tap is beside the image: no other maximum, nothing to add.
+                j = clamped(integer(start + number), f.extent)
+                value = widen(x[integer(line + j * f.inner)])
+                if not is_max:
+                    value = value if j == start + number else real(0.0)
+                found, tap = joined(found, tap, value, integer(j - start), number == 0)
+        elif not known:
+            while j < end:
+                value = widen(x[integer(line + j * f.inner)])
+                found, tap = joined(found, tap, value, integer(j - start), tap == none)
+                j = integer(j + 1)
         if averages and low < end:
             found = found * (real(1.0) / real(integer(end - low) if excludes_pad else f.taps))
         if keeps_value:
@@ -113,6 +145,20 @@ def _give_kernel(*specialised_on):
         ptx.INTEGER[v.bits], ptx.REAL[DEFAULT_COMPUTE[v.source]], ptx.WIDEN[v.source], ptx.NARROW[v.target],
     )  # fmt: skip
     is_max, averages, excludes_pad = v.mode == "max", v.mode.startswith("average"), v.mode == "average_exc_pad"
+    known, clamped = v.taps if v.is_dense else 0, _clamped(v.bits)
+
+    @ptx.inline
+    def share_of(dy, taps, at, p, number, f):
+        """What window p gives to the element that is its tap of that number."""
+        share = widen(dy[at])
+        if is_max:
+            share = share if integer(taps[at]) == number else real(0.0)
+        elif excludes_pad:
+            start = integer(p * f.stride - f.pad)
+            end = integer(start + f.taps)
+            end = end if end < f.extent else f.extent
+            share = share * (real(1.0) / real(integer(end - (start if start > 0 else integer(0)))))
+        return share
 
     def give_axis(dy, dx, taps, f):
         element = integer(integer(ptx.block_x()) * _THREADS + ptx.thread_x())
@@ -126,25 +172,20 @@ def _give_kernel(*specialised_on):
         p, _ = ptx.divided(before, f.stride)
         end = integer(last + 1)
         end = end if end < f.out else f.out
-        at = integer((outer * f.out + p) * f.inner + i)
-        total = real(0.0)
-        while p < end:
-            if is_max:
-                if integer(taps[at]) == integer(behind - p * f.stride):
-                    total = total + widen(dy[at])
-            else:
-                share = widen(dy[at])
-                if averages:
-                    start = integer(p * f.stride - f.pad)
-                    count = f.taps
-                    if excludes_pad:
-                        reach = integer(start + f.taps)
-                        reach = reach if reach < f.extent else f.extent
-                        count = integer(reach - (start if start > 0 else integer(0)))
-                    share = share * (real(1.0) / real(count))
-                total = total + share
-            at = integer(at + f.inner)
-            p = integer(p + 1)
+        line, total = integer(outer * f.out * f.inner + i), real(0.0)
+        if known:
+            for number in range(known):
+                p = integer(behind - number)
+                window = clamped(p, f.out)
+                share = share_of(dy, taps, integer(line + window * f.inner), window, integer(number), f)
+                total = total + (share if window == p else real(0.0))
+        else:
+            while p < end:
+                at = integer(line + p * f.inner)
+                total = total + share_of(dy, taps, at, p, integer(behind - p * f.stride), f)
+                p = integer(p + 1)
+        if averages and not excludes_pad:
+            total = total * (real(1.0) / real(f.taps))
         dx[element] = narrow(total)
 
     types = ptx.pointer(v.source), ptx.pointer(v.target), ptx.pointer("u8"), ptx.record(Line, v.bits)
@@ -202,8 +243,8 @@ class Separable(LaunchedCandidate[NoConfig]):
                 to = last if is_forward else NULL
                 pointers = (0 if number == 0 else places.values[number - 1], to if is_last else places.values[number])
                 variant = Variant(
-                    mode, dtype if number == 0 else real, dtype if is_last else real, bits,
-                    keeps_tap, not is_last or is_forward,
+                    mode, dtype if number == 0 else real, dtype if is_last else real, bits, _known(line.taps),
+                    line.stride == 1, keeps_tap, not is_last or is_forward,
                 )  # fmt: skip
                 tap = places.taps[number] if keeps_tap else NULL
                 found.append(launch(_join_kernel, line, line.elements, (*pointers, tap), variant))
@@ -213,11 +254,18 @@ class Separable(LaunchedCandidate[NoConfig]):
             is_first = number == len(lines) - 1
             of_dy = last - 1 if is_first else places.values[number]
             pointers = of_dy, last if number == 0 else places.values[number - 1]
-            variant = Variant(mode, dtype if is_first else real, dtype if number == 0 else real, bits)
+            variant = Variant(
+                mode, dtype if is_first else real, dtype if number == 0 else real, bits, _known(line.taps),
+                line.stride == 1,
+            )  # fmt: skip
             elements = line.elements // line.out * line.extent
             tap = places.taps[number] if keeps_tap else NULL
             found.append(launch(_give_kernel, line, elements, (*pointers, tap), variant))
         return found
+
+
+def _known(taps: int) -> int:
+    return taps if taps <= _MOST_UNROLLED else 0
 
 
 def _lines(problem: PoolProblem) -> list[Line]:
