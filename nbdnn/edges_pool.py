@@ -37,6 +37,7 @@ _MORE = (
     "n1c6h11w70:r1s3:p0x1:u1x1",  # rows: one axis only
     "n1c6h35w3:r3s1:p1x0:u2x1",  # columns
     "n1c6h3w40:r1s16:p0x7:u1x1",  # one axis only, of many elements
+    "n1c3h7w50:r3s6:p1x2:u1x1",  # many elements, of which few lie beside the image along its rows
     "n1c9h12w12:r3s3:p1x1:u3x3",  # stride 3: windows side by side, that begin in the padding
     "n2c4d6h7w8:t3r3s3:p1x1x1:u2x2x2",  # windows that overlap on three axes
     "n1c8d4h4w8:t3r3s3:p1x1x1:u1x1x1",  # every element in 27 windows

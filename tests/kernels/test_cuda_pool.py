@@ -270,6 +270,7 @@ _LARGE = (
     "bf16:n1c3d5h4w4:t5r2s2:p2x0x1:u2x1x1:{}:ndhwc",
     "f32:n1c2d3h6w7:t1r5s4:p0x2x1:u1x1x2:{}:ncdhw",
     "f16:n2c3h2w20:r1s15:p0x7:u1x2:{}:nhwc",
+    "f32:n1c1h40w42:r5s5:p2x1:u1x1:{}:nchw",
 )
 
 

@@ -32,7 +32,7 @@ from nbdnn.problem_pool import PoolProblem
 _THREADS = 256
 # Of a window: for smaller ones there is always a tile of `window`; along an axis.
 _LEAST_TAPS, _MOST_TAPS = 14, 254
-_MOST_UNROLLED = 32
+_MOST_UNROLLED, _LONG = 32, 8
 _NONE = 255  # no tap
 _LAUNCH_US, _NEXT_US = 3.0, 2.0
 _TAPS_PER_CLOCK_AND_SM = 6  # seen on an H200: 5 to 6.5
@@ -53,15 +53,16 @@ class Line(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for. source, target: dtypes. taps: along the axis, met without a loop; 0: any number.
-    is_dense: windows are one apart. keeps: of a maximum which tap it was, and its value."""
+    """What a kernel is compiled for. source, target: dtypes. taps: along the axis, met without a loop: where all are
+    there, of an axis that is_long, else also of others; 0: any number. keeps: of a maximum which tap it was, and its
+    value."""
 
     mode: str
     source: str
     target: str
     bits: int
     taps: int
-    is_dense: bool
+    is_long: bool
     keeps_tap: bool = False
     keeps_value: bool = True
 
@@ -88,7 +89,8 @@ def _join_kernel(*specialised_on):
     integer, real, widen, narrow = (
         ptx.INTEGER[v.bits], ptx.REAL[DEFAULT_COMPUTE[v.source]], ptx.WIDEN[v.source], ptx.NARROW[v.target],
     )  # fmt: skip
-    is_max, keeps_tap, keeps_value, known = v.mode == "max", v.keeps_tap, v.keeps_value, v.taps
+    is_max, keeps_tap, keeps_value = v.mode == "max", v.keeps_tap, v.keeps_value
+    whole, nearest = (v.taps, 0) if v.is_long else (0, v.taps)
     averages, excludes_pad, none = v.mode.startswith("average"), v.mode == "average_exc_pad", integer(_NONE)
     lowest = real(float("-inf"))
 
@@ -113,15 +115,20 @@ def _join_kernel(*specialised_on):
         end = end if end < f.extent else f.extent
         line = integer(outer * f.extent * f.inner + i)
         found, tap, j = lowest if is_max else real(0.0), none, low
-        if known and low < end:
-            for number in range(known):
+        if whole and end - low == whole:
+            at = integer(line + low * f.inner)
+            for number in range(whole):
+                value = widen(x[integer(at + number * f.inner)])
+                found, tap = joined(found, tap, value, integer(number), number == 0)
+        elif nearest and low < end:
+            for number in range(nearest):
                 # The first or last element again where a tap is beside the image: no other maximum, nothing to add.
                 j = clamped(integer(start + number), f.extent)
                 value = widen(x[integer(line + j * f.inner)])
                 if not is_max:
                     value = value if j == start + number else real(0.0)
                 found, tap = joined(found, tap, value, integer(j - start), number == 0)
-        elif not known:
+        elif not nearest:
             while j < end:
                 value = widen(x[integer(line + j * f.inner)])
                 found, tap = joined(found, tap, value, integer(j - start), tap == none)
@@ -145,7 +152,8 @@ def _give_kernel(*specialised_on):
         ptx.INTEGER[v.bits], ptx.REAL[DEFAULT_COMPUTE[v.source]], ptx.WIDEN[v.source], ptx.NARROW[v.target],
     )  # fmt: skip
     is_max, averages, excludes_pad = v.mode == "max", v.mode.startswith("average"), v.mode == "average_exc_pad"
-    known, clamped = v.taps if v.is_dense else 0, _clamped(v.bits)
+    clamped = _clamped(v.bits)
+    whole, nearest = (v.taps, 0) if v.is_long else (0, v.taps)
 
     @ptx.inline
     def share_of(dy, taps, at, p, number, f):
@@ -173,8 +181,13 @@ def _give_kernel(*specialised_on):
         end = integer(last + 1)
         end = end if end < f.out else f.out
         line, total = integer(outer * f.out * f.inner + i), real(0.0)
-        if known:
-            for number in range(known):
+        if whole and end - p == whole:
+            at = integer(line + last * f.inner)
+            for number in range(whole):
+                window = integer(last - number)
+                total = total + share_of(dy, taps, integer(at - number * f.inner), window, integer(number), f)
+        elif nearest:
+            for number in range(nearest):
                 p = integer(behind - number)
                 window = clamped(p, f.out)
                 share = share_of(dy, taps, integer(line + window * f.inner), window, integer(number), f)
@@ -243,8 +256,8 @@ class Separable(LaunchedCandidate[NoConfig]):
                 to = last if is_forward else NULL
                 pointers = (0 if number == 0 else places.values[number - 1], to if is_last else places.values[number])
                 variant = Variant(
-                    mode, dtype if number == 0 else real, dtype if is_last else real, bits, _known(line.taps),
-                    line.stride == 1, keeps_tap, not is_last or is_forward,
+                    mode, dtype if number == 0 else real, dtype if is_last else real, bits, _unrolled(line),
+                    _is_long(line), keeps_tap, not is_last or is_forward,
                 )  # fmt: skip
                 tap = places.taps[number] if keeps_tap else NULL
                 found.append(launch(_join_kernel, line, line.elements, (*pointers, tap), variant))
@@ -254,9 +267,9 @@ class Separable(LaunchedCandidate[NoConfig]):
             is_first = number == len(lines) - 1
             of_dy = last - 1 if is_first else places.values[number]
             pointers = of_dy, last if number == 0 else places.values[number - 1]
+            unrolled = _unrolled(line) if line.stride == 1 else 0
             variant = Variant(
-                mode, dtype if is_first else real, dtype if number == 0 else real, bits, _known(line.taps),
-                line.stride == 1,
+                mode, dtype if is_first else real, dtype if number == 0 else real, bits, unrolled, _is_long(line)
             )  # fmt: skip
             elements = line.elements // line.out * line.extent
             tap = places.taps[number] if keeps_tap else NULL
@@ -264,8 +277,14 @@ class Separable(LaunchedCandidate[NoConfig]):
         return found
 
 
-def _known(taps: int) -> int:
-    return taps if taps <= _MOST_UNROLLED else 0
+def _unrolled(line: Line) -> int:
+    """Taps that are met without a loop."""
+    return line.taps if line.taps <= _MOST_UNROLLED else 0
+
+
+def _is_long(line: Line) -> bool:
+    """Whether few windows reach beyond the image: for those a warp goes another way as well."""
+    return line.extent >= _LONG * line.taps
 
 
 def _lines(problem: PoolProblem) -> list[Line]:
