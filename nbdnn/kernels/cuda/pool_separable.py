@@ -257,7 +257,7 @@ class Separable(LaunchedCandidate[NoConfig]):
                 pointers = (0 if number == 0 else places.values[number - 1], to if is_last else places.values[number])
                 variant = Variant(
                     mode, dtype if number == 0 else real, dtype if is_last else real, bits, _unrolled(line),
-                    _is_long(line), keeps_tap, not is_last or is_forward,
+                    _is_long(line, mode), keeps_tap, not is_last or is_forward,
                 )  # fmt: skip
                 tap = places.taps[number] if keeps_tap else NULL
                 found.append(launch(_join_kernel, line, line.elements, (*pointers, tap), variant))
@@ -269,7 +269,7 @@ class Separable(LaunchedCandidate[NoConfig]):
             pointers = of_dy, last if number == 0 else places.values[number - 1]
             unrolled = _unrolled(line) if line.stride == 1 else 0
             variant = Variant(
-                mode, dtype if is_first else real, dtype if number == 0 else real, bits, unrolled, _is_long(line)
+                mode, dtype if is_first else real, dtype if number == 0 else real, bits, unrolled, _is_long(line, mode)
             )  # fmt: skip
             elements = line.elements // line.out * line.extent
             tap = places.taps[number] if keeps_tap else NULL
@@ -282,9 +282,10 @@ def _unrolled(line: Line) -> int:
     return line.taps if line.taps <= _MOST_UNROLLED else 0
 
 
-def _is_long(line: Line) -> bool:
-    """Whether few windows reach beyond the image: for those a warp goes another way as well."""
-    return line.extent >= _LONG * line.taps
+def _is_long(line: Line, mode: str) -> bool:
+    """Whether few windows reach beyond the image: for those a warp goes another way as well. Maxima go one way always,
+    which costs them little: 3x3x3 over 32x32x64x64 (f16) backward 217 us, not 294."""
+    return mode != "max" and line.extent >= _LONG * line.taps
 
 
 def _lines(problem: PoolProblem) -> list[Line]:
