@@ -52,6 +52,8 @@ _MORE = (
     "n2c3h7w10:r2s2:p0x0:u2x2",  # windows side by side, in rows that no vector divides, one of them without a window
     "n2c4h8w12:r4s4:p0x0:u4x4",  # the same, of two windows a vector in 16 bits and one in 32
     "n1c2d5h6w6:t2r3s2:p0x0x0:u2x3x2",  # the same over three axes
+    "n1c3h17w39:r8s8:p0x0:u8x8",  # the same, of a vector's parts from eight others
+    "n2c2h13w41:r4s6:p1x2:u3x7",  # elements of a row that no window reaches, far apart
     "n1c9h5w6:r2s2:p1x0:u40x3",  # one row of windows, whose stride is beyond the image
 )
 _LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}

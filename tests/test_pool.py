@@ -311,6 +311,7 @@ _SHAPES = {
     "3x3/2": "n32c64h112w112:r3s3:p1x1:u2x2",
     "3x3": "n32c256h28w28:r3s3:p1x1:u1x1",
     "4x4": "n8c64h56w56:r4s4:p0x0:u1x1",
+    "8x8/8": "n8c64h128w128:r8s8:p0x0:u8x8",
     "odd": "n3c5h13w11:r3s2:p1x0:u2x3",
     "padding": "n1c4h5w6:r2s2:p2x2:u2x2",
     "global": "n32c256h56w56:r56s56:p0x0:u1x1",
@@ -324,15 +325,16 @@ _EVERY, _OF_GPU, _MAX = "f16 bf16 f32 f64", "f16 bf16 f32", "max max_determinist
 _ALL = " ".join(_SHAPES)
 _SUMS = "average_inc_pad average_exc_pad sum"
 _SMALL = "2x2/2 3x3/2 3x3 odd padding 2x2x2/2 3x3x3/2 huge"
+_OF_PLANES = f"{_SMALL} 8x8/8"
 _OF_CUDNN = "2x2/2 3x3/2 3x3 odd global large 2x2x2/2 3x3x3/2"
 
 COVERAGE: dict[str, Covers] = {
     "pool_fwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
     "pool_bwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
-    "pool_bwd/cpu/indices": Covers(_EVERY, _SMALL, _MAX, ends="a4"),
-    "pool_bwd/cpu/scatter": Covers("f32 f64", _SMALL, _MAX, ends="a4"),
-    "pool_fwd/cpu/sliding": Covers(_EVERY, _SMALL, ends="a4", layouts=(False,)),
-    "pool_bwd/cpu/sliding": Covers(_EVERY, _SMALL, _SUMS, ends="a4", layouts=(False,)),
+    "pool_bwd/cpu/indices": Covers(_EVERY, _OF_PLANES, _MAX, ends="a4"),
+    "pool_bwd/cpu/scatter": Covers("f32 f64", _OF_PLANES, _MAX, ends="a4"),
+    "pool_fwd/cpu/sliding": Covers(_EVERY, _OF_PLANES, ends="a4", layouts=(False,)),
+    "pool_bwd/cpu/sliding": Covers(_EVERY, _OF_PLANES, _SUMS, ends="a4", layouts=(False,)),
     "pool_fwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
     "pool_bwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
     "pool_fwd/numba/window": Covers(_OF_GPU, _SMALL, ends="a4"),

@@ -22,7 +22,7 @@ from nbdnn.kernels.cpu.pool_axes import axes_of
 from nbdnn.kernels.cpu.pool_lines import NONE
 from nbdnn.problem_pool import PoolProblem
 
-MOST_TAPS, MOST_STEP = 8, 4  # along a row of a plane, where all are met one after the other
+MOST_TAPS, MOST_STEP = 8, 8  # along a row of a plane, where all are met one after the other
 _NS_PER_ELEM, _NS_PER_TAP = 0.27, 0.1  # one thread: priors for the guess, fitted to 20 shapes on a Zen 4
 
 

@@ -34,7 +34,7 @@ from nbdnn.problem_pool import PoolProblem
 
 _TASKS_PER_THREAD = 16
 _LEAST_LANES = 4
-_MOST_TAPS, _MOST_STEPS = (16, 16), (16, 4)  # rows and columns: all are met without a loop
+_MOST_TAPS, _MOST_STEPS = (16, 16), (16, 8)  # rows and columns: all are met without a loop
 _BLOCK_BYTES = 8192  # of x or dx: lines that one column goes down before the next; more where windows share many
 _NS_PER_ELEM, _NS_PER_TAP = 0.08, 0.02  # one thread: priors for the guess
 
