@@ -23,10 +23,10 @@ from nbdnn.array import at
 from nbdnn.cached import cached_property
 from nbdnn.candidate import Candidate, Runner, Support
 from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.scratch import whole_lines
 from nbdnn.problem import Operand
 from nbdnn.problem_conv import ConvProblem
 
-_LINE_BYTES = 64
 _COPY_BYTES_PER_US = 2e3  # NumPy transposing a float32 array, one thread: a prior for the guess
 
 
@@ -63,7 +63,7 @@ class _Lowered(Candidate):
         return self.inner.configs(self.lowered(problem), device)
 
     def workspace_bytes(self, problem: ConvProblem, config: Hashable, device: Cpu) -> int:
-        copies = sum(_rounded(operand.size_bytes) for operand in self.copied(problem))
+        copies = sum(whole_lines(operand.size_bytes) for operand in self.copied(problem))
         return copies + self.inner.workspace_bytes(self.lowered(problem), config, device)
 
     def estimate(self, problem: ConvProblem, config: Hashable, device: Cpu) -> float:
@@ -97,9 +97,9 @@ class AsBwdFilter(_Lowered):
         run = self.inner.prepare(self.lowered(problem), config, device)
         x, w, y = problem.operands
         x_copy, w_copy, y_copy = self.copied(problem)
-        w_at = _rounded(x_copy.size_bytes)
-        y_at = w_at + _rounded(w_copy.size_bytes)
-        rest_at = y_at + _rounded(y_copy.size_bytes)
+        w_at = whole_lines(x_copy.size_bytes)
+        y_at = w_at + whole_lines(w_copy.size_bytes)
+        rest_at = y_at + whole_lines(y_copy.size_bytes)
         flip = problem.mode == "conv"
 
         def runner(pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int) -> None:
@@ -132,7 +132,7 @@ class AsBwdData(_Lowered):
         run = self.inner.prepare(self.lowered(problem), config, device)
         w = problem.operands[1]
         (w_copy,) = self.copied(problem)
-        rest_at = _rounded(w_copy.size_bytes)
+        rest_at = whole_lines(w_copy.size_bytes)
 
         def runner(pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int, stream: int) -> None:
             x_pointer, w_pointer, y_pointer = pointers
@@ -144,7 +144,3 @@ class AsBwdData(_Lowered):
 
 def _view(pointer: int, operand: Operand) -> np.ndarray:
     return at(pointer, operand.shape, operand.strides, operand.dtype)
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // _LINE_BYTES) * _LINE_BYTES
