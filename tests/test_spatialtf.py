@@ -347,6 +347,7 @@ _WITH_IMAGE = [op for op in OPS if not op.startswith("spatialtf_grid")]
 COVERAGE: dict[str, Covers] = {
     **{f"{op}/cpu/planar": Covers(_EVERY, _ALL) for op in _WITH_IMAGE},
     **{f"{op}/cpu/channels": Covers(_EVERY, _ALL, "nhwc") for op in _WITH_IMAGE},
+    **{f"{op}/cpu/pixels": Covers(_EVERY, _ALL) for op in _WITH_IMAGE},
     **{f"{op}/cpu/rows": Covers(_EVERY, _ALL, "", "a4") for op in ("spatialtf_grid_fwd", "spatialtf_grid_bwd")},
     "spatialtf_fwd/numba/direct": Covers(_EVERY, _ON_GPU),
     "spatialtf_sampler_fwd/numba/direct": Covers(_EVERY, _ON_GPU),

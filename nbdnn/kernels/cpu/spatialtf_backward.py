@@ -20,6 +20,7 @@ from functools import cache
 from math import ceil
 
 from numba import njit
+from numba.core.ccallback import CFunc
 
 from nbdnn.candidate import Candidate, NoConfig, Support
 from nbdnn.device import Cpu
@@ -27,7 +28,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import convert_row, zero_fill
-from nbdnn.kernels.cpu.spatialtf_channels import spread_pixels
+from nbdnn.kernels.cpu.spatialtf_channels import channel_lanes, spread_pixels
 from nbdnn.kernels.cpu.spatialtf_forward import NOT_LAST, counts_pixels, gathers_pairs, lies_by_planes, whole_numbers
 from nbdnn.kernels.cpu.spatialtf_plan import PLAN_VECTORS, slopes
 from nbdnn.kernels.cpu.spatialtf_planes import spread_run
@@ -64,16 +65,12 @@ def _planar(dtype: str, pairs: bool, apart: bool, vl: int):
 
 
 @cache
-def _channels(dtype: str, vl: int):
-    """The same, output by output."""
+def by_channels(dtype: str, vl: int, lanes: int):
+    """The same, output by output. lanes: of vectors of channels; vl: of the plan's vectors."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, real_bytes, real = ITEMSIZE[dtype], ITEMSIZE[compute], NUMBA_FLOAT[compute]
-    spread, zero, numbers, reals = (
-        spread_pixels(dtype, vl),
-        zero_fill(compute),
-        whole_numbers(compute),
-        pointer(compute),
-    )
+    spread, zero = spread_pixels(dtype, lanes), zero_fill(compute)
+    numbers, reals = whole_numbers(compute), pointer(compute)
     vector_bytes, wider = vl * real_bytes, real_bytes // itemsize
 
     @njit(**DEVICE)
@@ -136,66 +133,90 @@ def _each_span(dtype: str, vl: int):
 
 
 @cache
-def _store_grid(compute: str, to: str):
-    """Compiled-in function (to, by_s, by_t, n): two lines become n pairs."""
-    reals, elements, narrow = pointer(compute), pointer(to), NARROW[to]
+def parts_of_image(affine: bool, part_dtype: str, in_place: bool):
+    """Compiled-in function (parts, dgrid, image, block, f): where what a block finds of dtheta (zeros yet) or dgrid is.
+
+    in_place: to dgrid itself; else to its part of those of all.
+    """
+    doubles, part_bytes = pointer("f64"), 2 * ITEMSIZE[part_dtype]
+
+    @njit(**DEVICE)
+    def of_theta(parts, dgrid, image, block, f):
+        parts += (image * f.blocks + block) * SUMS * 8
+        for k in range(SUMS):
+            doubles(parts)[k] = 0.0
+        return parts
+
+    @njit(**DEVICE)
+    def of_grid(parts, dgrid, image, block, f):
+        start = dgrid if in_place else parts + block * f.images * f.outputs * part_bytes
+        return start + image * f.outputs * part_bytes
+
+    return of_theta if affine else of_grid
+
+
+@cache
+def run_parts(affine: bool, compute: str, part_dtype: str, vl: int):
+    """Compiled-in function (parts, plan, sums, lines, first, n, f): what a run gives of dtheta or dgrid to `parts`.
+
+    lines: room for two.
+    """
+    reals, elements, narrow = pointer(compute), pointer(part_dtype), NARROW[part_dtype]
+    derive, to_theta = slopes(compute, vl), add_theta(compute)
+    line_bytes, part_bytes = ITEMSIZE[compute], 2 * ITEMSIZE[part_dtype]
+
+    @njit(**DEVICE)
+    def of_theta(parts, plan, sums, lines, first, n, f):
+        by_s, by_t = lines, lines + f.run * line_bytes
+        derive(plan, sums, n, by_s, by_t, f.height, f.width)
+        to_theta(parts, by_s, by_t, first, n, f)
 
     @njit(**DEVICE, fastmath=FASTMATH)
-    def store(target, by_s, by_t, n):
-        pairs, s, t = elements(target), reals(by_s), reals(by_t)
+    def of_grid(parts, plan, sums, lines, first, n, f):
+        by_s, by_t = lines, lines + f.run * line_bytes
+        derive(plan, sums, n, by_s, by_t, f.height, f.width)
+        pairs, s, t = elements(parts + first * part_bytes), reals(by_s), reals(by_t)
         for j in range(n):
             pairs[2 * j] = narrow(s[j])
             pairs[2 * j + 1] = narrow(t[j])
 
-    return store
+    return of_theta if affine else of_grid
 
 
 @cache
-def _task(affine: bool, dtype: str, param_dtype: str, how: tuple[bool, ...], in_place: bool, vl: int):
-    """Some channels of one image. how: whether pixels are gathered in pairs and lie apart; () where channels are lanes.
-    in_place: dgrid is written by the only block of channels; else parts go to the workspace."""
+def _task(affine: bool, dtype: str, param_dtype: str, how: tuple[bool, ...], in_place: bool, vl: int, lanes: int):
+    """Some channels of one image. how: whether pixels are gathered in pairs and lie apart; () where channels are lanes,
+    of vectors of so many. in_place: as `parts_of_image` has it."""
     compute = DEFAULT_COMPUTE[dtype]
-    i64, doubles, arguments, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(FIELDS)
-    plan_outputs, derive = plan_run(affine, param_dtype, compute, vl), slopes(compute, vl)
-    add = _planar(dtype, *how, vl) if how else _channels(dtype, vl)
+    i64, arguments, at = pointer("i64"), struct(ARGS), struct(FIELDS)
+    plan_outputs = plan_run(affine, param_dtype, compute, vl)
+    add = _planar(dtype, *how, vl) if how else by_channels(dtype, vl, lanes)
     (clear, rounded), is_wide = _each_span(dtype, vl), dtype == compute
-    part_dtype, real_bytes = param_dtype if in_place else compute, ITEMSIZE[compute]
-    store, to_theta, part_bytes = _store_grid(compute, part_dtype), add_theta(compute), 2 * ITEMSIZE[part_dtype]
+    part_dtype = param_dtype if in_place else compute
+    begin, finish = parts_of_image(affine, part_dtype, in_place), run_parts(affine, compute, part_dtype, vl)
 
     def add_image(args, ctx, index, worker):
         pointers, workspace, f = i64(args), arguments(args).workspace, at(ctx)
         image, block = index // f.blocks, index % f.blocks
         low, end = block * f.block_channels, min((block + 1) * f.block_channels, f.channels)
         plan = f.scratch + worker * f.scratch_bytes
-        sums, by_s = plan + f.sums_offset, plan + f.lines_offset
-        by_t = by_s + f.run * real_bytes
+        sums, lines = plan + f.sums_offset, plan + f.lines_offset
         x, dy, dx = pointers[0] + image * f.x_image, pointers[2] + image * f.y_image, pointers[3] + image * f.x_image
         total = dx if is_wide else workspace + worker * f.total_bytes
-        parts = workspace + f.parts_offset
         clear(total, low, end, f)
-        if affine:
-            parts += index * SUMS * 8
-            for k in range(SUMS):
-                doubles(parts)[k] = 0.0
-        else:
-            parts = pointers[4] if in_place else parts + block * f.images * f.outputs * part_bytes
-            parts += image * f.outputs * part_bytes
+        parts = begin(workspace + f.parts_offset, pointers[4], image, block, f)
         for first in range(0, f.outputs, f.run):
             n = min(f.run, f.outputs - first)
             plan_outputs(plan, pointers[1], image, first, n, f)
             add(total, sums, plan, x, dy, first, n, low, end, f)
-            derive(plan, sums, n, by_s, by_t, f.height, f.width)
-            if affine:
-                to_theta(parts, by_s, by_t, first, n, f)
-            else:
-                store(parts + first * part_bytes, by_s, by_t, n)
+            finish(parts, plan, sums, lines, first, n, f)
         if not is_wide:
             rounded(dx, total, low, end, f)
 
-    return compile_task(add_image, (affine, dtype, param_dtype, how, in_place, vl))
+    return compile_task(add_image, (affine, dtype, param_dtype, how, in_place, vl, lanes))
 
 
-class _Backward(Candidate[NoConfig, Cpu]):
+class Backward(Candidate[NoConfig, Cpu]):
     provider = "cpu"
 
     def __init__(self, op: str) -> None:
@@ -204,27 +225,45 @@ class _Backward(Candidate[NoConfig, Cpu]):
     def supports(self, problem: SpatialtfProblem, device: Cpu) -> Support:
         return counts_pixels(problem)
 
-    def _how(self, problem: SpatialtfProblem) -> tuple[bool, ...]:
-        """What `_task` takes."""
+    def runs(self, problem: SpatialtfProblem, device: Cpu) -> Runs:
+        """With blocks of channels that are tasks."""
         raise NotImplementedError
 
-    def workspace_bytes(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> int:
-        return _parts_offset(problem, device) + _parts_bytes(problem, _blocks(problem, device))
+    def task(self, problem: SpatialtfProblem, device: Cpu, in_place: bool) -> CFunc:
+        """A block of an image. in_place: as `parts_of_image` has it."""
+        raise NotImplementedError
 
     def prepare(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> Program:
-        vl, blocks = device.lanes(problem.compute), _blocks(problem, device)
-        block_channels = ceil(problem.c / blocks)
-        in_place = not problem.is_affine and blocks == 1
-        runs = Runs(
-            problem, device, vl, blocks=blocks, block_channels=block_channels,
-            parts_offset=_parts_offset(problem, device),
-        )  # fmt: skip
-        task = _task(problem.is_affine, problem.dtype, problem.param_dtype, self._how(problem), in_place, vl)
-        phases = [Phase(task, problem.n * blocks, runs.record)]
+        runs = self.runs(problem, device)
+        in_place = not problem.is_affine and runs.blocks == 1
+        phases = [Phase(self.task(problem, device, in_place), problem.n * runs.blocks, runs.record)]
         if not in_place:
             add_up = add_parts_task(problem.is_affine, problem.compute, problem.param_dtype)
             phases.append(Phase(add_up, problem.n, runs.record, alone=problem.is_affine))
         return Program(phases, [runs.memory])
+
+
+class _InLayout(Backward):
+    """Of images as they lie."""
+
+    def how(self, problem: SpatialtfProblem) -> tuple[bool, ...]:
+        """What `_task` takes."""
+        raise NotImplementedError
+
+    def workspace_bytes(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> int:
+        return _parts_offset(problem, device) + parts_bytes(problem, _blocks(problem, device))
+
+    def runs(self, problem: SpatialtfProblem, device: Cpu) -> Runs:
+        blocks = _blocks(problem, device)
+        block_channels, offset = ceil(problem.c / blocks), _parts_offset(problem, device)
+        return Runs(problem, device, blocks=blocks, block_channels=block_channels, parts_offset=offset)
+
+    def task(self, problem: SpatialtfProblem, device: Cpu, in_place: bool) -> CFunc:
+        vl = device.lanes(problem.compute)
+        return _task(
+            problem.is_affine, problem.dtype, problem.param_dtype, self.how(problem), in_place, vl,
+            channel_lanes(problem.c, vl),
+        )  # fmt: skip
 
 
 def _blocks(problem: SpatialtfProblem, device: Cpu) -> int:
@@ -244,19 +283,19 @@ def _parts_offset(problem: SpatialtfProblem, device: Cpu) -> int:
     return device.threads * problem.operands[0].size_elems // max(problem.n, 1) * ITEMSIZE[problem.compute]
 
 
-def _parts_bytes(problem: SpatialtfProblem, blocks: int) -> int:
+def parts_bytes(problem: SpatialtfProblem, blocks: int) -> int:
     """Of dtheta or dgrid, as each block of channels has found it."""
     if problem.is_affine:
         return problem.n * blocks * SUMS * 8
     return problem.n * blocks * problem.positions * 2 * ITEMSIZE[problem.compute] * (blocks > 1)
 
 
-class Planar(_Backward):
+class Planar(_InLayout):
     """Channel by channel; supports every layout."""
 
     algorithm = "planar"
 
-    def _how(self, problem: SpatialtfProblem) -> tuple[bool, ...]:
+    def how(self, problem: SpatialtfProblem) -> tuple[bool, ...]:
         return gathers_pairs(problem), not lies_by_planes(problem)
 
     def estimate(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> float:
@@ -264,7 +303,7 @@ class Planar(_Backward):
         return _estimate(problem, device, problem.c * each_ns + _PLAN_NS)
 
 
-class Channels(_Backward):
+class Channels(_InLayout):
     """Output by output, all channels at once."""
 
     algorithm = "channels"
@@ -272,7 +311,7 @@ class Channels(_Backward):
     def supports(self, problem: SpatialtfProblem, device: Cpu) -> Support:
         return counts_pixels(problem) if problem.channels_last else NOT_LAST
 
-    def _how(self, problem: SpatialtfProblem) -> tuple[bool, ...]:
+    def how(self, problem: SpatialtfProblem) -> tuple[bool, ...]:
         return ()
 
     def estimate(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> float:

@@ -27,7 +27,7 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 # One thread, nanoseconds an output; a plan's share of a position: priors for the guess.
-_PLANAR_NS, _APART_NS, _CHANNELS_NS, _PIXEL_NS, _PLAN_NS = 0.7, 1.5, 0.15, 3.0, 0.8
+_PLANAR_NS, _APART_NS, _CHANNELS_NS, _PIXEL_NS, _PLAN_NS = 1.0, 1.5, 0.15, 3.0, 0.8
 
 
 @cache
@@ -95,7 +95,7 @@ class _Forward(Candidate[NoConfig, Cpu]):
         return counts_pixels(problem)
 
     def program(self, problem: SpatialtfProblem, device: Cpu, task) -> Program:
-        runs = Runs(problem, device, device.lanes(problem.compute))
+        runs = Runs(problem, device)
         return Program([Phase(task, problem.n * runs.runs, runs.record)], [runs.memory])
 
 

@@ -31,9 +31,8 @@ FIELDS = record(
         "scratch",
         "scratch_bytes",
     ),
-    *("sums_offset", "lines_offset", "total_bytes", "parts_offset"),
+    *("sums_offset", "lines_offset", "total_bytes", "parts_offset", "pixels_offset"),
 )
-_MOST_RUN = 512  # outputs whose plan stays in the first-level cache
 _TASKS_PER_THREAD = 4
 
 
@@ -91,42 +90,54 @@ def plan_run(affine: bool, param_dtype: str, compute: str, vl: int):
 
 class Runs:
     """A problem in runs of outputs: the record of its tasks, and each thread's memory: a plan, four sums, two lines of
-    a run."""
+    a run.
 
-    def __init__(self, problem: SpatialtfProblem, device: Cpu, vl: int, **values: int) -> None:
-        itemsize, real_bytes = ITEMSIZE[problem.dtype], ITEMSIZE[problem.compute]
+    moved_bytes: of a pixel that is moved, where it is: there is room for a run of them as well. values: of the record,
+    where they differ from those of tasks that have all channels.
+    """
+
+    def __init__(
+        self, problem: SpatialtfProblem, device: Cpu, most_run: int = 512, moved_bytes: int = 0, **values: int
+    ) -> None:
+        itemsize, real_bytes, vl = ITEMSIZE[problem.dtype], ITEMSIZE[problem.compute], device.lanes(problem.compute)
         (height, width), (out_h, out_w) = problem.spatial, problem.out_spatial
-        pixel_elems, last = (problem.c if problem.channels_last else 1), problem.channels_last
+        last = problem.channels_last
+        pixel_bytes = moved_bytes or itemsize * (problem.c if last else 1)
         outputs = problem.positions
-        wanted = min(outputs, _MOST_RUN, max(vl, ceil(problem.n * outputs / (device.threads * _TASKS_PER_THREAD))))
+        wanted = min(outputs, most_run, max(vl, ceil(problem.n * outputs / (device.threads * _TASKS_PER_THREAD))))
         run = -(-wanted // vl) * vl
         self.runs = ceil(outputs / run)
         sums_offset = whole_lines(PLAN_VECTORS * run * real_bytes)
         lines_offset = sums_offset + whole_lines(4 * run * real_bytes)
-        scratch = Scratch(device, lines_offset + whole_lines(2 * run * real_bytes))
+        pixels_offset = lines_offset + whole_lines(2 * run * real_bytes)
+        scratch = Scratch(device, pixels_offset + run * moved_bytes)
         self.memory = scratch.memory
-        self.record = filled(
-            FIELDS,
-            **{"blocks": 1, "block_channels": problem.c, "parts_offset": 0} | values,
-            images=problem.n,
-            channels=problem.c,
-            height=height,
-            width=width,
-            out_h=out_h,
-            out_w=out_w,
-            pixel_bytes=pixel_elems * itemsize,
-            right=pixel_elems * itemsize * (width > 1),
-            down=pixel_elems * itemsize * width * (height > 1),
-            x_channel=itemsize * (1 if last else height * width),
-            x_image=itemsize * problem.c * height * width,
-            y_channel=itemsize * (1 if last else out_h * out_w),
-            y_image=itemsize * problem.c * out_h * out_w,
-            outputs=outputs,
-            run=run,
-            runs=self.runs,
-            scratch=scratch.start,
-            scratch_bytes=scratch.size_bytes,
-            sums_offset=sums_offset,
-            lines_offset=lines_offset,
-            total_bytes=real_bytes * problem.c * height * width,
-        )
+        found = {
+            "images": problem.n,
+            "channels": problem.c,
+            "height": height,
+            "width": width,
+            "out_h": out_h,
+            "out_w": out_w,
+            "pixel_bytes": pixel_bytes,
+            "right": pixel_bytes * (width > 1),
+            "down": pixel_bytes * width * (height > 1),
+            "x_channel": itemsize * (1 if last else height * width),
+            "x_image": itemsize * problem.c * height * width,
+            "y_channel": itemsize * (1 if last else out_h * out_w),
+            "y_image": itemsize * problem.c * out_h * out_w,
+            "outputs": outputs,
+            "run": run,
+            "runs": self.runs,
+            "blocks": 1,
+            "block_channels": problem.c,
+            "scratch": scratch.start,
+            "scratch_bytes": scratch.size_bytes,
+            "sums_offset": sums_offset,
+            "lines_offset": lines_offset,
+            "pixels_offset": pixels_offset,
+            "total_bytes": real_bytes * problem.c * height * width,
+            "parts_offset": 0,
+        }
+        found |= values
+        self.record, self.blocks = filled(FIELDS, **found), found["blocks"]
