@@ -27,6 +27,8 @@ _MORE = (
     (1, 40, (17, 19)),  # more positions than the widest strip of vectors has on a CPU
     (3, 4, (9, 11)),  # many rows that divide a vector, and a rest of them
     (2, 16, (5, 37)),  # the same, as long as a vector
+    (3, 7, (6, 11)),  # the same, of an odd number of elements
+    (3, 15, (6, 11)),  # the same, one less than a vector
 )
 
 

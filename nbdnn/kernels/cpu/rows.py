@@ -172,6 +172,17 @@ def every_step(source: str, target: str, vl: int):
     return move
 
 
+def turned_block(builder, lines):
+    """As many vectors as they have lanes, turned: log2 of that many rounds of interleaving line i with i + half."""
+    vl = len(lines)
+    low = [lane // 2 + (lane % 2) * vl for lane in range(vl)]
+    type_, orders = ir.VectorType(I32, vl), (low, [lane + vl // 2 for lane in low])
+    for _ in range(vl.bit_length() - 1):
+        pairs = zip(lines[: vl // 2], lines[vl // 2 :], strict=True)
+        lines = [builder.shuffle_vector(a, b, ir.Constant(type_, order)) for a, b in pairs for order in orders]
+    return lines
+
+
 @cache
 def transpose(source: str, target: str, vl: int):
     """Intrinsic (to, to_pitch, start, start_pitch, rows, columns): a matrix turned about its diagonal.
@@ -180,16 +191,6 @@ def transpose(source: str, target: str, vl: int):
     to + j*to_pitch bytes, place i. Blocks of vl x vl are turned in registers; nothing outside the matrix is touched.
     """
     read, write, read_bytes, write_bytes = row_types(source, target, vl)
-
-    def turned(builder, lines):
-        """log2(vl) rounds of interleaving line i with line i + vl/2."""
-        low = [lane // 2 + (lane % 2) * vl for lane in range(vl)]
-        high = [lane + vl // 2 for lane in low]
-        type_ = ir.VectorType(I32, vl)
-        for _ in range(vl.bit_length() - 1):
-            pairs = zip(lines[: vl // 2], lines[vl // 2 :], strict=True)
-            lines = [builder.shuffle_vector(a, b, ir.Constant(type_, mask)) for a, b in pairs for mask in (low, high)]
-        return lines
 
     def codegen(context, builder, sig, args):
         to, to_pitch, start, start_pitch, rows, columns = args
@@ -218,7 +219,9 @@ def transpose(source: str, target: str, vl: int):
                 for first, last in ((i, builder.sub(rows, least)), (j, builder.sub(columns, least)))
             )
             lines = [builder.load(line_of(i, j, k), align=read_bytes) for k in range(vl)]
-            for k, line in enumerate(turned(builder, [convert(builder, each, source, target, vl) for each in lines])):
+            for k, line in enumerate(
+                turned_block(builder, [convert(builder, each, source, target, vl) for each in lines])
+            ):
                 builder.store(line, column_of(i, j, k), align=write_bytes)
 
         def part(i, j):
@@ -231,7 +234,7 @@ def transpose(source: str, target: str, vl: int):
                 mask = builder.and_(load_mask, present)
                 value = load(builder, line_of(i, j, k), read, read_bytes, mask)
                 lines.append(convert(builder, value, source, target, vl))
-            for k, line in enumerate(turned(builder, lines)):
+            for k, line in enumerate(turned_block(builder, lines)):
                 with builder.if_then(builder.icmp_signed("<", I64(k), columns_left)):
                     store(builder, line, column_of(i, j, k), write_bytes, store_mask)
 

@@ -72,7 +72,7 @@ def _columns_task(dtype: str, algorithm: str, forward: bool, vl: int, vectors: i
 def _turned(dtype: str, vl: int, vectors: int, known: int):
     """Compiled-in functions (lines, start, rows, length): rows turned into lines of `vectors` vectors; and back.
 
-    known: their length where it divides a vector: as many rows as there are lanes are whole vectors then.
+    known: their length where as many rows as there are lanes are turned as whole vectors, else 0.
     """
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, vector_bytes = ITEMSIZE[dtype], vl * ITEMSIZE[compute]
@@ -167,7 +167,7 @@ class ShortRows(_LaneByLane):
         width = ceil(ceil(rows / (device.threads * _TASKS_PER_THREAD)) / (vectors * vl)) * vectors * vl
         scratch = Scratch(device, vectors * vector_bytes)
         ctx = _record(scratch, length=length, inner=1, width=width, blocks=1, rows=rows)
-        known = length if length > 1 and vl % length == 0 else 0
+        known = length if 1 < length <= vl else 0
         task = _short_rows_task(problem.dtype, problem.algorithm, forward, vl, vectors, known)
         return Program([Phase(task, ceil(rows / width), ctx)], [scratch.memory])
 

@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.exponential import logarithm, power
 from nbdnn.kernels.cpu.formula import Lanes
+from nbdnn.kernels.cpu.rows import turned_block
 from nbdnn.kernels.cpu.vector import (
     I32,
     I64,
@@ -37,6 +38,7 @@ from nbdnn.kernels.cpu.vector import (
 from nbdnn.problem import DEFAULT_COMPUTE
 
 _LINE_BYTES, _ELEMENTS_AHEAD = 64, 8
+_MOST_ODD = 5  # parts that each give something to each of as many vectors
 
 
 class _Strip:
@@ -214,34 +216,81 @@ def backward_columns(dtype: str, algorithm: str, vl: int, vectors: int):
     return run
 
 
-def _halves(vl: int) -> tuple[ir.Constant, ...]:
-    """Of two vectors in a row: every second element, from the first and from the second on; and back."""
-    of_both = range(2 * vl)
-    between = [lane // 2 + lane % 2 * vl for lane in of_both]
-    orders = of_both[::2], of_both[1::2], between[:vl], between[vl:]
-    return tuple(ir.Constant(ir.VectorType(I32, vl), list(order)) for order in orders)
+def _order(lanes) -> ir.Constant:
+    lanes = list(lanes)
+    return ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
+
+
+def _picked(builder, parts, wanted: Sequence[int]):
+    """A vector of elements by their numbers, counted through the parts: one part after the other gives its own."""
+    vl, found = len(wanted), parts[0]
+    for number, part in enumerate(parts[1:], 1):
+        # Of the first part what it has; then every lane keeps what is in it.
+        kept = [i % vl if number == 1 else lane for lane, i in enumerate(wanted)]
+        own = [vl + i % vl if i // vl == number else keep for keep, i in zip(kept, wanted, strict=True)]
+        found = builder.shuffle_vector(found, part, _order(own))
+    return found
+
+
+def _dealt(builder, parts) -> list:
+    """vl rows in a row, which are as many vectors as a row has elements, turned: a vector for each element."""
+    length, vl = len(parts), parts[0].type.count
+    if length == 1:
+        return parts
+    if length % 2:
+        return [_picked(builder, parts, range(j, j + length * vl, length)) for j in range(length)]
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    even, odd = (
+        _dealt(builder, [builder.shuffle_vector(a, b, _order(range(first, 2 * vl, 2))) for a, b in pairs])
+        for first in (0, 1)
+    )
+    return [each for pair in zip(even, odd, strict=True) for each in pair]
+
+
+def _collected(builder, parts) -> list:
+    """Turned back."""
+    length, vl = len(parts), parts[0].type.count
+    if length == 1:
+        return parts
+    if length % 2:
+        places = [range(k * vl, (k + 1) * vl) for k in range(length)]
+        return [_picked(builder, parts, [i % length * vl + i // length for i in place]) for place in places]
+    pairs = list(zip(_collected(builder, parts[::2]), _collected(builder, parts[1::2]), strict=True))
+    between = [lane // 2 + lane % 2 * vl for lane in range(2 * vl)]
+    orders = _order(between[:vl]), _order(between[vl:])
+    return [builder.shuffle_vector(a, b, order) for a, b in pairs for order in orders]
+
+
+def _deals(length: int, vl: int) -> bool:
+    """Whether rows of so many elements are dealt out; else a block of whole vectors is turned, whose shuffles are fewer
+    where a length has a large odd factor, if two rows fill a vector."""
+    return length // (length & -length) <= _MOST_ODD or 2 * length < vl
 
 
 @cache
 def deal(dtype: str, vl: int, length: int):
-    """Intrinsic (to, pitch, start): vl rows of `length` neighbours, a power of 2, turned: element j of all of them, in
+    """Intrinsic (to, pitch, start): vl rows of `length` neighbours, vl at most, turned: element j of all of them, in
     the compute type, is the vector at to + j*pitch."""
     compute = DEFAULT_COMPUTE[dtype]
     stored, wide, stored_bytes, wide_bytes = row_types(dtype, compute, vl)
 
     def codegen(context, builder, sig, args):
         to, pitch, start = args
-        even, odd, *_ = _halves(vl)
-        slots = [element(builder, start, I64(k * vl), stored, stored_bytes) for k in range(length)]
-        parts = [
-            convert(builder, load(builder, slot, stored, stored_bytes, None), dtype, compute, vl) for slot in slots
-        ]
-        for _ in range(length.bit_length() - 1):  # the lowest bit of an element's number becomes its highest
-            pairs = list(zip(parts[::2], parts[1::2], strict=True))
-            parts = [builder.shuffle_vector(a, b, order) for order in (even, odd) for a, b in pairs]
-        for j, part in enumerate(parts):
+
+        def part(first: int):
+            value = load(builder, element(builder, start, I64(first), stored, stored_bytes), stored, stored_bytes, None)
+            return convert(builder, value, dtype, compute, vl)
+
+        if _deals(length, vl):
+            turned = _dealt(builder, [part(k * vl) for k in range(length)])
+        else:  # the last row is read from where a vector ends with it
+            last, behind = part(length * vl - vl), range(vl - length, vl)
+            rows = [part(row * length) for row in range(vl - 1)]
+            rows.append(builder.shuffle_vector(last, last, _order([*behind, *range(vl - length)])))
+            turned = turned_block(builder, rows)[:length]
+        for j, each in enumerate(turned):
             line = builder.add(to, builder.mul(pitch, I64(j)))
-            store(builder, part, element(builder, line, I64(0), wide, wide_bytes), wide_bytes, None)
+            store(builder, each, element(builder, line, I64(0), wide, wide_bytes), wide_bytes, None)
         return context.get_dummy_value()
 
     @intrinsic
@@ -259,15 +308,22 @@ def collect(dtype: str, vl: int, length: int):
 
     def codegen(context, builder, sig, args):
         to, start, pitch = args
-        *_, low, high = _halves(vl)
         lines = [builder.add(start, builder.mul(pitch, I64(j))) for j in range(length)]
         parts = [load(builder, element(builder, at, I64(0), wide, wide_bytes), wide, wide_bytes, None) for at in lines]
-        for _ in range(length.bit_length() - 1):
-            pairs = zip(parts[: length // 2], parts[length // 2 :], strict=True)
-            parts = [builder.shuffle_vector(a, b, order) for a, b in pairs for order in (low, high)]
-        for k, part in enumerate(parts):
-            narrow = convert(builder, part, compute, dtype, vl)
-            store(builder, narrow, element(builder, to, I64(k * vl), stored, stored_bytes), stored_bytes, None)
+
+        def put(value, first: int) -> None:
+            narrow = convert(builder, value, compute, dtype, vl)
+            store(builder, narrow, element(builder, to, I64(first), stored, stored_bytes), stored_bytes, None)
+
+        if _deals(length, vl):
+            for k, part in enumerate(_collected(builder, parts)):
+                put(part, k * vl)
+        else:  # what is written behind a row, the next one overwrites; the last ends with its vector
+            *rows, before, last = turned_block(builder, parts + [parts[0]] * (vl - length))
+            for row, part in enumerate([*rows, before]):
+                put(part, row * length)
+            own = range(vl, vl + length)
+            put(builder.shuffle_vector(before, last, _order([*range(2 * length - vl, length), *own])), length * vl - vl)
         return context.get_dummy_value()
 
     @intrinsic
