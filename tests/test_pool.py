@@ -333,6 +333,7 @@ COVERAGE: dict[str, Covers] = {
     "pool_bwd/cpu/rows": Covers(_EVERY, _ALL, ends="a4"),
     "pool_bwd/cpu/indices": Covers(_EVERY, _OF_PLANES, _MAX, ends="a4"),
     "pool_bwd/cpu/scatter": Covers("f32 f64", _OF_PLANES, _MAX, ends="a4"),
+    "pool_fwd/cpu/windows": Covers(_EVERY, _ALL, ends="a4", layouts=(True,)),
     "pool_fwd/cpu/sliding": Covers(_EVERY, _OF_PLANES, ends="a4", layouts=(False,)),
     "pool_bwd/cpu/sliding": Covers(_EVERY, _OF_PLANES, _SUMS, ends="a4", layouts=(False,)),
     "pool_fwd/numba/direct": Covers(_EVERY, _ALL, ends="a4"),
@@ -367,7 +368,7 @@ def test_channels_in_vectors_of_every_width(vector_bytes: int, device: Cpu) -> N
     for problem in edges("pool_fwd", "cpu"):
         if problem.channels_last and problem.dtype in ("f32", "bf16"):
             other = replace(device, vector_bytes=vector_bytes)
-            check(registry.candidate("pool_fwd/cpu/rows"), problem, NoConfig(), other)
+            check(registry.candidate("pool_fwd/cpu/windows"), problem, NoConfig(), other)
 
 
 @pytest.mark.parametrize("mode", ["max", "sum", "average_inc_pad"])
@@ -386,7 +387,7 @@ def test_whole_images_by_lines_of_channels(text: str, mode: str, device: Cpu) ->
     for vector_bytes in (16, min(32, device.vector_bytes)):
         other = replace(device, vector_bytes=vector_bytes)
         assert pool_channels.goes_by_lines(problem, axes_of(problem), other)
-        check(registry.candidate("pool_fwd/cpu/rows"), problem, NoConfig(), other)
+        check(registry.candidate("pool_fwd/cpu/windows"), problem, NoConfig(), other)
 
 
 @pytest.mark.parametrize("narrow", [("avx512", 64), ("avx2", 32), ("neon", 16)], ids=lambda narrow: narrow[0])

@@ -100,10 +100,10 @@ def _cpu_dropout() -> _Lists:
 
 
 def _cpu_pool() -> _Lists:
-    from nbdnn.kernels.cpu import pool, pool_indices, pool_scatter, pool_sliding
+    from nbdnn.kernels.cpu import pool, pool_channels, pool_indices, pool_scatter, pool_sliding
 
     return {
-        "pool_fwd": (pool_sliding.FWD, pool.FWD),
+        "pool_fwd": (pool_sliding.FWD, pool_channels.FWD, pool.FWD),
         "pool_bwd": (pool_indices.BWD, pool_scatter.BWD, pool_sliding.BWD, pool.BWD),
     }
 

@@ -4,9 +4,8 @@
     dx[i, j] = sum over q of line[q],        line[q] = sum over p of dy[p, q] / count[p, q],  windows that cover it
 
 A task is a run of output rows; a row is the pixels of one channel, or channels-last the channels of all its pixels, so
-that either layout is joined by whole vectors. Windows of channels that share few taps are in `pool_channels.py`, those
-that take all of a plane in `pool_whole.py`, the gradient of a maximum in `pool_max_channels.py`, `pool_max_planes.py`
-and, of windows that tile a plane, `pool_tiles.py`.
+that either layout is joined by whole vectors. Windows that take all of a plane are in `pool_whole.py`, the gradient of
+a maximum in `pool_max_channels.py`, `pool_max_planes.py` and, of windows that tile a plane, `pool_tiles.py`.
 
 Traffic: x and y (dy and dx) once from memory; rows of overlapping windows again from cache. Sums in float32 (float64).
 Source: own.
@@ -25,7 +24,6 @@ from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, axes_of
-from nbdnn.kernels.cpu.pool_channels import shares_little, windows_of_channels
 from nbdnn.kernels.cpu.pool_max_channels import max_of_channels
 from nbdnn.kernels.cpu.pool_max_planes import max_of_planes
 from nbdnn.kernels.cpu.pool_rows import (
@@ -147,8 +145,13 @@ class Rows(Candidate[NoConfig, Cpu]):
     def estimate(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> float:
         elements = sum(operand.size_elems for operand in problem.operands)
         elem_ns, taps, tap_ns = _NS_PER_ELEM, prod(problem.window), _NS_PER_TAP
+        axes = axes_of(problem)
         if self.op == "pool_bwd" and problem.is_max:
-            elem_ns, taps, tap_ns = self._maxima_ns(problem, axes_of(problem))
+            elem_ns, taps, tap_ns = self._maxima_ns(problem, axes)
+        elif problem.channels_last:
+            # Rows of x are joined down, then along; of a gradient rows of dy.
+            wider = axes.step[2] if self.op == "pool_fwd" else 1
+            elem_ns, taps, tap_ns = 0.1, prod(axes.taps[:2]) * wider + axes.taps[2], 0.045
         return kernel_us(device, 0.0, elements * elem_ns + prod(problem.y_shape) * taps * tap_ns, device.threads)
 
     def _maxima_ns(self, problem: PoolProblem, axes: Axes) -> tuple[float, int, float]:
@@ -160,9 +163,7 @@ class Rows(Candidate[NoConfig, Cpu]):
     def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:
         vl, axes = device.lanes(problem.compute), axes_of(problem)
         is_max_gradient = problem.is_max and self.op == "pool_bwd"
-        if self.op == "pool_fwd" and problem.channels_last and shares_little(problem, axes):
-            return windows_of_channels(problem, axes, device)
-        if takes_all(axes) and not (is_max_gradient and problem.channels_last):
+        if takes_all(axes) and not (problem.channels_last and (is_max_gradient or self.op == "pool_fwd")):
             return whole_planes(problem, axes, device)
         if is_max_gradient and not problem.channels_last and tiles(axes):
             return max_of_tiles(problem, axes, device)

@@ -2,6 +2,8 @@
 
     y[p] = join over r of x[p*u + r - pad]          join: max or sum, of the taps that are inside of the image
 
+Better than `pool.py`, which joins rows of windows in memory, where windows share little or pixels are long.
+
 A task is a run of output rows, of which it may have a block of the channels. The taps of a window pass by a strip's
 maxima or sums, which are then written: nothing goes through memory between. Meanwhile what comes next is asked for. Of
 a whole image it may be a line of channels, with its sums in the first-level cache.
@@ -22,10 +24,12 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
+from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
+from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.pool_axes import Axes
+from nbdnn.kernels.cpu.pool_axes import Axes, axes_of
 from nbdnn.kernels.cpu.pool_phases import joined_vectors
 from nbdnn.kernels.cpu.pool_whole import takes_all
 from nbdnn.kernels.cpu.vector import (
@@ -63,9 +67,9 @@ _LEAST_CHANNELS = 512  # of a block
 # 0.57 and 0.53 (a Zen 3 thread); sums of 64 channels 1.19, of 2048 1.0 to 1.3, of bfloat16, whose sums are twice as
 # long as its pixels, 1.1.
 _LEAST_STRIPS = 2
-# Of a join through lines in memory, in joins in registers: 7x7 maxima of 28x28 took 10.8 and 6.7 ms, 25x25 sums of
-# 56x56 took 8.7 and 52 (Zen 3, AVX2).
-_MAX_LINE_COST, _SUM_LINE_COST = 5, 2
+# One thread: priors for the guess, of a vector of channels by whether it is a maximum.
+_NS_PER_PIXEL, _NS_PER_VECTOR = 0.8, {True: 0.42, False: 0.25}
+_OF_PLANES = Support(False, "layout nchw: the channels of a pixel do not lie side by side")
 
 # blocks: of the channels of a row.
 _FIELDS = record(
@@ -73,13 +77,6 @@ _FIELDS = record(
     *("in_d", "in_h", "in_w", "out_d", "out_h", "out_w", "taps_d", "taps_h", "taps_w", "step_d", "step_h", "step_w"),
     *("pad_d", "pad_h", "pad_w"),
 )
-
-
-def shares_little(problem: PoolProblem, axes: Axes) -> bool:
-    """Whether windows share so few taps that joining them down the rows, then along them, saves nothing."""
-    apart = axes.step[2] if axes.out[2] > 1 else axes.taps[2]
-    joins_by_lines = prod(axes.taps[:2]) * min(apart, axes.taps[2]) + axes.taps[2]
-    return prod(axes.taps) <= joins_by_lines * (_MAX_LINE_COST if problem.is_max else _SUM_LINE_COST)
 
 
 @contextmanager
@@ -226,28 +223,45 @@ def goes_by_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> bool:
     return _LEAST_STRIPS * strip_bytes <= problem.c * ITEMSIZE[problem.dtype] < _FAR_APART_BYTES
 
 
-def windows_of_channels(problem: PoolProblem, axes: Axes, device: Cpu) -> Program:
-    """The runner of a pooling of channels-last data."""
-    rows, wanted = problem.n * axes.out[0] * axes.out[1], device.threads * _TASKS_PER_THREAD
-    blocks = min(ceil(problem.c / _LEAST_CHANNELS), ceil(wanted / rows))
-    block_channels = ceil(problem.c / blocks / _LEAST_CHANNELS) * _LEAST_CHANNELS
-    blocks, rows_a_task = ceil(problem.c / block_channels), ceil(rows / wanted)
-    pixel_bytes = problem.c * ITEMSIZE[problem.dtype]
-    if 2 * problem.min_bytes > device.llc_bytes:  # the cache has other things, too
-        ahead = pixel_bytes * (_AHEAD_PIXELS + _AHEAD_BYTES // pixel_bytes)
-    else:
-        ahead = pixel_bytes * _AHEAD_PIXELS if pixel_bytes >= _FAR_APART_BYTES else min(pixel_bytes, _NEAR_BYTES)
-    ctx = filled(
-        _FIELDS,
-        **axes.fields(),
-        rows=rows,
-        rows_a_task=rows_a_task,
-        channels=problem.c,
-        blocks=blocks,
-        block_channels=block_channels,
-        ahead=ahead,
-        averages=problem.mode.startswith("average"),
-        excludes_pad=problem.mode == "average_exc_pad",
-    )
-    task = _task(problem.dtype, problem.is_max, device.lanes(problem.compute), goes_by_lines(problem, axes, device))
-    return Program([Phase(task, ceil(rows / rows_a_task) * blocks, ctx)])
+class Windows(Candidate[NoConfig, Cpu]):
+    """Each window by itself, in registers; channels-last."""
+
+    op, provider, algorithm = "pool_fwd", "cpu", "windows"
+
+    def supports(self, problem: PoolProblem, device: Cpu) -> Support:
+        return YES if problem.channels_last else _OF_PLANES
+
+    def estimate(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> float:
+        vectors = ceil(problem.c / device.lanes(problem.compute))
+        pixels = problem.n * prod(problem.out_spatial) * prod(problem.window)
+        pixel_ns = _NS_PER_PIXEL + vectors * _NS_PER_VECTOR[problem.is_max]
+        return kernel_us(device, 0.0, pixels * pixel_ns, device.threads)
+
+    def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:
+        axes = axes_of(problem)
+        rows, wanted = problem.n * axes.out[0] * axes.out[1], device.threads * _TASKS_PER_THREAD
+        blocks = min(ceil(problem.c / _LEAST_CHANNELS), ceil(wanted / rows))
+        block_channels = ceil(problem.c / blocks / _LEAST_CHANNELS) * _LEAST_CHANNELS
+        blocks, rows_a_task = ceil(problem.c / block_channels), ceil(rows / wanted)
+        pixel_bytes = problem.c * ITEMSIZE[problem.dtype]
+        if 2 * problem.min_bytes > device.llc_bytes:  # the cache has other things, too
+            ahead = pixel_bytes * (_AHEAD_PIXELS + _AHEAD_BYTES // pixel_bytes)
+        else:
+            ahead = pixel_bytes * _AHEAD_PIXELS if pixel_bytes >= _FAR_APART_BYTES else min(pixel_bytes, _NEAR_BYTES)
+        ctx = filled(
+            _FIELDS,
+            **axes.fields(),
+            rows=rows,
+            rows_a_task=rows_a_task,
+            channels=problem.c,
+            blocks=blocks,
+            block_channels=block_channels,
+            ahead=ahead,
+            averages=problem.mode.startswith("average"),
+            excludes_pad=problem.mode == "average_exc_pad",
+        )
+        task = _task(problem.dtype, problem.is_max, device.lanes(problem.compute), goes_by_lines(problem, axes, device))
+        return Program([Phase(task, ceil(rows / rows_a_task) * blocks, ctx)])
+
+
+FWD = Windows()
