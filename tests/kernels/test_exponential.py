@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from numba import njit
 
 from nbdnn.device import cpu_device
 from nbdnn.kernels.cpu.compile import compile_task
-from nbdnn.kernels.cpu.exponential import logarithm, power
+from nbdnn.kernels.cpu.exponential import EXP, SIGMOID, TANH, logarithm, power, sigmoid, tanh
 from nbdnn.kernels.cpu.formula import Lanes, row_formula
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.vector import filled, record
@@ -25,6 +26,14 @@ def _small_power(x: Lanes) -> tuple[Lanes]:
 
 def _logarithm(x: Lanes) -> tuple[Lanes]:
     return (logarithm(x),)
+
+
+def _sigmoid(x: Lanes) -> tuple[Lanes]:
+    return (sigmoid(x),)
+
+
+def _tanh(x: Lanes) -> tuple[Lanes]:
+    return (tanh(x),)
 
 
 def _applied(formula, dtype: str, x: np.ndarray) -> np.ndarray:
@@ -51,14 +60,49 @@ def test_powers_of_normal_numbers(formula, dtype):
 
 
 @pytest.mark.parametrize("formula", [_power, _small_power])
-def test_powers_beyond(formula):
-    x = np.array([-np.inf, -1e30, -104.0, -87.34, 0.0, np.nan], np.float32)
-    np.testing.assert_array_equal(_applied(formula, "f32", x), np.array([0, 0, 0, 0, 1, np.nan], np.float32))
+def test_powers_of_all_float64(formula):
+    x = np.linspace(-708.38, 0.0 if formula is _small_power else 709.77, 100_003)
+    assert _ulps(_applied(formula, "f64", x), np.exp(x.astype(np.longdouble))) <= 2.0
 
 
-def test_large_powers_are_infinite():
-    x = np.array([88.73, 100.0, 1e30, np.inf], np.float32)
-    assert np.isposinf(_applied(_power, "f32", x)).all()
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+@pytest.mark.parametrize("formula", [_power, _small_power])
+def test_powers_beyond(formula, dtype):
+    type_ = {"f32": np.float32, "f64": np.float64}[dtype]
+    least = {"f32": -87.34, "f64": -708.4}[dtype]
+    x = np.array([-np.inf, -1e30, -1e4, least, 0.0, np.nan, -np.nan], type_)
+    np.testing.assert_array_equal(_applied(formula, dtype, x), np.array([0, 0, 0, 0, 1, np.nan, np.nan], type_))
+
+
+@pytest.mark.parametrize("formula", [_power, _small_power, _sigmoid, _tanh])
+def test_every_nan_stays_one(formula):
+    """The low bits of what rounds the exponent are the NaN's."""
+    of_32 = np.array([0x7FC00000 + bits for bits in (0, 1, 2, 0x81, 0x1FF, 0x3FFFFF)], np.uint32).view(np.float32)
+    of_64 = np.array([0x7FF8 << 48 | bits for bits in (0, 1, 2, 0x401, 0xFFF)], np.uint64).view(np.float64)
+    for dtype, x in (("f32", of_32), ("f64", of_64)):
+        assert np.isnan(_applied(formula, dtype, x)).all()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+def test_large_powers_are_infinite(dtype):
+    x = np.array([88.73, 1e30, np.inf], np.float32) if dtype == "f32" else np.array([709.79, 1e300, np.inf])
+    assert np.isposinf(_applied(_power, dtype, x)).all()
+
+
+@pytest.mark.parametrize("of_one, formula", [(EXP, _power), (SIGMOID, _sigmoid), (TANH, _tanh)])
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+def test_one_number_and_vectors_are_alike(of_one, formula, dtype):
+    one, type_ = of_one[dtype], {"f32": np.float32, "f64": np.float64}[dtype]
+
+    @njit
+    def by_loop(x, y):
+        for i in range(len(x)):
+            y[i] = one(x[i])
+
+    x = np.concatenate([np.linspace(-90, 90, 5_001), [-np.inf, np.inf, np.nan]]).astype(type_)
+    y = np.empty_like(x)
+    by_loop(x, y)
+    np.testing.assert_array_equal(y, _applied(formula, dtype, x))
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f64"])

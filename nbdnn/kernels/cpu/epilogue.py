@@ -1,22 +1,19 @@
 """What happens to a tile of accumulators before it is stored: activation(alpha*acc + beta*out + bias + residual).
 
 Every kernel hands its accumulators, in the compute type, to the store of this module, so each method fuses the whole
-epilogue, rounds to 16 bits exactly once, and writes any layout. exp is a degree-6 polynomial on [-ln2/2, ln2/2] with
-the exponent set by bits (relative error below 2 ulp of float32); tanh near 0 is Cephes' odd polynomial. Source: own,
-coefficients from the Cephes library (S. Moshier).
+epilogue, rounds to 16 bits exactly once, and writes any layout. Source: own.
 """
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
-import numpy as np
-from numba import float32, float64, int32, njit
+from numba import float32, float64, njit
 
 from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.exponential import SIGMOID, TANH
 from nbdnn.kernels.cpu.rows import convert_row
-from nbdnn.kernels.cpu.vector import NARROW, WIDEN, f32_from_bits, pointer
+from nbdnn.kernels.cpu.vector import NARROW, WIDEN, pointer
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
@@ -36,50 +33,6 @@ def is_finished(problem: ConvProblem) -> bool:
     return not problem.epilogue and problem.dtype == DEFAULT_COMPUTE[problem.dtype]
 
 
-@njit(inline="always")
-def _exp_f32(x):
-    x = float32(88.72) if x > float32(88.72) else x
-    x = float32(-87.33) if x < float32(-87.33) else x
-    n = np.rint(x * float32(1.44269504))
-    r = x - n * float32(0.693359375) + n * float32(2.12194440e-4)
-    p = float32(1.9875691500e-4)
-    p = p * r + float32(1.3981999507e-3)
-    p = p * r + float32(8.3334519073e-3)
-    p = p * r + float32(4.1665795894e-2)
-    p = p * r + float32(1.6666665459e-1)
-    p = p * r + float32(5.0000001201e-1)
-    p = p * r * r + r + float32(1.0)
-    return p * f32_from_bits(int32((int32(n) + int32(127)) << int32(23)))
-
-
-@njit(inline="always")
-def _sigmoid_f32(x):
-    return float32(1.0) / (float32(1.0) + _exp_f32(-x))
-
-
-@njit(inline="always")
-def _tanh_f32(x):
-    z = x * x
-    p = float32(-5.70498872745e-3)
-    p = p * z + float32(2.06390887954e-2)
-    p = p * z + float32(-5.37397155531e-2)
-    p = p * z + float32(1.33314422036e-1)
-    p = p * z + float32(-3.33332819422e-1)
-    near = p * z * x + x
-    far = float32(1.0) - float32(2.0) / (_exp_f32(float32(2.0) * abs(x)) + float32(1.0))
-    return near if abs(x) < float32(0.625) else (far if x > float32(0.0) else -far)
-
-
-@njit(inline="always")
-def _sigmoid_f64(x):
-    return float64(1.0) / (float64(1.0) + math.exp(-x))
-
-
-@njit(inline="always")
-def _tanh_f64(x):
-    return math.tanh(x)
-
-
 @cache
 def tile_store(dtype: str, compute: str, vl: int):
     """Compiled-in function that finishes and stores one tile; see the parameters of `store`."""
@@ -88,7 +41,7 @@ def tile_store(dtype: str, compute: str, vl: int):
     stream_row = convert_row(compute, dtype, vl, past_caches=True)
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     real = float32 if compute == "f32" else float64
-    sigmoid, tanh = (_sigmoid_f32, _tanh_f32) if compute == "f32" else (_sigmoid_f64, _tanh_f64)
+    sigmoid, tanh = SIGMOID[compute], TANH[compute]
 
     @njit(**DEVICE, fastmath={"contract", "arcp", "nsz"})
     def activate(tile, count, code):

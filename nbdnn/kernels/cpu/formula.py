@@ -3,9 +3,7 @@
     for i in 0, vl, 2 vl ...: out_0[i:], out_1[i:], ... = formula(in_0[i:], in_1[i:], ...)         the last one masked
 
 The compiler's own vectoriser gives up on loops over as many arrays as a gate of a recurrent network has: it would have
-to test every pair of them for overlap. float32: exp is a degree-6 polynomial on [-ln2/2, ln2/2] with the exponent set
-by bits, tanh near 0 is an odd polynomial: both within 2 ulp. float64: the C library's. Source: own, coefficients from
-the Cephes library (S. Moshier).
+to test every pair of them for overlap.
 """
 
 from __future__ import annotations
@@ -20,16 +18,11 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from nbdnn.kernels.cpu.vector import FLOAT, I32, I64, constant, lanes_between, masked, vector_at
-
-EXP_TERMS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-# Where tanh's polynomial ends, and where exp of float32 would leave the normal numbers.
-_NEAR, _LEAST, _MOST = 0.625, -87.33, 88.72
+from nbdnn.kernels.cpu.vector import FLOAT, I64, constant, lanes_between, masked, vector_at
 
 
 class Lanes:
-    """A vector of `dtype` while its code is emitted; arithmetic takes Python numbers too."""
+    """A vector of `dtype`, or one number, while its code is emitted; arithmetic takes Python numbers too."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value, dtype: str) -> None:
         self.builder, self.value, self.dtype = builder, value, dtype
@@ -61,7 +54,7 @@ class Lanes:
     def called(self, name: str) -> Lanes:
         """An intrinsic of LLVM of one argument."""
         type_ = self.value.type
-        suffix = f"v{type_.count}{self.dtype}"
+        suffix = f"v{type_.count}{self.dtype}" if isinstance(type_, ir.VectorType) else self.dtype
         function = ir.FunctionType(type_, [type_])
         return self.like(
             self.builder.call(
@@ -73,33 +66,6 @@ class Lanes:
         """`then` in the lanes that compare so with a number, else `otherwise`: also in those that are NaN."""
         test = self.builder.fcmp_ordered(comparison, self.value, self.lift(bound).value)
         return self.like(self.builder.select(test, then.value, otherwise.value))
-
-
-def exp(x: Lanes) -> Lanes:
-    """exp(x): float32 stops at its largest and smallest normal numbers."""
-    if x.dtype == "f64":
-        return x.called("llvm.exp")
-    x = x.where(">", _MOST, x.lift(_MOST), x)
-    x = x.where("<", _LEAST, x.lift(_LEAST), x)
-    n = (x * 1.44269504).called("llvm.rint")
-    r = x - n * 0.693359375 + n * 2.12194440e-4
-    p = polynomial(r, EXP_TERMS) * (r * r) + r + 1.0
-    integers = ir.VectorType(I32, x.value.type.count)
-    exponent = x.builder.add(x.builder.fptosi(n.value, integers), constant(integers, 127))
-    power = x.builder.bitcast(x.builder.shl(exponent, constant(integers, 23)), x.value.type)
-    return p * x.like(power)
-
-
-def sigmoid(x: Lanes) -> Lanes:
-    return 1.0 / (exp(0.0 - x) + 1.0)
-
-
-def tanh(x: Lanes) -> Lanes:
-    if x.dtype == "f64":
-        return x.called("llvm.tanh")
-    far = 1.0 - 2.0 / (exp(x * 2.0) + 1.0)
-    near = polynomial(x * x, _TANH) * (x * x) * x + x
-    return x.called("llvm.fabs").where("<", _NEAR, near, far)
 
 
 def relu(x: Lanes) -> Lanes:

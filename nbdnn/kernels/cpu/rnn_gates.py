@@ -18,7 +18,8 @@ from typing import NamedTuple
 from numba import njit
 
 from nbdnn.kernels.cpu.compile import DEVICE
-from nbdnn.kernels.cpu.formula import Formula, Lanes, relu, row_formula, sigmoid, tanh
+from nbdnn.kernels.cpu.exponential import sigmoid, tanh
+from nbdnn.kernels.cpu.formula import Formula, Lanes, relu, row_formula
 from nbdnn.kernels.cpu.vector import pointer, stack
 from nbdnn.problem_rnn import SAVED
 from nbdnn.rnn_parameters import GATES

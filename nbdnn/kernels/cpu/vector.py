@@ -185,16 +185,6 @@ def f32_to_bf16(typingctx, value):
 
 
 @intrinsic
-def f32_from_bits(typingctx, bits):
-    """The float32 whose bit pattern is this int32."""
-
-    def codegen(context, builder, sig, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return signature(types.float32, types.int32), codegen
-
-
-@intrinsic
 def _identity_f32(typingctx, value):
     return signature(types.float32, types.float32), lambda context, builder, sig, args: args[0]
 
