@@ -302,8 +302,10 @@ def _cuda_rnn() -> _Lists:
 def _cuda_spatialtf() -> _Lists:
     from nbdnn.cudnn import spatialtf as cudnn_spatialtf
     from nbdnn.kernels.cuda import (
+        spatialtf_binned,
         spatialtf_direct,
         spatialtf_gradient,
+        spatialtf_held,
         spatialtf_staged,
         spatialtf_theta,
         spatialtf_turned,
@@ -311,7 +313,12 @@ def _cuda_spatialtf() -> _Lists:
 
     return {
         "spatialtf_fwd": (spatialtf_staged.FWD, cudnn_spatialtf.ALL["spatialtf_fwd"], spatialtf_direct.FWD),
-        "spatialtf_bwd": (spatialtf_gradient.ATOMIC, cudnn_spatialtf.ALL["spatialtf_bwd"], spatialtf_gradient.GATHER),
+        "spatialtf_bwd": (
+            spatialtf_held.BWD,
+            spatialtf_gradient.ATOMIC,
+            cudnn_spatialtf.ALL["spatialtf_bwd"],
+            spatialtf_gradient.GATHER,
+        ),
         "spatialtf_grid_fwd": (cudnn_spatialtf.ALL["spatialtf_grid_fwd"], spatialtf_direct.GRID_FWD),
         "spatialtf_grid_bwd": (cudnn_spatialtf.ALL["spatialtf_grid_bwd"], spatialtf_theta.GRID_BWD),
         "spatialtf_sampler_fwd": (
@@ -320,6 +327,8 @@ def _cuda_spatialtf() -> _Lists:
             spatialtf_direct.SAMPLER_FWD,
         ),
         "spatialtf_sampler_bwd": (
+            spatialtf_held.SAMPLER_BWD,
+            spatialtf_binned.SAMPLER_BWD,
             spatialtf_turned.SAMPLER_BWD,
             spatialtf_gradient.SAMPLER_ATOMIC,
             cudnn_spatialtf.ALL["spatialtf_sampler_bwd"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,10 @@ from guarded import values
 from libraries import library
 
 import nbdnn.kernels.cuda
-from nbdnn.kernels.cuda import spatialtf_gradient, spatialtf_staged
+from nbdnn.kernels.cuda import spatialtf_binned, spatialtf_gradient, spatialtf_held, spatialtf_staged
 from nbdnn.kernels.cuda.compile import ptx_text
+from nbdnn.kernels.cuda.launch import Launch
+from nbdnn.kernels.cuda.spatialtf_binned import Config
 from nbdnn.problem import FAMILIES, ITEMSIZE, parse
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
@@ -32,10 +35,17 @@ IMAGES = (
     "f32:n64c3h224w224:o224x224:nhwc",
     "bf16:n64c3h224w224:o224x224:nhwc:pf32",
     "f64:n8c16h33w31:o31x33:nhwc",
+    "f32:n256c1h28w28:o28x28:nchw",
+    "f16:n16c256h28w28:o28x28:nchw",
     "f32:n1200c64h200w200:o200x200:nchw",  # 64-bit integers
 )
-# What more threads are worth: channels-last 64x64x56x56 63.9 us, not 71.7; planar in 16 bits, forward, 28.9, not 30.9.
-_SPILLED_BYTES = {"spatialtf_gather-gather_kernel": 160, "spatialtf_direct-forward_kernel": 16}
+# What more threads are worth: channels-last 64x64x56x56 63.9 us, not 71.7; planar in 16 bits, forward, 28.9, not 30.9;
+# sampled channels-last, backward, 84 us with 1024 threads, 98 with 800.
+_SPILLED_BYTES = {
+    "spatialtf_gather-gather_kernel": 160,
+    "spatialtf_direct-forward_kernel": 16,
+    "spatialtf_binned-kernel": 32,
+}
 GRIDS = "f32:n64:o224x224", "bf16:n3:o7x9"
 
 
@@ -127,19 +137,89 @@ def _add_row(count: int):
     return add
 
 
+def _load_shared(block: emulated.Block, words: Any):
+    def of(dtype: str, lanes: int):
+        def load(array: list, place: int, address: int) -> None:
+            for i in range(lanes):
+                array[place + i] = _in_shared(block, words, dtype, address + i * ITEMSIZE[dtype])
+
+        return load
+
+    return of
+
+
+def _copy_to_shared(block: emulated.Block, words: Any):
+    def of(dtype: str, lanes: int):
+        size_bytes = lanes * ITEMSIZE[dtype]
+
+        def copy_half(address: int, base: Memory, index: int) -> None:
+            at, shift = block.place_of(address & -4, 1), 8 * (address & 2)
+            before = block.shared[at]
+            kept = 0 if type(before) is float else before & 0xFFFF0000 >> shift
+            block.shared[at] = kept | int(base[index]) << shift
+
+        def copy(address: int, base: Memory, index: int) -> None:
+            words.COPY_ASYNC[size_bytes](address, (base, index), size_bytes)
+
+        return copy if size_bytes > 2 else copy_half
+
+    return of
+
+
+class Clusters:
+    """Stands in for `ptx_cluster`, for the launches that pass through `cooperative`."""
+
+    def __init__(self, block: emulated.Block) -> None:
+        self._block, self._launch, self._arrived, self._shared = block, None, Counter(), {}
+        self.LOAD_OF_BLOCK = {"f32": self._load}
+
+    def cooperative(self, launch: Launch) -> Launch:
+        self._launch = launch
+        self._arrived.clear()
+        return launch._replace(cooperative=launch.cluster > 1)
+
+    def _first(self) -> int:
+        return self._block.place[0] // self._launch.cluster * self._launch.cluster
+
+    def arrive(self) -> None:
+        self._shared[self._block.place[0]] = self._block.shared
+        self._arrived[self._first()] += 1
+        self._block.moved = True
+        self._block.now.met = getattr(self._block.now, "met", 0) + 1
+
+    def wait(self) -> None:
+        every = self._block.now.met * self._launch.cluster * self._launch.source.threads
+        while self._arrived[self._first()] < every:
+            self._block.now.wait("turn")
+
+    def _load(self, address: int, rank: int) -> float:
+        return emulated.float_of(self._shared[self._first() + rank][self._block.place_of(address, 1)])
+
+
+def _in_shared(block: emulated.Block, words: Any, dtype: str, address: int) -> float:
+    size = ITEMSIZE[dtype]
+    assert address % size == 0
+    word = block.shared[block.place_of(address & -4, 1)]
+    return float(word) if size == 4 else words.WIDEN[dtype](word >> 8 * (address & 2) & 0xFFFF)
+
+
+def _change_shared(block: emulated.Block, operation: Any):
+    def change(address: int, value: int) -> int:
+        at = block.place_of(address, 1)
+        before = block.shared[at]
+        block.shared[at] = operation(before, value)
+        return before
+
+    return change
+
+
 def _weighted(block: emulated.Block, words: Any):
     def of(dtype: str, offsets_bytes: tuple[int, ...], next_bytes: int, step: int):
-        def pixel(address: int) -> float:
-            size = ITEMSIZE[dtype]
-            assert address % size == 0
-            word = block.shared[block.place_of(address & -4, 1)]
-            return float(word) if size == 4 else words.WIDEN[dtype](word >> 8 * (address & 2) & 0xFFFF)
-
         def sum_up(array: list, place: int, upper: int, lower: int, *weights: float) -> None:
             for i, offset in enumerate(offsets_bytes):
-                pixels = [row + offset + side for row in (upper, lower) for side in (0, next_bytes)]
-                terms = zip(weights, pixels, strict=True)
-                array[place + i * step] = sum(weight * pixel(at) for weight, at in terms if weight)
+                places = [row + offset + side for row in (upper, lower) for side in (0, next_bytes)]
+                pixels = (_in_shared(block, words, dtype, at) for at in places)
+                array[place + i * step] = sum(w * pixel for w, pixel in zip(weights, pixels, strict=True) if w)
 
         return sum_up
 
@@ -159,6 +239,7 @@ WEIGHTS = SimpleNamespace(
     with_pixel=lambda total, weight, value: total + weight * value if weight else total,
     whole=lambda value: int(max(min(value, 2.0**31 - 1), -(2.0**31))) if value == value else 0,
     near=lambda right, down: -1 <= right < 1 and -1 <= down < 1,
+    prefetch=lambda address: None,
     against=lambda distance, value: value if distance < 0 else -value,
 )
 
@@ -170,11 +251,19 @@ def run(
     block = emulated_ptx.install(monkeypatch)
     package = nbdnn.kernels.cuda.__dict__
     words = package["ptx"]
-    moves = SimpleNamespace(load=_load(words), store=_store(words))
+    of_shared = {"load_shared": _load_shared(block, words), "copy_to_shared": _copy_to_shared(block, words)}
+    moves = SimpleNamespace(load=_load(words), store=_store(words), **of_shared)
     monkeypatch.setitem(package, "ptx_local", moves)
     block.collectives["least"] = lambda brought: [min(brought)] * 32
-    of_block = {"weighted": _weighted(block, words), "least_of_warp": lambda value: block.now.wait("least", value)}
+    of_block = {
+        "weighted": _weighted(block, words),
+        "least_of_warp": lambda value: block.now.wait("least", value),
+        "SHARED": {"add": _change_shared(block, int.__add__), "max": _change_shared(block, max)},
+    }
     monkeypatch.setitem(package, "ptx_spatialtf", SimpleNamespace(**vars(WEIGHTS), **of_block))
+    clusters, launches = Clusters(block), candidate.launches
+    monkeypatch.setitem(package, "ptx_cluster", clusters)
+    monkeypatch.setattr(candidate, "launches", lambda *args: list(map(clusters.cooperative, launches(*args))))
     for config in candidate.configs(problem, H200)[:most_configs]:
         emulated.assert_near(candidate, problem, config, given, H200, block)
 
@@ -207,7 +296,7 @@ def test_kernels_compute_what_the_reference_does(op: str, text: str, monkeypatch
     for candidate in CANDIDATES[op]:
         if candidate.supports(problem, H200).ok:
             # Which share outputs, and planes, in different ways.
-            most = 8 if candidate.algorithm in ("turned", "staged") else 1
+            most = 8 if candidate.algorithm in ("turned", "staged", "held", "binned") else 1
             run(problem, candidate, values(problem, "normal"), monkeypatch, most)
 
 
@@ -234,21 +323,45 @@ def test_a_tile_holds_every_pixel_of_its_outputs(theta: list, monkeypatch: pytes
         run(problem, spatialtf_staged.FWD, given, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "theta",
-    [
-        [[1, 0, 0], [0, 1, 0]],
-        [[0, 1, 0], [-1, 0, 0.1]],
-        [[0.1, 0, 0.3], [0, 0.2, 0]],  # many outputs near a pixel
-        [[3, 0.5, 0], [0, 2, 0]],  # few
-        [[0, 0, 0.2], [0, 0, -0.1]],  # all of them
-        [[1, 1, 0], [1, 1, 0]],  # on a line
-        [[1, 1, 0], [1, 1.001, 0]],  # nearly
-        [[1, 0, 9], [0, 1, 0]],  # none
-    ],
+THETAS = (
+    [[1, 0, 0], [0, 1, 0]],
+    [[0, 1, 0], [-1, 0, 0.1]],
+    [[0.1, 0, 0.3], [0, 0.2, 0]],  # many outputs near a pixel
+    [[3, 0.5, 0], [0, 2, 0]],  # few
+    [[0, 0, 0.2], [0, 0, -0.1]],  # all of them
+    [[1, 1, 0], [1, 1, 0]],  # on a line
+    [[1, 1, 0], [1, 1.001, 0]],  # nearly
+    [[1, 0, 9], [0, 1, 0]],  # none
 )
+
+
+@pytest.mark.parametrize("theta", THETAS)
 def test_a_pixel_finds_every_output_near_it(theta: list, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = parse("spatialtf_bwd:f32:n1c2h6w9:o10x7:nchw")
     assert isinstance(problem, SpatialtfProblem)
     given = values(problem, "normal") | {"theta": np.array([theta], np.float32)}
     run(problem, spatialtf_gradient.GATHER, given, monkeypatch)
+
+
+@pytest.mark.parametrize("theta", THETAS)
+def test_outputs_that_meet_at_a_pixel_store_in_layers_or_wait(theta: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse("spatialtf_bwd:f32:n1c2h6w9:o10x17:nchw")  # with two outputs a thread
+    assert isinstance(problem, SpatialtfProblem)
+    given = values(problem, "normal") | {"theta": np.array([theta], np.float32)}
+    run(problem, spatialtf_held.BWD, given, monkeypatch, most_configs=2)
+
+
+@pytest.mark.parametrize(("channels", "buffers", "places"), [(16, 1, "normal"), (16, 1, "one"), (34, 2, "normal")])
+def test_bins_hold_many_outputs_and_channels_come_in_parts(
+    channels: int, buffers: int, places: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = parse(f"spatialtf_sampler_bwd:f16:n1c{channels}h6w9:o10x14:nchw:pf32")
+    assert isinstance(problem, SpatialtfProblem)
+    given = values(problem, "normal")
+    if places == "one":
+        given["grid"][:] = 0.1
+    # What a plan of that size takes, and dy of four channels.
+    monkeypatch.setattr(spatialtf_binned, "shared_bytes", lambda device: (2 << 10) + 4300 + 4 * 2 * 140)
+    (launch,) = spatialtf_binned.SAMPLER_BWD.launches(problem, Config(1, 2, 128), H200)
+    assert launch.source.specialised_on.buffers == buffers
+    run(problem, spatialtf_binned.SAMPLER_BWD, given, monkeypatch, most_configs=3)

@@ -137,6 +137,36 @@ def least_of_warp(typingctx, value):
     return signature(types.int32, types.int32), codegen
 
 
+def _shared(operation):
+    text = f"atom.shared.{operation}.u32 $0, [$1], $2;"
+
+    @intrinsic
+    def change(typingctx, where, value):
+        """What was at a shared address before it and the value became their sum, or the larger one of them."""
+
+        def codegen(context, builder, sig, args):
+            return asm(builder, I32, text, "=r,r,r,~{memory}", list(args), EFFECT)
+
+        return signature(types.uint32, types.uint32, types.uint32), codegen
+
+    return change
+
+
+# Of integers that other threads of the block change at the same time.
+SHARED = {operation: _shared(operation) for operation in ("add", "max")}
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Has the second-level cache load the line of an address in global memory."""
+
+    def codegen(context, builder, sig, args):
+        asm(builder, ir.VoidType(), "prefetch.global.L2 [$0];", "l,~{memory}", list(args), EFFECT)
+        return context.get_dummy_value()
+
+    return signature(types.none, types.uint64), codegen
+
+
 @cache
 def weighted(dtype: str, offsets_bytes: tuple[int, ...], next_bytes: int, step: int):
     """Intrinsic (array, place, shared addresses of a row and of the next, four weights):

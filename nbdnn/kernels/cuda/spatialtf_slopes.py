@@ -9,7 +9,25 @@ from __future__ import annotations
 
 from functools import cache
 
-from nbdnn.kernels.cuda.spatialtf_position import Kind
+from nbdnn.kernels.cuda.spatialtf_position import Kind, nearest, position
+
+
+@cache
+def near_output(kind: Kind):
+    """Device function (places, image, output, f) -> (i, j, row, column, down, right): the first of an output's pixels,
+    and how far from it the output lies."""
+    from nbdnn.kernels.cuda import ptx
+
+    locate, nearest_to = position(kind), nearest(kind.compute, kind.bits)
+
+    @ptx.inline
+    def find(places, image, output, f):
+        i, j = ptx.split(output, f.out_w, f.by_out_w, f.shift_out_w)
+        s, t = locate(places, image, i, j, f)
+        (column, right), (row, down) = nearest_to(s, f.in_w), nearest_to(t, f.in_h)
+        return i, j, row, column, down, right
+
+    return find
 
 
 @cache
