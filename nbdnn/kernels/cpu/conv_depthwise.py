@@ -41,20 +41,20 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _MAX_TAPS = 1024
-_MAX_BLOCK_TAPS = 25  # weights kept in registers, beside the accumulators of a block
+_MAX_BLOCK_TAPS = 150  # whose products are written out
 _NS_PER_BYTE = 0.05  # of the operands, one thread
 
 
 @cache
-def _planar_task(dtype: str, vl: int, taps_h: int, taps_w: int, step_h: int, step: int, in_blocks: bool):
+def _planar_task(dtype: str, vl: int, taps: tuple[int, int], steps: tuple[int, int], in_blocks: bool, joint: bool):
     """A band of rows of one plane: index = ((n * groups + g) * depth + d) * bands + band."""
-    compute = DEFAULT_COMPUTE[dtype]
+    compute, (taps_w, step), step_h = DEFAULT_COMPUTE[dtype], (taps[1], steps[1]), steps[0]
     itemsize, acc_bytes, widen = ITEMSIZE[dtype], ITEMSIZE[compute], WIDEN[dtype]
     data, acc_of, i64, args_at, params_at = (
         pointer(dtype), pointer(compute), pointer("i64"), struct(ARGS), struct(PARAMS),
     )  # fmt: skip
     rows_of, store = planar_rows(dtype, compute, vl, taps_w, step), tile_store(dtype, compute, vl)
-    blocks_of = planar_block(dtype, compute, vl, taps_h, taps_w, step_h, step) if in_blocks else None
+    blocks_of = planar_block(dtype, compute, vl, taps, steps, joint) if in_blocks else None
 
     def plane(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
@@ -102,7 +102,7 @@ def _planar_task(dtype: str, vl: int, taps_h: int, taps_w: int, step_h: int, ste
                 f.contiguous, flags, a.alpha, a.beta,
             )  # fmt: skip
 
-    return compile_task(plane, (dtype, vl, taps_h, taps_w, step_h, step, in_blocks), fastmath=FASTMATH)
+    return compile_task(plane, (dtype, vl, taps, steps, in_blocks, joint), fastmath=FASTMATH)
 
 
 @cache
@@ -325,7 +325,9 @@ class Depthwise(Candidate[NoConfig, Cpu]):
             # Every depth by itself, and of each there is one.
             flat = gather.d.taps == ((0, 0),) and gather.d.in_step == 1 and gather.d.count <= gather.d.in_extent
             in_blocks = flat and adjacent(h) and 0 < len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
-            task = _planar_task(problem.dtype, vl, len(h.taps), len(w.taps), h.in_step, w.in_step, in_blocks)
+            together = in_blocks and adjacent(w) and (len(w.taps) - 1) // w.in_step <= vl
+            taps, steps = (len(h.taps), len(w.taps)), (h.in_step, w.in_step)
+            task = _planar_task(problem.dtype, vl, taps, steps, in_blocks, together)
             phases.append(Phase(task, geo.n * geo.groups * gather.d.count * ctx[0]["bands"], ctx))
         return Program(phases, keep)
 

@@ -6,7 +6,7 @@ borders cost nothing and nothing is copied. Interleaved data (a pixel's channels
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 
 from llvmlite import ir
 from numba import types
@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.vector import (
     FLOAT,
+    I32,
     I64,
     convert,
     every,
@@ -28,6 +29,8 @@ from nbdnn.kernels.cpu.vector import (
 )
 
 PLANAR_BLOCK = 4
+_CHAINS = 2  # of sums of each row of a block, which do not wait for each other: 5x5 took 126 us, not 166
+_MOST_WEIGHTS = 25  # in registers, beside the accumulators of a block
 
 
 class _Loops:
@@ -90,6 +93,23 @@ class _Loops:
         return [lanes_between(builder, self.vl, part * self.vl, low, high) for part in range(step)]
 
 
+def dealt(builder, parts) -> list:
+    """Vectors in a row, a power of 2, of neighbours: of each remainder by their number the elements with that place."""
+    if len(parts) == 1:
+        return parts
+    vl = parts[0].type.count
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    orders = [ir.Constant(ir.VectorType(I32, vl), list(range(first, 2 * vl, 2))) for first in (0, 1)]
+    even, odd = (dealt(builder, [builder.shuffle_vector(a, b, order) for a, b in pairs]) for order in orders)
+    return [each for pair in zip(even, odd, strict=True) for each in pair]
+
+
+def shifted(builder, near, far, by: int):
+    """A vector of neighbours that begins so many elements behind the first of two in a row."""
+    vl = near.type.count
+    return builder.shuffle_vector(near, far, ir.Constant(ir.VectorType(I32, vl), list(range(by, by + vl))))
+
+
 @cache
 def planar_rows(dtype: str, compute: str, vl: int, taps: int, step: int):
     """Intrinsic: rows of one plane, tile[i, q] = sum over e, s of w[e, s] * x[e, row i*step_h + h(e), q*step + s].
@@ -138,37 +158,79 @@ def planar_rows(dtype: str, compute: str, vl: int, taps: int, step: int):
 
 
 @cache
-def planar_block(dtype: str, compute: str, vl: int, taps_h: int, taps_w: int, step_h: int, step_w: int):
+def planar_block(dtype: str, compute: str, vl: int, taps: tuple[int, int], steps: tuple[int, int], joint: bool):
     """Intrinsic: as planar_rows for adjacent rows of taps, PLANAR_BLOCK output rows at once.
 
-    An input vector is loaded once for all the output rows that it reaches, and the weights stay in registers.
+    An input vector is loaded once for all the output rows that it reaches by some rows of taps, whose weights stay in
+    registers: all of them, or one group after the other.
     Arguments, all int64: x, pitch, top (input row of the first tap of output row 0 of the call), rows, extent_h,
-    weights, columns, width, tile, tile_pitch. The tile has room for `rows` rounded up to whole blocks.
+    weights, columns, width, tile, tile_pitch. The tile has room for `rows` rounded up to whole blocks. taps, steps: of
+    rows and columns. joint: whether columns of taps are neighbours: then two vectors of a row, or of each of its phases
+    where the step is 2 or 4, are shifted for all of them. No tap may be more than vl windows from the first.
     """
+    (taps_h, taps_w), (step_h, step_w) = taps, steps
 
     def codegen(context, builder, sig, args):
         x, pitch, top, rows, extent_h, weights, columns, width, tile, tile_pitch = args
         v = _Loops(builder, dtype, compute, vl)
-        w = [v.weight(v.offset(weights, tap, v.acc_bytes)) for tap in range(taps_h * taps_w)]
+        group_rows = min(taps_h, max(1, _MOST_WEIGHTS // taps_w))
+        groups = [range(first, min(first + group_rows, taps_h)) for first in range(0, taps_h, group_rows)]
+
+        def weights_of(group):
+            taps = range(group.start * taps_w, group.stop * taps_w)
+            return {tap: v.weight(v.offset(weights, tap, v.acc_bytes)) for tap in taps}
+
+        kept = weights_of(groups[0]) if len(groups) == 1 else None
+        # Of a row of x, those that any output wants.
+        offsets, starts, stops = ([v.int64_at(columns, I64(3 * s + part)) for s in range(taps_w)] for part in range(3))
+        lows = [builder.add(builder.mul(start, I64(step_w)), at) for start, at in zip(starts, offsets, strict=True)]
+        lasts = [builder.sub(stop, I64(1)) for stop in stops]
+        highs = [builder.add(builder.mul(last, I64(step_w)), at) for last, at in zip(lasts, offsets, strict=True)]
+        low, high = (
+            reduce(lambda one, two: builder.select(builder.icmp_signed(order, one, two), one, two), values)
+            for order, values in (("<", lows), (">", highs))
+        )
+        wanted = low, builder.add(high, I64(1))
         with cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _):
             shifts, masks = [], []
             for s in range(taps_w):
                 offset, start, stop = (v.int64_at(columns, I64(3 * s + part)) for part in range(3))
                 shifts.append(builder.mul(builder.add(offset, builder.mul(q, I64(step_w))), I64(v.itemsize)))
                 masks.append(v.column_masks(q, step_w, start, stop))
+            begin = builder.add(builder.mul(q, I64(step_w)), v.int64_at(columns, I64(0)))
+            ends = [builder.sub(end, begin) for end in wanted]
+            of_part = [lanes_between(builder, vl, part * vl, *ends) for part in range(2 * step_w)]
+
+            def values_of(row, present):
+                """The input of each tap of a row."""
+                if joint:
+                    at = builder.add(row, shifts[0])
+                    slots = [v.offset(at, part, vl * v.itemsize) for part in range(2 * step_w)]
+                    inside = [builder.and_(mask, present) for mask in of_part]
+                    parts = [v.load(slot, mask) for slot, mask in zip(slots, inside, strict=True)]
+                    near, far = (dealt(builder, half) for half in (parts[:step_w], parts[step_w:]))
+                    return [shifted(builder, near[s % step_w], far[s % step_w], s // step_w) for s in range(taps_w)]
+                inside = [[builder.and_(mask, present) for mask in of_tap] for of_tap in masks]
+                each = zip(shifts, inside, strict=True)
+                return [v.load_every(builder.add(row, shift), step_w, of_tap) for shift, of_tap in each]
+
             with cgutils.for_range_slice(builder, I64(0), rows, I64(PLANAR_BLOCK), I64) as (i, _):
-                acc = [ir.Constant(v.vector, None)] * PLANAR_BLOCK
-                for e in range((PLANAR_BLOCK - 1) * step_h + taps_h):
-                    h = builder.add(builder.add(top, builder.mul(i, I64(step_h))), I64(e))
-                    present = splat(builder, builder.icmp_unsigned("<", h, extent_h), masks[0][0].type)
-                    row = v.offset(x, h, pitch)
-                    reached = [k for k in range(PLANAR_BLOCK) if 0 <= e - k * step_h < taps_h]
-                    for s in range(taps_w) if reached else ():
-                        inside = [builder.and_(mask, present) for mask in masks[s]]
-                        value = v.load_every(builder.add(row, shifts[s]), step_w, inside)
-                        for k in reached:
-                            acc[k] = builder.call(v.fma, [w[(e - k * step_h) * taps_w + s], value, acc[k]])
-                for k, total in enumerate(acc):
+                acc = [[ir.Constant(v.vector, None)] * _CHAINS for _ in range(PLANAR_BLOCK)]
+                first = builder.add(top, builder.mul(i, I64(step_h)))
+                for group in groups:
+                    w = kept or weights_of(group)
+                    for e in range(group.start, (PLANAR_BLOCK - 1) * step_h + group.stop):
+                        h = builder.add(first, I64(e))
+                        present = splat(builder, builder.icmp_unsigned("<", h, extent_h), masks[0][0].type)
+                        row = v.offset(x, h, pitch)
+                        reached = [k for k in range(PLANAR_BLOCK) if e - k * step_h in group]
+                        for s, value in enumerate(values_of(row, present) if reached else ()):
+                            for k in reached:
+                                tap = (e - k * step_h) * taps_w + s
+                                chain = tap % _CHAINS
+                                acc[k][chain] = builder.call(v.fma, [w[tap], value, acc[k][chain]])
+                for k, chains in enumerate(acc):
+                    total = reduce(builder.fadd, chains)
                     to = v.offset(v.offset(tile, builder.add(i, I64(k)), tile_pitch), q, v.acc_bytes)
                     builder.store(total, v.accumulator(to), align=v.acc_bytes)
         return context.get_dummy_value()
