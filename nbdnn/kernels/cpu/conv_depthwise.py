@@ -20,19 +20,20 @@ from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.depthwise_channels import interleaved_pixels
 from nbdnn.kernels.cpu.depthwise_plan import (
     AHEAD_BYTES,
     EDGE_VECTORS,
     PARAMS,
     PIXELS,
     TILE_PIXELS,
-    adjacent,
+    joint_columns,
     joint_taps,
     parameters,
     sizes_of,
     tile_vectors,
 )
-from nbdnn.kernels.cpu.depthwise_vector import interleaved_pixels, planar_block, planar_rows
+from nbdnn.kernels.cpu.depthwise_planes import columns_of, planar_task
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -41,68 +42,7 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _MAX_TAPS = 1024
-_MAX_BLOCK_TAPS = 150  # whose products are written out
 _NS_PER_BYTE = 0.05  # of the operands, one thread
-
-
-@cache
-def _planar_task(dtype: str, vl: int, taps: tuple[int, int], steps: tuple[int, int], in_blocks: bool, joint: bool):
-    """A band of rows of one plane: index = ((n * groups + g) * depth + d) * bands + band."""
-    compute, (taps_w, step), step_h = DEFAULT_COMPUTE[dtype], (taps[1], steps[1]), steps[0]
-    itemsize, acc_bytes, widen = ITEMSIZE[dtype], ITEMSIZE[compute], WIDEN[dtype]
-    data, acc_of, i64, args_at, params_at = (
-        pointer(dtype), pointer(compute), pointer("i64"), struct(ARGS), struct(PARAMS),
-    )  # fmt: skip
-    rows_of, store = planar_rows(dtype, compute, vl, taps_w, step), tile_store(dtype, compute, vl)
-    blocks_of = planar_block(dtype, compute, vl, taps, steps, joint) if in_blocks else None
-
-    def plane(args, ctx, index, worker):
-        a, pointers, f = args_at(args), i64(args), params_at(ctx)
-        band, rest = index % f.bands, index // f.bands
-        depth, rest = rest % f.count_d, rest // f.count_d
-        g, n = rest % f.groups, rest // f.groups
-        entries = a.workspace + f.worker_offset + worker * f.worker_bytes
-        weights = entries + f.entries_bytes
-        tile = weights + f.weights_bytes
-        w = data(pointers[f.w_pointer])
-        n_entries = 0
-        for t in range(f.taps_d):
-            tap_d, d = i64(f.depth_table)[2 * t], depth * f.in_step_d + i64(f.depth_table)[2 * t + 1]
-            if d < 0 or d >= f.extent_d:
-                continue
-            for r in range(f.taps_h):
-                tap_h, h = i64(f.row_table)[2 * r], i64(f.row_table)[2 * r + 1]
-                i64(entries)[2 * n_entries] = h
-                i64(entries)[2 * n_entries + 1] = d * f.in_d * itemsize
-                for s in range(taps_w):
-                    tap_w = i64(f.column_table)[3 * taps_w + s]
-                    value = w[g * f.w_g + tap_d * f.w_t + tap_h * f.w_r + tap_w * f.w_s]
-                    acc_of(weights)[n_entries * taps_w + s] = widen(value)
-                n_entries += 1
-        x = pointers[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize
-        at = n * f.out_n + g * f.out_g + (f.start_d + depth * f.out_step_d) * f.out_d
-        bias = pointers[f.bias_pointer] + g * itemsize if f.bias_pointer >= 0 else 0
-        for first in range(band * f.band_rows, min(f.count_h, (band + 1) * f.band_rows), f.tile_rows):
-            rows = min(f.tile_rows, min(f.count_h, (band + 1) * f.band_rows) - first)
-            if in_blocks:
-                top = first * step_h + i64(f.row_table)[1]
-                pitch, tile_pitch = f.in_h * itemsize, f.width_pitch * acc_bytes
-                at_depth = x + depth * f.in_d * itemsize
-                blocks_of(at_depth, pitch, top, rows, f.extent_h, weights, f.column_table, f.count_w, tile, tile_pitch)
-            else:
-                rows_of(
-                    x, f.in_h * itemsize, first, rows, f.in_step_h, f.extent_h, entries, n_entries, weights,
-                    f.column_table, f.count_w, tile, f.width_pitch * acc_bytes,
-                )  # fmt: skip
-            start = (at + (f.start_h + first * f.out_step_h) * f.out_h) * itemsize
-            residual = pointers[f.residual_pointer] + start if f.residual_pointer >= 0 else 0
-            flags = (f.activation, bias, 0, 0, residual, f.read_out)
-            store(
-                tile, f.width_pitch, rows, f.count_w, pointers[f.out_pointer] + start, f.row_offsets, f.lane_offsets,
-                f.contiguous, flags, a.alpha, a.beta,
-            )  # fmt: skip
-
-    return compile_task(plane, (dtype, vl, taps, steps, in_blocks, joint), fastmath=FASTMATH)
 
 
 @cache
@@ -308,6 +248,7 @@ class Depthwise(Candidate[NoConfig, Cpu]):
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         geo, vl = geometry(problem), device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        columns = joint_columns(problem)
         gathers = [gather.in_image_order() for gather in geo.gathers]
         made = [parameters(problem, geo, gather, device) for gather in gathers]
         records, keep = [ctx for ctx, _ in made], [array for _, arrays in made for array in arrays]
@@ -320,15 +261,11 @@ class Depthwise(Candidate[NoConfig, Cpu]):
             weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx, each=each)
             return Program([weights, Phase(task, geo.n * first["most_d"] * first["bands"], ctx)], keep)
         phases = []
-        for gather, ctx in zip(gathers, records, strict=True):
-            h, w = gather.h, gather.w
-            # Every depth by itself, and of each there is one.
-            flat = gather.d.taps == ((0, 0),) and gather.d.in_step == 1 and gather.d.count <= gather.d.in_extent
-            in_blocks = flat and adjacent(h) and 0 < len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
-            together = in_blocks and adjacent(w) and (len(w.taps) - 1) // w.in_step <= vl
-            taps, steps = (len(h.taps), len(w.taps)), (h.in_step, w.in_step)
-            task = _planar_task(problem.dtype, vl, taps, steps, in_blocks, together)
-            phases.append(Phase(task, geo.n * geo.groups * gather.d.count * ctx[0]["bands"], ctx))
+        for begin in range(0, len(gathers), columns):
+            some = gathers[begin : begin + columns]
+            task = planar_task(problem.dtype, vl, tuple(columns_of(gather, vl) for gather in some))
+            ctx = np.concatenate(records[begin : begin + columns])
+            phases.append(Phase(task, geo.n * geo.groups * some[0].d.count * ctx[0]["bands"], ctx))
         return Program(phases, keep)
 
 

@@ -23,7 +23,8 @@ from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
-from nbdnn.kernels.cpu.depthwise_vector import interleaved_filter, planar_filter
+from nbdnn.kernels.cpu.depthwise_channels import interleaved_filter
+from nbdnn.kernels.cpu.depthwise_vector import planar_filter
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, column_table, geometry, spatial3, tap_table, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program

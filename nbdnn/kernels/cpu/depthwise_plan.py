@@ -43,6 +43,8 @@ PARAMS = record(
     # interleaved: how many gathers there are, their largest counts, taps of a row that are read together, their weights
     *("gathers", "most_d", "most_h", "joint_taps", "tap_bytes", "rows_ahead", "new_rows"),
     *("copy_bytes", "weights_bytes", "entries_bytes", "worker_offset", "worker_bytes"),
+    # planar: columns of a row; of the tiles that are put together pitch and size, of what they become the size
+    *("width", "part_pitch", "part_bytes", "tile_bytes"),
     *("row_offsets", "lane_offsets", "contiguous", "finished", "streams"),
 )
 
@@ -53,15 +55,19 @@ def sizes_of(problem: ConvProblem, device: Cpu) -> dict[str, int]:
     taps, vl = prod(problem.filter), device.vector_bytes // acc_bytes
     width = problem.spatial[-1] if problem.op == "conv_bwd_data" else problem.out_spatial[-1]
     entries = 2 * ceil(taps * 16 / 64) * 64  # of a row, and of a pixel at its edge
+    columns = joint_columns(problem)
     if problem.channels_last:
         pitch = ceil(problem.groups / vl) * vl
         tile_rows = min(TILE_PIXELS, max(PIXELS, _TILE_BYTES // (pitch * acc_bytes)))
         weights, shared, tile = 0, ceil(taps * pitch * acc_bytes / 64) * 64, tile_rows * pitch * acc_bytes
+        part_pitch, part = pitch, 0
     else:
         pitch = ceil(width / vl) * vl
         tile_rows = max(_TILE_ROWS, _PLANE_BYTES // (pitch * acc_bytes) // PLANAR_BLOCK * PLANAR_BLOCK)
         weights, shared, tile = ceil(taps * acc_bytes / 64) * 64, 0, tile_rows * pitch * acc_bytes
-    worker = own_pages(entries + weights + tile)
+        part_pitch = ceil(ceil(width / columns) / vl) * vl
+        part = tile_rows * part_pitch * acc_bytes
+    worker = own_pages(entries + columns * weights + tile + (columns * part if columns > 1 else 0))
     copy = shared if taps * problem.c < FEW_ELEMS else 0
     shared = own_pages(max(shared, device.threads * copy))
     return {
@@ -69,6 +75,9 @@ def sizes_of(problem: ConvProblem, device: Cpu) -> dict[str, int]:
         "weights": weights,
         "pitch": pitch,
         "tile_rows": tile_rows,
+        "tile": tile,
+        "part_pitch": part_pitch,
+        "part": part,
         "worker": worker,
         "copy": copy,
         "shared": shared,
@@ -87,10 +96,13 @@ def parameters(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cpu)
     depth_table, row_table = tap_table(gather.d), tap_table(gather.h)
     columns = np.concatenate([column_table(gather.w).reshape(-1), tap_table(gather.w)[:, 0]])
     rows = np.arange(sizes["tile_rows"], dtype=np.int64) * gather.h.out_step * geo.out_strides[4]
+    is_joint = joint_columns(problem) > 1
+    width = problem.spatial[-1] if is_joint else gather.w.count
     if problem.channels_last:
         lanes = np.arange(geo.groups, dtype=np.int64) * geo.out_strides[1]
     else:
-        lanes = (gather.w.out_start + np.arange(gather.w.count) * gather.w.out_step) * geo.out_strides[5]
+        first, step = (0, 1) if is_joint else (gather.w.out_start, gather.w.out_step)
+        lanes = (first + np.arange(width, dtype=np.int64) * step) * geo.out_strides[5]
     kind = store_kind(problem, bool((np.diff(lanes) == 1).all()))
     ctx = filled(
         PARAMS,
@@ -102,6 +114,10 @@ def parameters(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cpu)
         depth_table=depth_table.ctypes.data,
         row_table=row_table.ctypes.data,
         column_table=columns.ctypes.data,
+        width=width,
+        part_pitch=sizes["part_pitch"],
+        part_bytes=sizes["part"],
+        tile_bytes=sizes["tile"],
         copy_bytes=sizes["copy"],
         filter_h=problem.filter[-2],
         filter_w=problem.filter[-1],
@@ -142,6 +158,12 @@ def tile_vectors(channels: int, vl: int) -> int:
 def adjacent(axis: Axis) -> bool:
     """Whether the taps, in their order, read neighbouring inputs."""
     return [offset for _, offset in axis.taps] == list(range(axis.low, axis.low + len(axis.taps)))
+
+
+def joint_columns(problem: ConvProblem) -> int:
+    """How many gathers in a row, those of even and of odd columns, are written together: row by row in their order."""
+    is_every_other = problem.op == "conv_bwd_data" and not problem.channels_last and problem.stride[-1] == 2
+    return 2 if is_every_other and problem.spatial[-1] > 1 else 1
 
 
 def joint_taps(geo: Geometry) -> dict[Axis, int]:
