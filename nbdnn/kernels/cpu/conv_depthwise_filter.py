@@ -24,6 +24,7 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_channels import interleaved_filter
+from nbdnn.kernels.cpu.depthwise_plan import shares_loads
 from nbdnn.kernels.cpu.depthwise_vector import planar_filter
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, column_table, geometry, spatial3, tap_table, tensor_strides
@@ -49,12 +50,12 @@ _PARAMS = record(
 
 
 @cache
-def _planar_task(dtype: str, vl: int, taps_w: int, step: int):
+def _planar_task(dtype: str, vl: int, taps_w: int, step: int, together: bool):
     """All taps of one channel: index = channel."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     i64, acc_of, args_at, params_at = pointer("i64"), pointer(compute), struct(ARGS), struct(_PARAMS)
-    add_rows = planar_filter(dtype, compute, vl, taps_w, step)
+    add_rows = planar_filter(dtype, compute, vl, taps_w, step, together)
     store, row_slot = tile_store(dtype, compute, vl), stack(8)
     zero = float32(0.0) if compute == "f32" else float64(0.0)
 
@@ -84,7 +85,7 @@ def _planar_task(dtype: str, vl: int, taps_w: int, step: int):
         flags = (0, 0, 0, 0, 0, f.read_out)
         store(sums, taps, 1, taps, a.p2, row, f.tap_offsets, f.taps_adjacent, flags, a.alpha, a.beta)
 
-    return compile_task(channel, (dtype, vl, taps_w, step), fastmath=FASTMATH)
+    return compile_task(channel, (dtype, vl, taps_w, step, together), fastmath=FASTMATH)
 
 
 @cache
@@ -256,7 +257,7 @@ class DepthwiseFilter(Candidate[NoConfig, Cpu]):
         vl, taps_w = device.lanes(DEFAULT_COMPUTE[problem.dtype]), problem.filter[-1]
         ctx, keep = _parameters(problem, gather, device)
         if not problem.channels_last:
-            task = _planar_task(problem.dtype, vl, taps_w, gather.w.in_step)
+            task = _planar_task(problem.dtype, vl, taps_w, gather.w.in_step, shares_loads(gather.w, vl))
             return Program([Phase(task, problem.c, ctx)], keep)
         offsets = [offset for _, offset in gather.w.taps]
         joint = taps_w if offsets == list(range(offsets[0], offsets[0] + taps_w)) else 1

@@ -160,6 +160,11 @@ def adjacent(axis: Axis) -> bool:
     return [offset for _, offset in axis.taps] == list(range(axis.low, axis.low + len(axis.taps)))
 
 
+def shares_loads(columns: Axis, vl: int) -> bool:
+    """Whether the taps of a row of a plane are shifts of the same vectors."""
+    return adjacent(columns) and 0 < len(columns.taps) <= vl * columns.in_step
+
+
 def joint_columns(problem: ConvProblem) -> int:
     """How many gathers in a row, those of even and of odd columns, are written together: row by row in their order."""
     is_every_other = problem.op == "conv_bwd_data" and not problem.channels_last and problem.stride[-1] == 2

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from numba import njit
 
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.depthwise_plan import PARAMS, adjacent
+from nbdnn.kernels.cpu.depthwise_plan import PARAMS, adjacent, shares_loads
 from nbdnn.kernels.cpu.depthwise_vector import planar_block, planar_rows
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather
@@ -41,7 +41,7 @@ def _planar_tile(dtype: str, vl: int, columns: Columns):
     on."""
     compute, (_, taps_w), (step_h, step) = DEFAULT_COMPUTE[dtype], columns.taps, columns.steps
     itemsize, acc_bytes, i64 = ITEMSIZE[dtype], ITEMSIZE[compute], pointer("i64")
-    rows_of = planar_rows(dtype, compute, vl, taps_w, step)
+    rows_of = planar_rows(dtype, compute, vl, taps_w, step, columns.together)
     blocks_of = planar_block(dtype, compute, vl, columns.taps, columns.steps, columns.together)
 
     @njit(**DEVICE)
@@ -156,5 +156,4 @@ def columns_of(gather: Gather, vl: int) -> Columns:
     # Every depth by itself, and of each there is one.
     flat = gather.d.taps == ((0, 0),) and gather.d.in_step == 1 and gather.d.count <= gather.d.in_extent
     in_blocks = flat and adjacent(h) and 0 < len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
-    together = in_blocks and adjacent(w) and (len(w.taps) - 1) // w.in_step <= vl
-    return Columns((len(h.taps), len(w.taps)), (h.in_step, w.in_step), in_blocks, together)
+    return Columns((len(h.taps), len(w.taps)), (h.in_step, w.in_step), in_blocks, shares_loads(w, vl))

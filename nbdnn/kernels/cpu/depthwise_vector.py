@@ -7,6 +7,7 @@ loaded once: most loads lie across two cache lines, and cost as much as four pro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, reduce
 
 from llvmlite import ir
@@ -110,28 +111,78 @@ def shifted(builder, near, far, by: int):
     return builder.shuffle_vector(near, far, ir.Constant(ir.VectorType(I32, vl), list(range(by, by + vl))))
 
 
+class _RowTaps:
+    """The inputs of a row's taps for vectors of outputs; columns: as `planar_rows` has them.
+
+    joint: taps are neighbours, none of them more than vl outputs from the first: two vectors of a row, or of each of
+    its phases where the step is 2 or 4, are shifted for all of them.
+    """
+
+    def __init__(self, v: Loops, columns, taps: int, step: int, joint: bool) -> None:
+        self.v, self.taps, self.step, self.joint = v, taps, step, joint
+        self.columns = [tuple(v.int64_at(columns, I64(3 * s + part)) for part in range(3)) for s in range(taps)]
+
+    def at(self, q) -> Callable[..., list]:
+        """(row, mask or None) -> a vector for each tap, zeros where the mask is off: outputs q, q + 1, ..."""
+        v, builder, step = self.v, self.v.builder, self.step
+        first = builder.mul(q, I64(step))
+        shifts = [builder.mul(builder.add(offset, first), I64(v.itemsize)) for offset, _, _ in self.columns]
+        if self.joint:
+            begin = builder.add(first, self.columns[0][0])
+            ends = [builder.sub(end, begin) for end in self._wanted()]
+            of_parts = [lanes_between(builder, v.vl, part * v.vl, *ends) for part in range(2 * step)]
+        else:
+            of_taps = [v.column_masks(q, step, start, stop) for _, start, stop in self.columns]
+
+        def inside(masks, present):
+            return masks if present is None else [builder.and_(mask, present) for mask in masks]
+
+        def joint_values(row, present=None) -> list:
+            start = builder.add(row, shifts[0])
+            slots = [v.offset(start, part, v.vl * v.itemsize) for part in range(2 * step)]
+            parts = [v.load(slot, mask) for slot, mask in zip(slots, inside(of_parts, present), strict=True)]
+            near, far = (dealt(builder, half) for half in (parts[:step], parts[step:]))
+            return [shifted(builder, near[s % step], far[s % step], s // step) for s in range(self.taps)]
+
+        def values(row, present=None) -> list:
+            each = zip(shifts, of_taps, strict=True)
+            return [v.load_every(builder.add(row, shift), step, inside(masks, present)) for shift, masks in each]
+
+        return joint_values if self.joint else values
+
+    def _wanted(self):
+        """The pixels of a row that any output wants: first and end."""
+        builder, step = self.v.builder, I64(self.step)
+        lows = [builder.add(builder.mul(start, step), offset) for offset, start, _ in self.columns]
+        lasts = [(offset, builder.sub(stop, I64(1))) for offset, _, stop in self.columns]
+        highs = [builder.add(builder.mul(last, step), offset) for offset, last in lasts]
+        low, high = (
+            reduce(lambda one, two: builder.select(builder.icmp_signed(order, one, two), one, two), values)
+            for order, values in (("<", lows), (">", highs))
+        )
+        return low, builder.add(high, I64(1))
+
+
 @cache
-def planar_rows(dtype: str, compute: str, vl: int, taps: int, step: int):
+def planar_rows(dtype: str, compute: str, vl: int, taps: int, step: int, joint: bool):
     """Intrinsic: rows of one plane, tile[i, q] = sum over e, s of w[e, s] * x[e, row i*step_h + h(e), q*step + s].
 
     Arguments, all int64: x (address of the plane), pitch (bytes from row to row), first_row, rows, step_h, extent_h;
     entries (address of pairs: row offset, byte offset of the depth slice), n_entries; weights (address of
     n_entries x taps accumulate-type values); columns (address of `taps` triples: column offset, first and end of the
-    outputs inside the image); width, tile, tile_pitch (bytes, at least width rounded up to whole vectors).
+    outputs inside the image); width, tile, tile_pitch (bytes, at least width rounded up to whole vectors). joint: as
+    `_RowTaps` has it.
     """
 
     def codegen(context, builder, sig, args):
         x, pitch, first_row, rows, step_h, extent_h, entries, n_entries, weights, columns = args[:10]
         width, tile, tile_pitch = args[10:]
         v = Loops(builder, dtype, compute, vl)
+        row_taps = _RowTaps(v, columns, taps, step, joint)
         with cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _):
-            shifts, masks = [], []
-            for s in range(taps):
-                offset, start, stop = (v.int64_at(columns, I64(3 * s + part)) for part in range(3))
-                shifts.append(builder.mul(builder.add(offset, builder.mul(q, I64(step))), I64(v.itemsize)))
-                masks.append(v.column_masks(q, step, start, stop))
+            values_of = row_taps.at(q)
             with cgutils.for_range(builder, rows) as i:
-                (acc,) = v.zeros(1)
+                acc = v.zeros(_CHAINS)
                 top = builder.mul(builder.add(first_row, i.index), step_h)
                 with cgutils.for_range(builder, n_entries) as e:
                     pair = builder.mul(e.index, I64(2))
@@ -140,11 +191,11 @@ def planar_rows(dtype: str, compute: str, vl: int, taps: int, step: int):
                         depth = v.int64_at(entries, builder.add(pair, I64(1)))
                         row = v.offset(builder.add(x, depth), h, pitch)
                         taps_row = v.offset(weights, e.index, taps * v.acc_bytes)
-                        for s in range(taps):
-                            value = v.load_every(builder.add(row, shifts[s]), step, masks[s])
-                            v.add_product(acc, v.weight(v.offset(taps_row, s, v.acc_bytes)), value)
+                        for s, value in enumerate(values_of(row)):
+                            v.add_product(acc[s % _CHAINS], v.weight(v.offset(taps_row, s, v.acc_bytes)), value)
                 to = v.offset(v.offset(tile, i.index, tile_pitch), q, v.acc_bytes)
-                builder.store(builder.load(acc), v.accumulator(to), align=v.acc_bytes)
+                total = reduce(builder.fadd, [builder.load(chain) for chain in acc])
+                builder.store(total, v.accumulator(to), align=v.acc_bytes)
         return context.get_dummy_value()
 
     @intrinsic
@@ -165,8 +216,7 @@ def planar_block(dtype: str, compute: str, vl: int, taps: tuple[int, int], steps
     registers: all of them, or one group after the other.
     Arguments, all int64: x, pitch, top (input row of the first tap of output row 0 of the call), rows, extent_h,
     weights, columns, width, tile, tile_pitch. The tile has room for `rows` rounded up to whole blocks. taps, steps: of
-    rows and columns. joint: whether columns of taps are neighbours: then two vectors of a row, or of each of its phases
-    where the step is 2 or 4, are shifted for all of them. No tap may be more than vl windows from the first.
+    rows and columns. joint: as `_RowTaps` has it.
     """
     (taps_h, taps_w), (step_h, step_w) = taps, steps
 
@@ -180,40 +230,10 @@ def planar_block(dtype: str, compute: str, vl: int, taps: tuple[int, int], steps
             taps = range(group.start * taps_w, group.stop * taps_w)
             return {tap: v.weight(v.offset(weights, tap, v.acc_bytes)) for tap in taps}
 
-        kept = weights_of(groups[0]) if len(groups) == 1 else None
-        # Of a row of x, those that any output wants.
-        offsets, starts, stops = ([v.int64_at(columns, I64(3 * s + part)) for s in range(taps_w)] for part in range(3))
-        lows = [builder.add(builder.mul(start, I64(step_w)), at) for start, at in zip(starts, offsets, strict=True)]
-        lasts = [builder.sub(stop, I64(1)) for stop in stops]
-        highs = [builder.add(builder.mul(last, I64(step_w)), at) for last, at in zip(lasts, offsets, strict=True)]
-        low, high = (
-            reduce(lambda one, two: builder.select(builder.icmp_signed(order, one, two), one, two), values)
-            for order, values in (("<", lows), (">", highs))
-        )
-        wanted = low, builder.add(high, I64(1))
+        kept, bits = weights_of(groups[0]) if len(groups) == 1 else None, ir.VectorType(ir.IntType(1), vl)
+        row_taps = _RowTaps(v, columns, taps_w, step_w, joint)
         with cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _):
-            shifts, masks = [], []
-            for s in range(taps_w):
-                offset, start, stop = (v.int64_at(columns, I64(3 * s + part)) for part in range(3))
-                shifts.append(builder.mul(builder.add(offset, builder.mul(q, I64(step_w))), I64(v.itemsize)))
-                masks.append(v.column_masks(q, step_w, start, stop))
-            begin = builder.add(builder.mul(q, I64(step_w)), v.int64_at(columns, I64(0)))
-            ends = [builder.sub(end, begin) for end in wanted]
-            of_part = [lanes_between(builder, vl, part * vl, *ends) for part in range(2 * step_w)]
-
-            def values_of(row, present):
-                """The input of each tap of a row."""
-                if joint:
-                    at = builder.add(row, shifts[0])
-                    slots = [v.offset(at, part, vl * v.itemsize) for part in range(2 * step_w)]
-                    inside = [builder.and_(mask, present) for mask in of_part]
-                    parts = [v.load(slot, mask) for slot, mask in zip(slots, inside, strict=True)]
-                    near, far = (dealt(builder, half) for half in (parts[:step_w], parts[step_w:]))
-                    return [shifted(builder, near[s % step_w], far[s % step_w], s // step_w) for s in range(taps_w)]
-                inside = [[builder.and_(mask, present) for mask in of_tap] for of_tap in masks]
-                each = zip(shifts, inside, strict=True)
-                return [v.load_every(builder.add(row, shift), step_w, of_tap) for shift, of_tap in each]
-
+            values_of = row_taps.at(q)
             with cgutils.for_range_slice(builder, I64(0), rows, I64(PLANAR_BLOCK), I64) as (i, _):
                 acc = [[ir.Constant(v.vector, None)] * _CHAINS for _ in range(PLANAR_BLOCK)]
                 first = builder.add(top, builder.mul(i, I64(step_h)))
@@ -221,7 +241,7 @@ def planar_block(dtype: str, compute: str, vl: int, taps: tuple[int, int], steps
                     w = kept or weights_of(group)
                     for e in range(group.start, (PLANAR_BLOCK - 1) * step_h + group.stop):
                         h = builder.add(first, I64(e))
-                        present = splat(builder, builder.icmp_unsigned("<", h, extent_h), masks[0][0].type)
+                        present = splat(builder, builder.icmp_unsigned("<", h, extent_h), bits)
                         row = v.offset(x, h, pitch)
                         reached = [k for k in range(PLANAR_BLOCK) if e - k * step_h in group]
                         for s, value in enumerate(values_of(row, present) if reached else ()):
@@ -243,38 +263,31 @@ def planar_block(dtype: str, compute: str, vl: int, taps: tuple[int, int], steps
 
 
 @cache
-def planar_filter(dtype: str, compute: str, vl: int, taps: int, step: int):
+def planar_filter(dtype: str, compute: str, vl: int, taps: int, step: int, joint: bool):
     """Intrinsic: one filter row of one plane, sums[s] += sum over i, q of dy[i, q] * x[i*x_step, q*step + offset(s)].
 
     Arguments, all int64: x (address of the input row of output row 0), x_step (bytes a row step), dy, dy_pitch, rows,
-    columns (as in planar_rows), width, sums (address of `taps` accumulate-type values).
+    columns (as in planar_rows), width, sums (address of `taps` accumulate-type values). joint: as `_RowTaps` has it.
     """
 
     def codegen(context, builder, sig, args):
         x, x_step, dy, dy_pitch, rows, columns, width, sums = args
         v = Loops(builder, dtype, compute, vl)
-        acc = v.zeros(taps)
+        acc, row_taps = v.zeros(taps), _RowTaps(v, columns, taps, step, joint)
         with cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _):
-            inside = lanes_between(builder, vl, 0, None, builder.sub(width, q))
-            shifts, masks = [], []
-            for s in range(taps):
-                offset, start, stop = (v.int64_at(columns, I64(3 * s + part)) for part in range(3))
-                shifts.append(builder.mul(builder.add(offset, builder.mul(q, I64(step))), I64(v.itemsize)))
-                masks.append(v.column_masks(q, step, start, stop))
+            inside, values_of = lanes_between(builder, vl, 0, None, builder.sub(width, q)), row_taps.at(q)
             with cgutils.for_range(builder, rows) as i:
                 gradient = v.load(v.offset(v.offset(dy, i.index, dy_pitch), q, v.itemsize), inside)
-                row = v.offset(x, i.index, x_step)
-                for s in range(taps):
-                    value = v.load_every(builder.add(row, shifts[s]), step, masks[s])
-                    v.add_product(acc[s], gradient, value)
+                for slot, value in zip(acc, values_of(v.offset(x, i.index, x_step)), strict=True):
+                    v.add_product(slot, gradient, value)
         scalar = FLOAT[compute]
         reduce_type = ir.FunctionType(scalar, [scalar, v.vector])
         name = f"llvm.vector.reduce.fadd.v{vl}{compute}"
-        reduce = cgutils.get_or_insert_function(builder.module, reduce_type, name)
+        add_up = cgutils.get_or_insert_function(builder.module, reduce_type, name)
         for s in range(taps):
             slot = builder.inttoptr(v.offset(sums, s, v.acc_bytes), scalar.as_pointer())
             lanes = builder.load(acc[s])
-            total = builder.call(reduce, [ir.Constant(scalar, 0.0), lanes], fastmath=("reassoc",))
+            total = builder.call(add_up, [ir.Constant(scalar, 0.0), lanes], fastmath=("reassoc",))
             builder.store(builder.fadd(builder.load(slot), total), slot)
         return context.get_dummy_value()
 
