@@ -84,6 +84,8 @@ EDGES_2D = (
     Edge("n2c16h9w9:k16r5s5:p2x2:u2x2:d1x1:g16", "depthwise 5x5, stride 2"),
     Edge("n1c3h9w75:k3r5s5:p2x2:u2x2:d1x1:g3", "depthwise 5x5, stride 2, rows of several vectors"),
     Edge("n1c2h14w40:k2r11s11:p5x5:u1x1:d1x1:g2", "depthwise 11x11: more taps than registers"),
+    Edge("n1c2h9w2:k2r7s7:p3x3:u1x1:d1x1:g2", "depthwise, columns of taps that no output reaches"),
+    Edge("n2c3h3w3:k3r11s11:p5x5:u2x2:d1x1:g3", "the same with stride 2"),
     Edge("n1c18h15w14:k18r3s3:p2x2:u1x1:d2x2:g18", "depthwise, dilated"),
     Edge("n2c32h9w17:k32r3s3:p1x1:u1x1:d1x1:g32", "depthwise in whole vectors of channels"),
     Edge("n2c40h13w21:k40r3s2:ba0.2x1.0:u2x3:d2x1:g40", "depthwise, stride beyond the filter: inputs no tap reaches"),

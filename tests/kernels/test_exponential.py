@@ -14,6 +14,7 @@ from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.vector import filled, record
 
 _FIELDS = record("x", "y")
+_NUMPY = {"f32": np.float32, "f64": np.float64}
 
 
 def _power(x: Lanes) -> tuple[Lanes]:
@@ -55,20 +56,22 @@ def _ulps(found: np.ndarray, exact: np.ndarray) -> float:
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 @pytest.mark.parametrize("formula", [_power, _small_power])
 def test_powers_of_normal_numbers(formula, dtype):
-    x = np.linspace(-87.3, 0.0 if formula is _small_power else 88.7, 100_003).astype({"f32": "f4", "f64": "f8"}[dtype])
+    x = np.linspace(-87.33654, 0.0 if formula is _small_power else 88.72283, 100_003).astype(
+        {"f32": "f4", "f64": "f8"}[dtype]
+    )
     assert _ulps(_applied(formula, dtype, x), np.exp(x.astype(np.float64))) <= 2.0
 
 
 @pytest.mark.parametrize("formula", [_power, _small_power])
 def test_powers_of_all_float64(formula):
-    x = np.linspace(-708.38, 0.0 if formula is _small_power else 709.77, 100_003)
+    x = np.linspace(-708.396418, 0.0 if formula is _small_power else 709.782712, 100_003)
     assert _ulps(_applied(formula, "f64", x), np.exp(x.astype(np.longdouble))) <= 2.0
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 @pytest.mark.parametrize("formula", [_power, _small_power])
 def test_powers_beyond(formula, dtype):
-    type_ = {"f32": np.float32, "f64": np.float64}[dtype]
+    type_ = _NUMPY[dtype]
     least = {"f32": -87.34, "f64": -708.4}[dtype]
     x = np.array([-np.inf, -1e30, -1e4, least, 0.0, np.nan, -np.nan], type_)
     np.testing.assert_array_equal(_applied(formula, dtype, x), np.array([0, 0, 0, 0, 1, np.nan, np.nan], type_))
@@ -89,10 +92,19 @@ def test_large_powers_are_infinite(dtype):
     assert np.isposinf(_applied(_power, dtype, x)).all()
 
 
+@pytest.mark.parametrize("dtype", ["f32", "f64"])
+@pytest.mark.parametrize(
+    ("formula", "exact", "most"), [(_tanh, np.tanh, 2.0), (_sigmoid, lambda x: 1 / (1 + np.exp(-x)), 4.0)]
+)
+def test_gates(formula, exact, most, dtype):
+    x = np.concatenate([np.linspace(-30, 30, 100_003), np.geomspace(1e-6, 1, 1001)]).astype(f"f{int(dtype[1:]) // 8}")
+    assert _ulps(_applied(formula, dtype, x), exact(x.astype(np.longdouble))) <= most
+
+
 @pytest.mark.parametrize("of_one, formula", [(EXP, _power), (SIGMOID, _sigmoid), (TANH, _tanh)])
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 def test_one_number_and_vectors_are_alike(of_one, formula, dtype):
-    one, type_ = of_one[dtype], {"f32": np.float32, "f64": np.float64}[dtype]
+    one, type_ = of_one[dtype], _NUMPY[dtype]
 
     @njit
     def by_loop(x, y):
@@ -108,7 +120,7 @@ def test_one_number_and_vectors_are_alike(of_one, formula, dtype):
 @pytest.mark.parametrize("dtype", ["f32", "f64"])
 def test_logarithms(dtype):
     near, far = np.linspace(0.5, 2.0, 50_001), np.geomspace(1.2e-38, 3e38, 50_001)
-    x = np.concatenate([near[near != 1.0], far]).astype({"f32": "f4", "f64": "f8"}[dtype])
+    x = np.concatenate([near[near != 1.0], far]).astype(_NUMPY[dtype])
     assert _ulps(_applied(_logarithm, dtype, x), np.log(x.astype(np.float64))) <= 2.0
 
 

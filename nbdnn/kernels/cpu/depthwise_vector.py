@@ -16,9 +16,9 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
+from nbdnn.kernels.cpu.rows import dealt, order
 from nbdnn.kernels.cpu.vector import (
     FLOAT,
-    I32,
     I64,
     convert,
     every,
@@ -94,21 +94,10 @@ class Loops:
         return [lanes_between(builder, self.vl, part * self.vl, low, high) for part in range(step)]
 
 
-def dealt(builder, parts) -> list:
-    """Vectors in a row, a power of 2, of neighbours: of each remainder by their number the elements with that place."""
-    if len(parts) == 1:
-        return parts
-    vl = parts[0].type.count
-    pairs = list(zip(parts[::2], parts[1::2], strict=True))
-    orders = [ir.Constant(ir.VectorType(I32, vl), list(range(first, 2 * vl, 2))) for first in (0, 1)]
-    even, odd = (dealt(builder, [builder.shuffle_vector(a, b, order) for a, b in pairs]) for order in orders)
-    return [each for pair in zip(even, odd, strict=True) for each in pair]
-
-
 def shifted(builder, near, far, by: int):
     """A vector of neighbours that begins so many elements behind the first of two in a row."""
     vl = near.type.count
-    return builder.shuffle_vector(near, far, ir.Constant(ir.VectorType(I32, vl), list(range(by, by + vl))))
+    return builder.shuffle_vector(near, far, order(range(by, by + vl)))
 
 
 class _RowTaps:
@@ -151,16 +140,18 @@ class _RowTaps:
         return joint_values if self.joint else values
 
     def _wanted(self):
-        """The pixels of a row that any output wants: first and end."""
-        builder, step = self.v.builder, I64(self.step)
-        lows = [builder.add(builder.mul(start, step), offset) for offset, start, _ in self.columns]
-        lasts = [(offset, builder.sub(stop, I64(1))) for offset, _, stop in self.columns]
-        highs = [builder.add(builder.mul(last, step), offset) for offset, last in lasts]
-        low, high = (
-            reduce(lambda one, two: builder.select(builder.icmp_signed(order, one, two), one, two), values)
-            for order, values in (("<", lows), (">", highs))
+        """The pixels of a row that any output wants: first and end. A tap that no output reaches wants none."""
+        builder, step, lows, ends = self.v.builder, I64(self.step), [], []
+        for offset, start, stop in self.columns:
+            some = builder.icmp_signed("<", start, stop)
+            low = builder.add(builder.mul(start, step), offset)
+            end = builder.add(builder.add(builder.mul(builder.sub(stop, I64(1)), step), offset), I64(1))
+            lows.append(builder.select(some, low, I64(2**31 - 1)))
+            ends.append(builder.select(some, end, I64(0)))
+        return tuple(
+            reduce(lambda one, two: builder.select(builder.icmp_signed(how, one, two), one, two), values)
+            for how, values in (("<", lows), (">", ends))
         )
-        return low, builder.add(high, I64(1))
 
 
 @cache
@@ -279,6 +270,8 @@ def planar_filter(dtype: str, compute: str, vl: int, taps: int, step: int, joint
             with cgutils.for_range(builder, rows) as i:
                 gradient = v.load(v.offset(v.offset(dy, i.index, dy_pitch), q, v.itemsize), inside)
                 for slot, value in zip(acc, values_of(v.offset(x, i.index, x_step)), strict=True):
+                    # Behind the last output there may be a pixel that another tap wants, and it need not be finite.
+                    value = builder.select(inside, value, ir.Constant(v.vector, None)) if joint else value
                     v.add_product(slot, gradient, value)
         scalar = FLOAT[compute]
         reduce_type = ir.FunctionType(scalar, [scalar, v.vector])

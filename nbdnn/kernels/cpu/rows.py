@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from llvmlite import ir
@@ -172,15 +173,61 @@ def every_step(source: str, target: str, vl: int):
     return move
 
 
+def order(lanes: Iterable[int]) -> ir.Constant:
+    """Of lanes, as a shuffle takes it."""
+    lanes = list(lanes)
+    return ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
+
+
 def turned_block(builder, lines):
     """As many vectors as they have lanes, turned: log2 of that many rounds of interleaving line i with i + half."""
     vl = len(lines)
     low = [lane // 2 + (lane % 2) * vl for lane in range(vl)]
-    type_, orders = ir.VectorType(I32, vl), (low, [lane + vl // 2 for lane in low])
+    orders = order(low), order(lane + vl // 2 for lane in low)
     for _ in range(vl.bit_length() - 1):
         pairs = zip(lines[: vl // 2], lines[vl // 2 :], strict=True)
-        lines = [builder.shuffle_vector(a, b, ir.Constant(type_, order)) for a, b in pairs for order in orders]
+        lines = [builder.shuffle_vector(a, b, each) for a, b in pairs for each in orders]
     return lines
+
+
+def _picked(builder, parts, wanted: Sequence[int]):
+    """A vector of elements by their numbers, counted through the parts: one part after the other gives its own."""
+    vl, found = len(wanted), parts[0]
+    for number, part in enumerate(parts[1:], 1):
+        # Of the first part what it has; then every lane keeps what is in it.
+        kept = [i % vl if number == 1 else lane for lane, i in enumerate(wanted)]
+        own = [vl + i % vl if i // vl == number else keep for keep, i in zip(kept, wanted, strict=True)]
+        found = builder.shuffle_vector(found, part, order(own))
+    return found
+
+
+def dealt(builder, parts) -> list:
+    """vl rows in a row, which are as many vectors as a row has elements, turned: a vector for each element."""
+    length, vl = len(parts), parts[0].type.count
+    if length == 1:
+        return parts
+    if length % 2:
+        return [_picked(builder, parts, range(j, j + length * vl, length)) for j in range(length)]
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    even, odd = (
+        dealt(builder, [builder.shuffle_vector(a, b, order(range(first, 2 * vl, 2))) for a, b in pairs])
+        for first in (0, 1)
+    )
+    return [each for pair in zip(even, odd, strict=True) for each in pair]
+
+
+def collected(builder, parts) -> list:
+    """What `dealt` has dealt out, put back as rows."""
+    length, vl = len(parts), parts[0].type.count
+    if length == 1:
+        return parts
+    if length % 2:
+        places = [range(k * vl, (k + 1) * vl) for k in range(length)]
+        return [_picked(builder, parts, [i % length * vl + i // length for i in place]) for place in places]
+    pairs = list(zip(collected(builder, parts[::2]), collected(builder, parts[1::2]), strict=True))
+    between = [lane // 2 + lane % 2 * vl for lane in range(2 * vl)]
+    orders = order(between[:vl]), order(between[vl:])
+    return [builder.shuffle_vector(a, b, order) for a, b in pairs for order in orders]
 
 
 @cache

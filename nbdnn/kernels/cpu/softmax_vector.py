@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing import signature
@@ -22,9 +21,8 @@ from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.exponential import logarithm, power
 from nbdnn.kernels.cpu.formula import Lanes
-from nbdnn.kernels.cpu.rows import turned_block
+from nbdnn.kernels.cpu.rows import collected, dealt, order, turned_block
 from nbdnn.kernels.cpu.vector import (
-    I32,
     I64,
     ask,
     constant,
@@ -216,51 +214,6 @@ def backward_columns(dtype: str, algorithm: str, vl: int, vectors: int):
     return run
 
 
-def _order(lanes) -> ir.Constant:
-    lanes = list(lanes)
-    return ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
-
-
-def _picked(builder, parts, wanted: Sequence[int]):
-    """A vector of elements by their numbers, counted through the parts: one part after the other gives its own."""
-    vl, found = len(wanted), parts[0]
-    for number, part in enumerate(parts[1:], 1):
-        # Of the first part what it has; then every lane keeps what is in it.
-        kept = [i % vl if number == 1 else lane for lane, i in enumerate(wanted)]
-        own = [vl + i % vl if i // vl == number else keep for keep, i in zip(kept, wanted, strict=True)]
-        found = builder.shuffle_vector(found, part, _order(own))
-    return found
-
-
-def _dealt(builder, parts) -> list:
-    """vl rows in a row, which are as many vectors as a row has elements, turned: a vector for each element."""
-    length, vl = len(parts), parts[0].type.count
-    if length == 1:
-        return parts
-    if length % 2:
-        return [_picked(builder, parts, range(j, j + length * vl, length)) for j in range(length)]
-    pairs = list(zip(parts[::2], parts[1::2], strict=True))
-    even, odd = (
-        _dealt(builder, [builder.shuffle_vector(a, b, _order(range(first, 2 * vl, 2))) for a, b in pairs])
-        for first in (0, 1)
-    )
-    return [each for pair in zip(even, odd, strict=True) for each in pair]
-
-
-def _collected(builder, parts) -> list:
-    """Turned back."""
-    length, vl = len(parts), parts[0].type.count
-    if length == 1:
-        return parts
-    if length % 2:
-        places = [range(k * vl, (k + 1) * vl) for k in range(length)]
-        return [_picked(builder, parts, [i % length * vl + i // length for i in place]) for place in places]
-    pairs = list(zip(_collected(builder, parts[::2]), _collected(builder, parts[1::2]), strict=True))
-    between = [lane // 2 + lane % 2 * vl for lane in range(2 * vl)]
-    orders = _order(between[:vl]), _order(between[vl:])
-    return [builder.shuffle_vector(a, b, order) for a, b in pairs for order in orders]
-
-
 def _deals(length: int, vl: int) -> bool:
     """Whether rows of so many elements are dealt out; else a block of whole vectors is turned, whose shuffles are fewer
     where a length has a large odd factor, if two rows fill a vector."""
@@ -282,11 +235,11 @@ def deal(dtype: str, vl: int, length: int):
             return convert(builder, value, dtype, compute, vl)
 
         if _deals(length, vl):
-            turned = _dealt(builder, [part(k * vl) for k in range(length)])
+            turned = dealt(builder, [part(k * vl) for k in range(length)])
         else:  # the last row is read from where a vector ends with it
             last, behind = part(length * vl - vl), range(vl - length, vl)
             rows = [part(row * length) for row in range(vl - 1)]
-            rows.append(builder.shuffle_vector(last, last, _order([*behind, *range(vl - length)])))
+            rows.append(builder.shuffle_vector(last, last, order([*behind, *range(vl - length)])))
             turned = turned_block(builder, rows)[:length]
         for j, each in enumerate(turned):
             line = builder.add(to, builder.mul(pitch, I64(j)))
@@ -316,14 +269,14 @@ def collect(dtype: str, vl: int, length: int):
             store(builder, narrow, element(builder, to, I64(first), stored, stored_bytes), stored_bytes, None)
 
         if _deals(length, vl):
-            for k, part in enumerate(_collected(builder, parts)):
+            for k, part in enumerate(collected(builder, parts)):
                 put(part, k * vl)
         else:  # what is written behind a row, the next one overwrites; the last ends with its vector
             *rows, before, last = turned_block(builder, parts + [parts[0]] * (vl - length))
             for row, part in enumerate([*rows, before]):
                 put(part, row * length)
             own = range(vl, vl + length)
-            put(builder.shuffle_vector(before, last, _order([*range(2 * length - vl, length), *own])), length * vl - vl)
+            put(builder.shuffle_vector(before, last, order([*range(2 * length - vl, length), *own])), length * vl - vl)
         return context.get_dummy_value()
 
     @intrinsic

@@ -100,7 +100,9 @@ class _Forward(Candidate[NoConfig, Cpu]):
 
 
 def counts_pixels(problem: SpatialtfProblem) -> Support:
-    """Whether an int32 counts the pixels of a plane."""
+    """Whether there are channels, and an int32 counts the pixels of a plane."""
+    if not problem.c:
+        return Support(False, "0 channels")
     pixels = problem.spatial[0] * problem.spatial[1]
     if pixels > MOST_PIXELS:
         return Support(False, f"{pixels} pixels a plane, at most {MOST_PIXELS} have an int32 number")
