@@ -368,7 +368,8 @@ def test_channels_in_vectors_of_every_width(vector_bytes: int, device: Cpu) -> N
     for problem in edges("pool_fwd", "cpu"):
         if problem.channels_last and problem.dtype in ("f32", "bf16"):
             other = replace(device, vector_bytes=vector_bytes)
-            check(registry.candidate("pool_fwd/cpu/windows"), problem, NoConfig(), other)
+            for algorithm in ("windows", "rows"):
+                check(registry.candidate(f"pool_fwd/cpu/{algorithm}"), problem, NoConfig(), other)
 
 
 @pytest.mark.parametrize("mode", ["max", "sum", "average_inc_pad"])

@@ -1,11 +1,37 @@
-"""Depthwise convolution of planes where pixels are not finite."""
+"""Depthwise convolution of planes: by vectors of every width, and of pixels that are not finite."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from cells import check
 
 import nbdnn
+from nbdnn.candidate import NoConfig
+from nbdnn.device import Cpu
+from nbdnn.dispatch import registry
+from nbdnn.problem import parse
+
+_SHAPES = (
+    "n1c3h9w75:k3r5s5:p2x2:u2x2:d1x1:g3",
+    "n1c2h14w40:k2r11s11:p5x5:u1x1:d1x1:g2",
+    "n1c2h9w2:k2r7s7:p3x3:u1x1:d1x1:g2",
+    "n1c2h11w23:k2r5s5:p2x2:u4x4:d1x1:g2",
+    "n2c3h7w9:k3r1s1:p0x0:u2x2:d1x1:g3",
+)
+
+
+@pytest.mark.parametrize("vector_bytes", [16, 32])
+@pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data", "conv_bwd_filter"])
+def test_vectors_of_every_width(op: str, vector_bytes: int, device: Cpu) -> None:
+    """Taps that are shifts of the same vectors, or are too far apart for that; even and odd columns."""
+    narrower = replace(device, vector_bytes=min(vector_bytes, device.vector_bytes))
+    for shape in _SHAPES:
+        for dtype in ("f32", "bf16"):
+            problem = parse(f"{op}:{dtype}:{shape}:cross:nchw")
+            check(registry.candidate(f"{op}/cpu/depthwise"), problem, NoConfig(), narrower)
 
 
 @pytest.mark.parametrize("algorithm", ["depthwise", "direct"])

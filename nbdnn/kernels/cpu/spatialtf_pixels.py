@@ -2,9 +2,9 @@
 
     pixels[h * width + w][c] = x[n, c, h, w],   outputs and their gradients likewise
 
-What is gathered from planes is a load an element; of pixels that are whole vectors four serve an output. Planes are
-turned, and channels-last pixels that fill no vector are padded: no mask is left, and of 16-bit ones each is widened
-once. Operands from memory, two threads of a Zen 5, milliseconds:
+What is gathered from planes is a load an element; of pixels that are vectors four serve an output. Planes are turned,
+channels-last pixels that fill no vector begin at whole ones, and those of 16 bits are widened once. Operands from
+memory, two threads of a Zen 5, milliseconds:
 
     float32             8x64x56x56, planes    8x3x224x224, channels-last    8x12x112x112, channels-last
     planar, channels    1.34, gradient 2.7    1.02, gradient 2.9            0.38, gradient 1.3

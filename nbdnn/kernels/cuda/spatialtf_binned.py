@@ -201,9 +201,8 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _part(most: int, group: int) -> int:
-    """Channels that are in shared memory at once, of a block's `group`: no more than `most`, and several at a time."""
-    part = _largest(most, group) if most else 0
-    return part if part < _HELD_ELEMS else part // _largest(_HELD_ELEMS, part) * _largest(_HELD_ELEMS, part)
+    """Channels that are in shared memory at once, of a block's `group`: no more than `most`."""
+    return _largest(most, group) if most else 0
 
 
 def _shape(problem: SpatialtfProblem, config: Config, device: Gpu) -> _Shape | None:

@@ -10,8 +10,8 @@
 `atomic` clears, adds to memory, rounds and adds up dtheta in two to four launches, and waits for memory in each of
 them, which takes longer than 256 images of 28x28 are worth. Who comes first is not the same every time. Float32 is
 added to shared memory by comparing and swapping, which took up to a fifth longer; adding to rows of larger images like
-that took longer than adding to memory. Images of 28x28 on an H200: 6.6 us, with `atomic` 10.5; by a grid 5.9 and 8.3;
-in 16 bits 6.2 and 11.4, 5.4 and 9.2. Traffic: x, dy, dx once. Sums in float32. Source: own.
+that took longer than adding to memory. Images of 28x28 on an H200: 6.8 us, with `atomic` 10.4; by a grid 6.1 and 8.2;
+in 16 bits 6.2 and 11.2, 5.4 and 9.0. Traffic: x, dy, dx once. Sums in float32. Source: own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, shared_bytes
-from nbdnn.kernels.cuda.spatialtf_layers import WORD_BYTES, Places, Variant, begun, layered_pixels, located
+from nbdnn.kernels.cuda.spatialtf_layers import WORD_BYTES, Places, Variant, copied_image, layered_pixels, located
 from nbdnn.kernels.cuda.spatialtf_position import Fields, Kind, affine, fields, index_bits, nearest
 from nbdnn.kernels.cuda.spatialtf_slopes import slopes
 from nbdnn.kernels.cuda.spatialtf_theta import SUMS, along_axis, store_sums
@@ -57,7 +57,7 @@ def _kernel(*specialised_on):
     kind, threads, turns, layers = Kind(*v.kind), v.threads, v.turns, v.layers
     integer, real, word, narrow = ptx.INTEGER[32], ptx.REAL["f32"], ptx.WORD, ptx.NARROW[kind.param_dtype]
     itemsize, four, two = ITEMSIZE[kind.dtype], 4 * turns, 2 * turns
-    (begin, settle), locate, add_up, nearest_to = begun(v), located(v), layered_pixels(v), nearest("f32", 32)
+    (begin, settle), locate, add_up, nearest_to = copied_image(v), located(v), layered_pixels(v), nearest("f32", 32)
     map_of, along, derive = affine(kind.param_dtype, "f32", 32), along_axis("f32", 32), slopes("f32", 32)
     add_six, used, hat = store_sums("f32", 32, threads), ptx_spatialtf.used, ptx_spatialtf.narrow_hat
     add, keep_larger = ptx_spatialtf.SHARED["add"], ptx_spatialtf.SHARED["max"]
@@ -131,7 +131,7 @@ def _kernel(*specialised_on):
             begun = integer(begun + layers)
 
     @ptx.inline
-    def all_channels(x, places, dy, dx, m, image, shared, far, a, f, h):
+    def all_channels(dx, m, image, shared, far, a, f, h):
         firsts, ranks = ptx.cuda.local.array(turns, integer), ptx.cuda.local.array(turns, integer)
         tops = ptx.cuda.local.array(turns, real)
         place(m, shared, firsts, ranks, far, f, h)
@@ -163,7 +163,7 @@ def _kernel(*specialised_on):
             ptx.cuda.local.array(four, real),
             ptx.cuda.local.array(SUMS, real),
         )
-        all_channels(x, places, dy, dx, m, image, shared, far, a, f, h)
+        all_channels(dx, m, image, shared, far, a, f, h)
         for k in range(SUMS):
             six[k] = real(0.0)
         for turn in range(turns):
@@ -184,7 +184,8 @@ def _kernel(*specialised_on):
         begin(x, places, dy, image, shared, f, h)
         settle(shared, h)
         far, a = ptx.cuda.local.array(two, real), ptx.cuda.local.array(four, real)
-        all_channels(x, places, dy, dx, image, image, shared, far, a, f, h)
+        no_map = image  # the positions are in shared memory
+        all_channels(dx, no_map, image, shared, far, a, f, h)
         for turn in range(turns):
             output = integer(thread + turn * threads)
             if output < f.outputs:

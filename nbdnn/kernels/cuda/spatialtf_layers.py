@@ -37,7 +37,7 @@ class Places(NamedTuple):
     at_layers: int
 
 
-def begun(v: Variant):
+def copied_image(v: Variant):
     """Device functions (x, places, dy, image, shared, f, h): all that a block needs is on its way; (shared, h): it has
     come, and the counts are 0."""
     from nbdnn.kernels.cuda import ptx, ptx_local, ptx_tile

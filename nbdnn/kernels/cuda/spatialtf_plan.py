@@ -5,7 +5,7 @@
     thread    1. counts its outputs in their bins    block  2. where each bin begins    thread  3. puts them there
               4. in each bin in the order of outputs: what is added up in this order is the same every time
 
-An output that is near no pixel of the block's rows is in no bin. Four barriers; a bin's outputs are compared with each
+An output that is near no pixel of the block's rows is in no bin. Five barriers; a bin's outputs are compared with each
 other, which is many comparisons only where a map sends many outputs to one place. Source: own.
 """
 
