@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numba import njit
 
+from nbdnn.array import narrowed, widened
 from nbdnn.kernels.cpu.rows import transpose
 from nbdnn.kernels.cpu.softmax_vector import collect, deal
 
@@ -33,7 +34,7 @@ def test_short_rows_are_dealt_out_and_collected(vl: int) -> None:
             assert (untouched == _GUARD).all(), f"{length} elements"
 
 
-@pytest.mark.parametrize("source, target", [("f32", "f32"), ("f64", "f64")])
+@pytest.mark.parametrize(("source", "target"), [("f32", "f32"), ("f64", "f64"), ("bf16", "f32"), ("f32", "f16")])
 def test_a_matrix_is_transposed_and_nothing_else_is_touched(source: str, target: str) -> None:
     vl, rng = 8, np.random.default_rng(0)
     turn = transpose(source, target, vl)
@@ -44,9 +45,10 @@ def test_a_matrix_is_transposed_and_nothing_else_is_touched(source: str, target:
 
     for rows in (1, 3, 7, 8, 9, 16, 21):
         for columns in (1, 5, 8, 15, 16, 17):
-            matrix = rng.random((rows, columns + 2)).astype(f"f{4 if source == 'f32' else 8}")
-            to = np.full((columns + 1, rows + 3), _GUARD, matrix.dtype)
+            values = rng.integers(-99, 99, (rows, columns + 2)).astype(np.float64)  # exact in 16 bits
+            matrix = narrowed(values, source)
+            to = narrowed(np.full((columns + 1, rows + 3), _GUARD), target)
             run(to.ctypes.data, to.strides[0], matrix.ctypes.data, matrix.strides[0], rows, columns)
-            expected = np.full_like(to, _GUARD)
-            expected[:columns, :rows] = matrix[:, :columns].T
-            np.testing.assert_array_equal(to, expected, err_msg=f"{rows} x {columns}")
+            expected = np.full(to.shape, _GUARD)
+            expected[:columns, :rows] = values[:, :columns].T
+            np.testing.assert_array_equal(widened(to, target), expected, err_msg=f"{rows} x {columns}")
