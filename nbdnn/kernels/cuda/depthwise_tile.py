@@ -125,8 +125,10 @@ class Variant(NamedTuple):
     @property
     def min_blocks(self) -> int:
         """Blocks of a multiprocessor: `Held` says of how many registers; of a forward more are worth less than more
-        threads (taps in turn: f32 240x28x28, 5x5 of stride 2, 14.9 us, not 18.6)."""
+        threads (taps in turn: f32 240x28x28, 5x5 of stride 2, 14.9 us, not 18.6). A bias is loaded as well: 3x3 in
+        float32 would spill for it, but for Hopper."""
         kept, loaded = self.held
+        loaded += self.width if "bias" in self.epilogue else 0
         limits = _ROWS_IN_TURN if self.unrolled else _TAPS_IN_TURN if self.columns.taps == self.piece else ()
         few = self.forward and any(kept <= most_kept and loaded <= most_loaded for most_kept, most_loaded in limits)
         return 4 if few else self.held.min_blocks
