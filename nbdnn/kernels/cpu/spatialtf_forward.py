@@ -85,7 +85,7 @@ def whole_numbers(compute: str):
     return pointer("i32" if compute == "f32" else "i64")
 
 
-class _Forward(Candidate[NoConfig, Cpu]):
+class Forward(Candidate[NoConfig, Cpu]):
     provider = "cpu"
 
     def __init__(self, op: str) -> None:
@@ -119,7 +119,7 @@ def lies_by_planes(problem: SpatialtfProblem) -> bool:
     return not problem.channels_last or problem.c == 1
 
 
-class Planar(_Forward):
+class Planar(Forward):
     """Channel by channel; supports every layout."""
 
     algorithm = "planar"
@@ -136,7 +136,7 @@ class Planar(_Forward):
         return self.program(problem, device, task)
 
 
-class Channels(_Forward):
+class Channels(Forward):
     """Output by output, all channels at once."""
 
     algorithm = "channels"

@@ -24,7 +24,7 @@ from math import ceil
 from numba import njit
 from numba.core.ccallback import CFunc
 
-from nbdnn.candidate import Candidate, NoConfig, Support
+from nbdnn.candidate import NoConfig
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
@@ -33,7 +33,7 @@ from nbdnn.kernels.cpu.rows import convert_rows, transpose, zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.spatialtf_backward import Backward, by_channels, parts_bytes, parts_of_image, run_parts
 from nbdnn.kernels.cpu.spatialtf_channels import blend, channel_lanes
-from nbdnn.kernels.cpu.spatialtf_forward import counts_pixels, whole_numbers
+from nbdnn.kernels.cpu.spatialtf_forward import Forward, whole_numbers
 from nbdnn.kernels.cpu.spatialtf_plan import PLAN_VECTORS
 from nbdnn.kernels.cpu.spatialtf_tasks import FIELDS, Runs, plan_run
 from nbdnn.kernels.cpu.vector import pointer, struct
@@ -46,17 +46,12 @@ _TASKS_PER_THREAD = 2
 _MOVE_NS, _CHANNEL_NS, _CHANNEL_BACK_NS, _OUTPUT_NS, _OUTPUT_BACK_NS = 0.08, 0.1, 0.15, 2.2, 6.5
 
 
-@cache
-def _block_of_channels():
-    """Compiled-in function (index, f): (image, block, its first channel, channels)."""
-
-    @njit(**DEVICE)
-    def locate(index, f):
-        image, block = index // f.blocks, index % f.blocks
-        low = block * f.block_channels
-        return image, block, low, min(f.block_channels, f.channels - low)
-
-    return locate
+@njit(**DEVICE)
+def _located(index, f):
+    """(image, block, its first channel, channels) of a task."""
+    image, block = index // f.blocks, index % f.blocks
+    low = block * f.block_channels
+    return image, block, low, min(f.block_channels, f.channels - low)
 
 
 @cache
@@ -93,7 +88,7 @@ def _forward_task(affine: bool, dtype: str, param_dtype: str, last: bool, vl: in
     """A block of channels of an image, run by run. last: whether channels are; lanes: of vectors of them."""
     compute = DEFAULT_COMPUTE[dtype]
     i64, arguments, at = pointer("i64"), struct(ARGS), struct(FIELDS)
-    numbers, reals, locate = whole_numbers(compute), pointer(compute), _block_of_channels()
+    numbers, reals = whole_numbers(compute), pointer(compute)
     plan_outputs, blend_pixels = plan_run(affine, param_dtype, compute, vl), blend(compute, lanes)
     fetch, bring_back = _moves(dtype, last, lanes)
     vector_bytes, itemsize = vl * ITEMSIZE[compute], ITEMSIZE[dtype]
@@ -102,7 +97,7 @@ def _forward_task(affine: bool, dtype: str, param_dtype: str, last: bool, vl: in
         pointers, f = i64(args), at(ctx)
         plan = f.scratch + worker * f.scratch_bytes
         pixels, outputs = arguments(args).workspace + worker * f.total_bytes, plan + f.pixels_offset
-        image, _, low, channels = locate(index, f)
+        image, _, low, channels = _located(index, f)
         x = pointers[0] + image * f.x_image + low * f.x_channel
         y = pointers[2] + image * f.y_image + low * f.y_channel
         step = f.channels * itemsize if last else itemsize
@@ -126,7 +121,7 @@ def _forward_task(affine: bool, dtype: str, param_dtype: str, last: bool, vl: in
 def _backward_task(affine: bool, dtype: str, param_dtype: str, in_place: bool, last: bool, vl: int, lanes: int):
     """The same of the gradient; sums of dx lie behind the pixels."""
     compute = DEFAULT_COMPUTE[dtype]
-    i64, arguments, at, locate = pointer("i64"), struct(ARGS), struct(FIELDS), _block_of_channels()
+    i64, arguments, at = pointer("i64"), struct(ARGS), struct(FIELDS)
     plan_outputs, add = plan_run(affine, param_dtype, compute, vl), by_channels(compute, vl, lanes)
     (fetch, bring_back), zero = _moves(dtype, last, lanes), zero_fill(compute)
     part_dtype = param_dtype if in_place else compute
@@ -137,7 +132,7 @@ def _backward_task(affine: bool, dtype: str, param_dtype: str, in_place: bool, l
         pointers, workspace, f = i64(args), arguments(args).workspace, at(ctx)
         plan = f.scratch + worker * f.scratch_bytes
         sums, lines, outputs = plan + f.sums_offset, plan + f.lines_offset, plan + f.pixels_offset
-        image, block, low, channels = locate(index, f)
+        image, block, low, channels = _located(index, f)
         x_offset = image * f.x_image + low * f.x_channel
         dy = pointers[2] + image * f.y_image + low * f.y_channel
         size, pixels = f.height * f.width, workspace + worker * f.total_bytes
@@ -182,16 +177,10 @@ def _worker_bytes(problem: SpatialtfProblem, device: Cpu, images: int) -> int:
     return own_pages(images * pixels * _block_channels(problem, device) * ITEMSIZE[problem.compute])
 
 
-class Forward(Candidate[NoConfig, Cpu]):
+class Samples(Forward):
     """Some channels at a time; supports every layout."""
 
-    provider, algorithm = "cpu", "pixels"
-
-    def __init__(self, op: str) -> None:
-        self.op = op
-
-    def supports(self, problem: SpatialtfProblem, device: Cpu) -> Support:
-        return counts_pixels(problem)
+    algorithm = "pixels"
 
     def workspace_bytes(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> int:
         return device.threads * _worker_bytes(problem, device, 1)
@@ -211,9 +200,6 @@ class Gradient(Backward):
     """Some channels at a time, and their gradients; supports every layout."""
 
     algorithm = "pixels"
-
-    def supports(self, problem: SpatialtfProblem, device: Cpu) -> Support:
-        return counts_pixels(problem)
 
     def workspace_bytes(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> int:
         blocks = ceil(problem.c / _block_channels(problem, device))
@@ -240,5 +226,5 @@ def _estimate(problem: SpatialtfProblem, device: Cpu, images: int, channel_ns: f
     return kernel_us(device, 0.0, moved_ns + outputs_ns, problem.n * blocks)
 
 
-FWD, BWD = Forward("spatialtf_fwd"), Gradient("spatialtf_bwd")
-SAMPLER_FWD, SAMPLER_BWD = Forward("spatialtf_sampler_fwd"), Gradient("spatialtf_sampler_bwd")
+FWD, BWD = Samples("spatialtf_fwd"), Gradient("spatialtf_bwd")
+SAMPLER_FWD, SAMPLER_BWD = Samples("spatialtf_sampler_fwd"), Gradient("spatialtf_sampler_bwd")
