@@ -56,7 +56,7 @@ EDGES_2D = (
     Edge("n1c17h12w14:k18r10s12:p0x0:u1x1:d1x1:g1", "the same with a remainder of channels"),
     Edge("n1c9h1w70:k10r1s3:p0x1:u1x1:d1x1:g1", "one row: a 1-D convolution"),
     Edge("n1c9h70w1:k10r3s1:p1x0:u1x1:d1x1:g1", "one column: every row has a single output"),
-    Edge("n1c3h5w300:k4r3s3:p1x1:u1x1:d1x1:g1", "wider than the longest transform of an FFT"),
+    Edge("n1c3h5w301:k4r3s3:p1x1:u1x1:d1x1:g1", "wider than the longest transform of an FFT, rows in unequal parts"),
     Edge("n1c2h520w3:k3r5s3:p2x1:u1x1:d1x1:g1", "taller than any tile or transform"),
     Edge("n1c6h7w9:k8r3s3:p0x0:u1x1:d1x1:g1", "border valid"),
     Edge("n1c6h7w9:k8r3s3:p2x2:u1x1:d1x1:g1", "border full"),

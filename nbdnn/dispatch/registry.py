@@ -26,6 +26,7 @@ def _cpu_conv() -> _Lists:
         conv_direct,
         conv_fft,
         conv_filter_gemm,
+        conv_filter_strips,
         conv_im2col,
         conv_pixel_gemm,
         conv_pointwise,
@@ -61,6 +62,7 @@ def _cpu_conv() -> _Lists:
         "conv_bwd_filter": (
             conv_depthwise_filter.BWD_FILTER,
             conv_winograd_filter.BWD_FILTER,
+            conv_filter_strips.BWD_FILTER,
             conv_filter_gemm.BWD_FILTER,
             conv_fft.BWD_FILTER_TILING,
             conv_fft.BWD_FILTER,

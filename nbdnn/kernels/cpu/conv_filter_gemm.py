@@ -20,17 +20,25 @@ from functools import cache, lru_cache
 from math import ceil, prod
 
 import numpy as np
-from numba import float32, float64, njit
 
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.conv_filter_parts import (
+    PAD_FIELDS,
+    Sums,
+    m_table,
+    pack_pixels,
+    pad_plane,
+    pad_values,
+    reaches_outside,
+    tiles_of,
+)
 from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
-from nbdnn.kernels.cpu.epilogue import tile_store
-from nbdnn.kernels.cpu.geometry import Axis, Gather, geometry, spatial3, tensor_strides
+from nbdnn.kernels.cpu.geometry import Gather, geometry, spatial3, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
-from nbdnn.kernels.cpu.rows import convert_row, convert_rows, transpose
+from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -42,60 +50,29 @@ _TASKS_PER_THREAD = 4
 _TABLE_PIXELS = 4096  # small images share a table of pixel offsets, so that a chunk can span several
 
 _PARAMS = record(
-    *("n", "groups", "c_group", "k_group", "x_n", "x_g", "x_c", "x_d", "x_h", "x_w"),
-    *("y_n", "y_k", "y_d", "y_h", "y_w", "count_d", "count_h", "count_w", "extent_d", "extent_h", "extent_w"),
-    *("low_d", "low_h", "low_w", "padded_d", "padded_h", "padded_w", "padded_offset", "a_n", "a_g", "in_place"),
+    *PAD_FIELDS,
+    *("n", "groups", "k_group", "x_g", "y_n", "y_k", "y_d", "y_h", "y_w", "count_d", "count_h", "count_w"),
+    *("low_d", "low_h", "low_w", "padded_d", "padded_h", "padded_offset", "a_n", "a_g", "in_place"),
     *("panels", "panel_offset", "panel_bytes", "pixels", "pixel_table", "images", "image_sets", "chunk", "set_chunks"),
     *("m_rows", "m_table", "blocks", "block_rows", "splits", "split_chunks", "sums_offset", "sums_bytes"),
-    *("w_k", "w_g", "m_offsets", "read_out", "worker_offset", "worker_bytes"),
 )
 
 
 @cache
 def _pad_task(dtype: str, vl: int):
     """Zero-padded, widened copy of one image: index = (n * channels + c) * depth, or n * depth where interleaved."""
-    compute = DEFAULT_COMPUTE[dtype]
-    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
-    acc_of, args_at, params_at = pointer(compute), struct(ARGS), struct(_PARAMS)
-    widen_row, widen_rows = convert_row(dtype, compute, vl), convert_rows(dtype, compute, vl, 1)
-    zero = float32(0.0) if compute == "f32" else float64(0.0)
+    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[DEFAULT_COMPUTE[dtype]]
+    args_at, params_at, pad = struct(ARGS), struct(_PARAMS), pad_plane(dtype, vl)
 
-    @njit(**DEVICE)
-    def zero_fill(address, count):
-        for i in range(count):
-            acc_of(address)[i] = zero
-
-    def pad_plane(args, ctx, index, worker):
+    def pad_image(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
-        interleaved = f.x_w != 1
-        run = f.groups * f.c_group if interleaved else 1
-        line = f.padded_w * run
-        to = a.workspace + f.padded_offset + index * f.padded_h * line * acc_bytes
+        to = a.workspace + f.padded_offset + index * f.padded_h * f.padded_w * f.run * acc_bytes
         e_d, rest = index % f.padded_d, index // f.padded_d
-        d = e_d + f.low_d
-        if d < 0 or d >= f.extent_d:
-            zero_fill(to, f.padded_h * line)
-            return
-        channels = 1 if interleaved else f.groups * f.c_group
-        image = a.p0 + (rest // channels * f.x_n + rest % channels * f.x_c + d * f.x_d) * itemsize
-        first, end = min(max(0, -f.low_h), f.padded_h), max(0, min(f.padded_h, f.extent_h - f.low_h))
-        start, stop = min(max(0, -f.low_w), f.padded_w), max(0, min(f.padded_w, f.extent_w - f.low_w))
-        zero_fill(to, first * line)
-        zero_fill(to + end * line * acc_bytes, (f.padded_h - end) * line)
-        source = image + ((first + f.low_h) * f.x_h + f.low_w * f.x_w) * itemsize
-        to += first * line * acc_bytes
-        if not interleaved:
-            pitch = f.x_h * itemsize
-            widen_rows(to, line * acc_bytes, source, pitch, end - first, f.padded_w, start, stop)
-            return
-        for h in range(end - first):
-            row = to + h * line * acc_bytes
-            zero_fill(row, start * run)
-            zero_fill(row + stop * run * acc_bytes, (f.padded_w - stop) * run)
-            at = source + (h * f.x_h + start * f.x_w) * itemsize
-            widen_row(row + start * run * acc_bytes, at, (stop - start) * run)
+        channels = f.channels // f.run
+        image = a.p0 + (rest // channels * f.x_n + rest % channels * f.x_c) * itemsize
+        pad(f, to, image, e_d + f.low_d, f.low_h, f.low_w, f.padded_h)
 
-    return compile_task(pad_plane, (dtype, vl), fastmath=FASTMATH)
+    return compile_task(pad_image, (dtype, vl), fastmath=FASTMATH)
 
 
 @cache
@@ -103,8 +80,7 @@ def _panel_task(dtype: str, vl: int, lanes: int):
     """Panels of one row of dy: index = ((n * depth + d) * height + h) * groups + g."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
-    args_at, params_at = struct(ARGS), struct(_PARAMS)
-    widen_row, turn = convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
+    args_at, params_at, pack = struct(ARGS), struct(_PARAMS), pack_pixels(dtype, vl, lanes)
 
     def pack_row(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
@@ -116,12 +92,7 @@ def _panel_task(dtype: str, vl: int, lanes: int):
             used = min(lanes, f.k_group - panel * lanes)
             at = a.p1 + (source + panel * lanes * f.y_k) * itemsize
             to = a.workspace + f.panel_offset + (g * f.panels + panel) * f.panel_bytes
-            to += row * f.count_w * lanes * acc_bytes
-            if f.y_k == 1:
-                for w in range(f.count_w):
-                    widen_row(to + w * lanes * acc_bytes, at + w * f.y_w * itemsize, used)
-            else:
-                turn(to, lanes * acc_bytes, at, f.y_k * itemsize, used, f.count_w)
+            pack(f, to + row * f.count_w * lanes * acc_bytes, at, used, f.count_w)
 
     return compile_task(pack_row, (dtype, vl, lanes), fastmath=FASTMATH)
 
@@ -131,9 +102,8 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
     """One block of m for one panel and one split of the pixels: index = ((g*panels + panel)*blocks + block)*splits."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
-    i64, acc_of = pointer("i64"), pointer(compute)
-    args_at, params_at, row_slots = struct(ARGS), struct(_PARAMS), stack(mr * 8)
-    zero = float32(0.0) if compute == "f32" else float64(0.0)
+    i64, args_at, params_at, row_slots = pointer("i64"), struct(ARGS), struct(_PARAMS), stack(mr * 8)
+    clear = zero_fill(compute)
     product = tile_product(compute, mr, nv, vl, None, lanes * acc_bytes, True)
 
     def multiply(args, ctx, index, worker):
@@ -145,8 +115,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
         sums = a.workspace + f.sums_offset + index * f.sums_bytes
         first, end = block * f.block_rows, min(f.m_rows, (block + 1) * f.block_rows)
         tiles = (end - first + mr - 1) // mr
-        for i in range(tiles * mr * lanes):
-            acc_of(sums)[i] = zero
+        clear(sums, tiles * mr * lanes)
         source = a.p0 + g * f.x_g * itemsize if f.in_place else a.workspace + f.padded_offset + g * f.a_g * acc_bytes
         panel_address = a.workspace + f.panel_offset + gp * f.panel_bytes
         for chunk in range(split * f.split_chunks, min(f.image_sets * f.set_chunks, (split + 1) * f.split_chunks)):
@@ -165,41 +134,6 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                 product(vectors, slots, f.pixel_table + 4 * p, b, 0, count, to, lanes * acc_bytes)
 
     return compile_task(multiply, (dtype, mr, nv, vl), fastmath=FASTMATH)
-
-
-@cache
-def _store_task(dtype: str, vl: int, lanes: int):
-    """The sums of all splits of one block, added, turned to [k][m] and stored: index = (g*panels + panel)*blocks."""
-    compute = DEFAULT_COMPUTE[dtype]
-    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
-    i64, acc_of, args_at, params_at = pointer("i64"), pointer(compute), struct(ARGS), struct(_PARAMS)
-    store, turn, row_slots = tile_store(dtype, compute, vl), transpose(compute, compute, vl), stack(8 * lanes)
-
-    def store_block(args, ctx, index, worker):
-        a, f, rows = args_at(args), params_at(ctx), row_slots()
-        block, gp = index % f.blocks, index // f.blocks
-        g, panel = gp // f.panels, gp % f.panels
-        first = block * f.block_rows
-        count, used = min(f.block_rows, f.m_rows - first), min(lanes, f.k_group - panel * lanes)
-        sums = a.workspace + f.sums_offset + index * f.splits * f.sums_bytes
-        total = acc_of(sums)
-        for split in range(1, f.splits):
-            part = acc_of(sums + split * f.sums_bytes)
-            for i in range(count * lanes):
-                total[i] += part[i]
-        tile = a.workspace + f.worker_offset + worker * f.worker_bytes
-        turn(tile, f.block_rows * acc_bytes, sums, lanes * acc_bytes, count, used)
-        for k in range(used):
-            i64(rows)[k] = (g * f.k_group + panel * lanes + k) * f.w_k
-        flags = (0, 0, 0, 0, 0, f.read_out)
-        out = a.p2 + first * itemsize
-        store(tile, f.block_rows, used, count, out, rows, f.m_offsets, True, flags, a.alpha, a.beta)
-
-    return compile_task(store_block, (dtype, vl, lanes), fastmath=FASTMATH)
-
-
-def _reaches_outside(axis: Axis) -> bool:
-    return axis.low < 0 or (axis.count - 1) * axis.in_step + axis.low + axis.span >= axis.in_extent
 
 
 @dataclass(frozen=True)
@@ -223,13 +157,17 @@ class _Plan:
     panel_offset: int
     sums_offset: int
     worker_offset: int
-    worker_bytes: int
-    total_bytes: int
 
     @property
     def set_chunks(self) -> int:
         """Chunks of the pixels that share one table."""
         return ceil(self.images * self.pixels / self.chunk)
+
+    def sums(self, lanes: int) -> Sums:
+        return Sums(
+            lanes, self.panels, self.m_rows, self.blocks, self.block_rows, self.splits,
+            self.sums_offset, self.splits * self.sums_bytes, self.sums_bytes, self.worker_offset,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -238,7 +176,7 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu) -> _Plan:
     acc_bytes, vl = ITEMSIZE[compute], device.lanes(compute)
     (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
     axes = (gather.d, gather.h, gather.w)
-    in_place = problem.dtype == compute and not any(map(_reaches_outside, axes))
+    in_place = problem.dtype == compute and not any(map(reaches_outside, axes))
     padded = tuple((axis.count - 1) * axis.in_step + axis.span + 1 for axis in axes)
     lanes, k_group, c_group = config.nv * vl, problem.k // problem.groups, problem.c // problem.groups
     panels, pixels = ceil(k_group / lanes), prod(axis.count for axis in axes)
@@ -263,31 +201,22 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu) -> _Plan:
     panel_offset = 0 if in_place else round_up(problem.n * problem.c * prod(padded) * acc_bytes)
     sums_offset = panel_offset + outer * panel_bytes
     worker_offset = own_pages(sums_offset + outer * blocks * splits * sums_bytes)
-    worker_bytes = own_pages(sums_bytes)
     return _Plan(
         gather, in_place, (padded[0], padded[1], padded[2]), panels, pixels, images, chunk, m_rows, blocks, block_rows,
-        splits, split_chunks, panel_bytes, sums_bytes, panel_offset, sums_offset, worker_offset, worker_bytes,
-        worker_offset + device.threads * worker_bytes,
+        splits, split_chunks, panel_bytes, sums_bytes, panel_offset, sums_offset, worker_offset,
     )  # fmt: skip
 
 
 def _tables(problem: ConvProblem, plan: _Plan) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
     """((n, g, c, d, h, w) strides of what is read, offset of each m from an image, byte offset of each pixel)."""
-    acc_bytes, axes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]], (plan.gather.d, plan.gather.h, plan.gather.w)
-    c_group = problem.c // problem.groups
+    acc_bytes, gather = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]], plan.gather
     shape = (problem.n, problem.c, *(spatial3(problem.spatial) if plan.in_place else plan.padded))
     n, c, d, h, w = tensor_strides(shape, problem.channels_last)
-    lowest = [axis.low if plan.in_place else 0 for axis in axes]
-    t, r, s = (
-        np.array([offset - axis.low + low for _, offset in sorted(axis.taps)], np.int64)
-        for axis, low in zip(axes, lowest, strict=True)
-    )
-    taps = t[:, None, None] * d + r[:, None] * h + s * w
-    channels = np.arange(c_group) * c
-    m_table = taps[..., None] + channels if problem.w_channels_last else channels[:, None, None, None] + taps
-    p_n, p_d, p_h, p_w = np.ix_(np.arange(plan.images), *(np.arange(axis.count) * axis.in_step for axis in axes))
+    lowest = (0, 0, 0) if plan.in_place else (gather.d.low, gather.h.low, gather.w.low)
+    p_n, p_d, p_h, p_w = np.ix_(np.arange(plan.images), *(np.arange(axis.count) * axis.in_step for axis in gather))
     pixels = (p_n * n + p_d * d + p_h * h + p_w * w) * acc_bytes
-    return (n, c * c_group, c, d, h, w), m_table.reshape(-1).astype(np.int64), pixels.reshape(-1)
+    strides = (n, c * (problem.c // problem.groups), c, d, h, w)
+    return strides, m_table(problem, gather, (c, d, h, w), lowest), pixels.reshape(-1)
 
 
 class FilterGemm(Candidate[Config, Cpu]):
@@ -303,11 +232,11 @@ class FilterGemm(Candidate[Config, Cpu]):
         return YES
 
     def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
-        # An address register a row: six fit beside the rest.
-        return (Config(6, 4),) if device.isa == "avx512" else (Config(6, 2), Config(4, 3))
+        return tiles_of(problem, device)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Cpu) -> int:
-        return _plan(problem, config, device).total_bytes
+        plan, lanes = _plan(problem, config, device), config.nv * device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        return plan.worker_offset + device.threads * plan.sums(lanes).worker_bytes(problem)
 
     def estimate(self, problem: ConvProblem, config: Config, device: Cpu) -> float:
         plan = _plan(problem, config, device)
@@ -326,6 +255,7 @@ class FilterGemm(Candidate[Config, Cpu]):
         lanes = config.nv * vl
         plan = _plan(problem, config, device)
         ctx, keep = _parameters(problem, plan)
+        store, needed = plan.sums(lanes).phase(problem, device)
         planes = problem.n * plan.padded[0] * (1 if problem.channels_last else problem.c)
         rows = problem.n * plan.gather.d.count * plan.gather.h.count * problem.groups
         blocks = problem.groups * plan.panels * plan.blocks
@@ -333,41 +263,31 @@ class FilterGemm(Candidate[Config, Cpu]):
             Phase(_pad_task(problem.dtype, vl), 0 if plan.in_place else planes, ctx),
             Phase(_panel_task(problem.dtype, vl, lanes), rows, ctx),
             Phase(_multiply_task(problem.dtype, config.mr, config.nv, vl), blocks * plan.splits, ctx),
-            Phase(_store_task(problem.dtype, vl, lanes), blocks, ctx),
+            store,
         ]
-        return Program(phases, keep)
+        return Program(phases, [*keep, *needed])
 
 
 def _parameters(problem: ConvProblem, plan: _Plan) -> tuple[np.ndarray, list[np.ndarray]]:
-    x, dy, dw = problem.operands
-    read, m_table, pixel_table = _tables(problem, plan)
+    dy, gather = problem.operands[1], plan.gather
+    read, rows, pixel_table = _tables(problem, plan)
     if pixel_table[-1] >= 1 << 31:
         raise OverflowError(f"pixel offset {pixel_table[-1]} does not fit 32 bits")
     pixel_table = pixel_table.astype(np.int32)
-    m_offsets = np.zeros(1, np.int64)
-    x_n, x_c, x_d, x_h, x_w = tensor_strides(x.shape, problem.channels_last)
     y_n, y_k, y_d, y_h, y_w = tensor_strides(dy.shape, problem.y_channels_last)
-    axes = {"d": plan.gather.d, "h": plan.gather.h, "w": plan.gather.w}
-    values = {f"count_{name}": axis.count for name, axis in axes.items()}
-    values |= {f"extent_{name}": axis.in_extent for name, axis in axes.items()}
-    values |= {f"low_{name}": axis.low for name, axis in axes.items()}
-    values |= {f"padded_{name}": extent for name, extent in zip("dhw", plan.padded, strict=True)}
-    sizes = [name for name in _PARAMS.names or () if hasattr(plan, name)]
-    values |= {name: getattr(plan, name) for name in sizes}
-    c_group = problem.c // problem.groups
+    values = pad_values(problem, gather, plan.padded[2])
+    values |= {f"count_{name}": axis.count for name, axis in zip("dhw", gather, strict=True)}
+    values |= {f"low_{name}": axis.low for name, axis in zip("dhw", gather, strict=True)}
+    values |= {name: getattr(plan, name) for name in _PARAMS.names or () if hasattr(plan, name)}
     ctx = filled(
         _PARAMS,
         **values,
         n=problem.n,
         groups=problem.groups,
-        c_group=c_group,
         k_group=problem.k // problem.groups,
-        x_n=x_n,
-        x_g=x_c * c_group,
-        x_c=x_c,
-        x_d=x_d,
-        x_h=x_h,
-        x_w=x_w,
+        x_g=values["x_c"] * (problem.c // problem.groups),
+        padded_d=plan.padded[0],
+        padded_h=plan.padded[1],
         y_n=y_n,
         y_k=y_k,
         y_d=y_d,
@@ -378,13 +298,9 @@ def _parameters(problem: ConvProblem, plan: _Plan) -> tuple[np.ndarray, list[np.
         a_g=read[1],
         pixel_table=pixel_table.ctypes.data,
         image_sets=ceil(problem.n / plan.images),
-        m_table=m_table.ctypes.data,
-        w_k=dw.strides[0],
-        w_g=dw.strides[0] * problem.k // problem.groups,
-        m_offsets=m_offsets.ctypes.data,
-        read_out=int("beta" in problem.epilogue),
+        m_table=rows.ctypes.data,
     )
-    return ctx, [pixel_table, m_table, m_offsets]
+    return ctx, [pixel_table, rows]
 
 
 BWD_FILTER = FilterGemm()
