@@ -37,7 +37,7 @@ from nbdnn.problem_softmax import SoftmaxProblem
 # 4x21x128x128 (a Zen 5 thread).
 _APART, _WIDEST, _TURNED = (8, 4, 2, 1), 16, (4, 2, 1)
 _FIRST_LEVEL_BYTES, _SECOND_LEVEL_SHARE = 32 << 10, 0.25
-_LONGEST_SHORT_ROW = 128
+_LONGEST_SHORT_ROW = 32
 _TASKS_PER_THREAD = 8
 _NS_PER_ELEM = {"columns": 0.25, "short_rows": 0.4}  # one thread: priors for the guess
 

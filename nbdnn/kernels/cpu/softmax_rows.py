@@ -3,161 +3,81 @@
     y[i] = exp(x[i] - m) / sum_j exp(x[j] - m)           log: y[i] = x[i] - m - log(sum_j exp(x[j] - m))
     dx[i] = (dy[i] - sum_j dy[j] * y[j]) * y[i]          log: dx[i] = dy[i] - exp(y[i]) * sum_j dy[j]
 
-A task is a run of rows; each is read for its maximum, for its exponentials and to be scaled. Traffic: every array once
-from memory where a row stays in cache; 16-bit rows are widened into a worker's scratch. Sums in the compute type, of
-many lanes each; exp is good to 2 ulp. Source: own.
+A task is a run of rows; each is read for its maximum, for its exponentials, kept in a worker's scratch or in y, and to
+be scaled (`softmax_lines.py`). Traffic: every array once from memory where a row stays in cache. Sums in the compute
+type, of many lanes each; exp is good to 2 ulp. Source: own.
 """
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from math import ceil
 
-import numpy as np
-from numba import float32, float64, njit
-
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
-from nbdnn.kernels.cpu.exponential import EXP
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.scratch import Scratch, whole_lines
-from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
-from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.kernels.cpu.softmax_lines import backward_rows, forward_rows
+from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
+from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_softmax import SoftmaxProblem
 
-_LANES = 64  # independent maxima of a row: several whole vectors on every machine
+# Rows at once, of so few vectors; and vectors of a row by itself. 65,536 rows of 64 took two threads of a Zen 5 0.59 ms
+# at once, 0.56 by themselves, of 128 elements 2.1 and 0.97: they come from too many places.
+_ROWS, _SHORT = 4, {"softmax_fwd": 4, "softmax_bwd": 2}
+_VECTORS = 2
+_FIRST_LEVEL_BYTES = 32 << 10  # where x, y and powers have no room, these are kept in y: 8 rows of 262,144 gain 15 %
 _TASKS_PER_THREAD = 8
-_REASSOCIATED = FASTMATH | {"reassoc"}
-# One thread: priors for the guess. A forward row's maximum is one of many lanes, however short it is.
-_NS_PER_ELEM, _NS_PER_ROW = {"softmax_fwd": 0.5, "softmax_bwd": 0.25}, {"softmax_fwd": 40.0, "softmax_bwd": 4.0}
+# One thread: priors for the guess. A row's maximum and sum are those of many lanes, however short it is.
+_NS_PER_ELEM, _NS_PER_ROW = {"softmax_fwd": 0.2, "softmax_bwd": 0.15}, {"softmax_fwd": 5.0, "softmax_bwd": 2.5}
 
-_FIELDS = record("rows", "rows_a_task", "length", "scratch", "scratch_bytes")
-
-
-@cache
-def _vector_loops(compute: str, algorithm: str):
-    """Compiled-in functions over one run of elements: (maximum, exponentials and their sum, finished)."""
-    data, exp = pointer(compute), EXP[compute]
-    real = float32 if compute == "f32" else float64
-    lanes_of = stack(_LANES * ITEMSIZE[compute])
-    is_log = algorithm == "log"
-
-    @njit(**DEVICE)
-    def maximum(source, n):
-        x, lanes = data(source), data(lanes_of())
-        whole = n // _LANES * _LANES
-        for j in range(_LANES):
-            lanes[j] = real(-np.inf)
-        for i in range(0, whole, _LANES):
-            for j in range(_LANES):
-                lanes[j] = x[i + j] if x[i + j] > lanes[j] else lanes[j]
-        for j in range(n - whole):
-            lanes[j] = x[whole + j] if x[whole + j] > lanes[j] else lanes[j]
-        for half in (_LANES // 2, _LANES // 4, _LANES // 8):
-            for j in range(half):
-                lanes[j] = lanes[half + j] if lanes[half + j] > lanes[j] else lanes[j]
-        found = lanes[0]
-        for j in range(1, _LANES // 8):
-            found = lanes[j] if lanes[j] > found else found
-        return found
-
-    @njit(**DEVICE, fastmath=_REASSOCIATED)
-    def sum_of_powers(target, source, n, shift):
-        """Stores the powers, but for the logarithm, which needs their sum only."""
-        x, y, total = data(source), data(target), real(0.0)
-        if is_log:
-            for i in range(n):
-                total += exp(x[i] - shift)
-        else:
-            for i in range(n):
-                power = exp(x[i] - shift)
-                y[i] = power
-                total += power
-        return total
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def finish(target, source, n, shift, total):
-        x, y = data(source), data(target)
-        if is_log:
-            offset = real(math.log(total))  # less than the shift may be: added to that, it would lose its digits
-            for i in range(n):
-                y[i] = (x[i] - shift) - offset
-        else:
-            scale = real(1.0) / total
-            for i in range(n):
-                y[i] *= scale
-
-    return maximum, sum_of_powers, finish
+_FIELDS = record("rows", "rows_a_task", "length", "kept_pitch", "scratch", "scratch_bytes")
 
 
 @cache
-def _rows_task(dtype: str, algorithm: str, forward: bool, vl: int):
-    """A run of rows whose elements are neighbours."""
-    compute = DEFAULT_COMPUTE[dtype]
-    i64, at, real = pointer("i64"), struct(_FIELDS), float32 if compute == "f32" else float64
-    widen_row, narrow_row = convert_row(dtype, compute, vl), convert_row(compute, dtype, vl)
-    itemsize, is_wide, shifts = ITEMSIZE[dtype], dtype == compute, algorithm != "fast"
-    maximum, sum_of_powers, finish = _vector_loops(compute, algorithm)
-    dot, combine = _gradient_loops(compute, algorithm)
+def _forward_task(dtype: str, algorithm: str, vl: int, at_once: int, in_place: bool):
+    """A run of rows whose elements are neighbours: `at_once` rows, then one by one."""
+    i64, at, itemsize = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype]
+    block, single = (
+        forward_rows(dtype, algorithm, vl, rows, 1 if rows > 1 else _VECTORS, in_place) for rows in (at_once, 1)
+    )
 
     def softmax_rows(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
-        scratch = f.scratch + worker * f.scratch_bytes
-        for row in range(index * f.rows_a_task, min(f.rows, (index + 1) * f.rows_a_task)):
-            start = row * f.length * itemsize
-            source, target = pointers[0] + start, pointers[1] + start
-            if not is_wide:
-                widen_row(scratch, source, f.length)
-                source, target = scratch, scratch + f.scratch_bytes // 2
-            shift = maximum(source, f.length) if shifts else real(0.0)
-            total = sum_of_powers(target, source, f.length, shift)
-            finish(target, source, f.length, shift, total)
-            if not is_wide:
-                narrow_row(pointers[1] + start, target, f.length)
+        x, y, pitch, kept = pointers[0], pointers[1], f.length * itemsize, f.scratch + worker * f.scratch_bytes
+        row, end = index * f.rows_a_task, min(f.rows, (index + 1) * f.rows_a_task)
+        while row + at_once <= end:
+            powers = y + row * pitch if in_place else kept
+            block(y + row * pitch, x + row * pitch, pitch, powers, f.kept_pitch, f.length)
+            row += at_once
+        while row < end:
+            powers = y + row * pitch if in_place else kept
+            single(y + row * pitch, x + row * pitch, pitch, powers, f.kept_pitch, f.length)
+            row += 1
 
-    def gradient_rows(args, ctx, index, worker):
-        pointers, f = i64(args), at(ctx)
-        scratch = f.scratch + worker * f.scratch_bytes
-        for row in range(index * f.rows_a_task, min(f.rows, (index + 1) * f.rows_a_task)):
-            start = row * f.length * itemsize
-            dy, y, dx = pointers[0] + start, pointers[1] + start, pointers[2] + start
-            if not is_wide:
-                second, third = scratch + f.scratch_bytes // 3, scratch + 2 * (f.scratch_bytes // 3)
-                widen_row(scratch, dy, f.length)
-                widen_row(second, y, f.length)
-                dy, y, dx = scratch, second, third
-            combine(dx, dy, y, f.length, dot(dy, y, f.length))
-            if not is_wide:
-                narrow_row(pointers[2] + start, dx, f.length)
-
-    return compile_task(softmax_rows if forward else gradient_rows, (dtype, algorithm, forward, vl))
+    return compile_task(softmax_rows, (dtype, algorithm, vl, at_once, in_place))
 
 
 @cache
-def _gradient_loops(compute: str, algorithm: str):
-    """Compiled-in functions over one run of elements: (what is summed, the gradient)."""
-    data, exp = pointer(compute), EXP[compute]
-    real = float32 if compute == "f32" else float64
-    is_log = algorithm == "log"
+def _backward_task(dtype: str, algorithm: str, vl: int, at_once: int):
+    """The same of the gradient."""
+    i64, at, itemsize = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype]
+    block, single = (backward_rows(dtype, algorithm, vl, rows, 1 if rows > 1 else _VECTORS) for rows in (at_once, 1))
 
-    @njit(**DEVICE, fastmath=_REASSOCIATED)
-    def dot(dy, y, n):
-        a, b, total = data(dy), data(y), real(0.0)
-        for i in range(n):
-            total += a[i] if is_log else a[i] * b[i]
-        return total
+    def gradient_rows(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        dy, y, dx, pitch = pointers[0], pointers[1], pointers[2], f.length * itemsize
+        row, end = index * f.rows_a_task, min(f.rows, (index + 1) * f.rows_a_task)
+        while row + at_once <= end:
+            block(dx + row * pitch, dy + row * pitch, y + row * pitch, pitch, f.length)
+            row += at_once
+        while row < end:
+            single(dx + row * pitch, dy + row * pitch, y + row * pitch, pitch, f.length)
+            row += 1
 
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def combine(dx, dy, y, n, total):
-        a, b, c = data(dy), data(y), data(dx)
-        for i in range(n):
-            c[i] = a[i] - exp(b[i]) * total if is_log else (a[i] - total) * b[i]
-
-    return dot, combine
+    return compile_task(gradient_rows, (dtype, algorithm, vl, at_once))
 
 
 class Rows(Candidate[NoConfig, Cpu]):
@@ -180,20 +100,25 @@ class Rows(Candidate[NoConfig, Cpu]):
     def prepare(self, problem: SoftmaxProblem, config: NoConfig, device: Cpu) -> Program:
         rows, length, _ = problem.rows
         forward, compute = self.op == "softmax_fwd", problem.compute
-        vl = device.lanes(compute)
-        # Every widened row has its own: loops that store to what they read are not vectorised.
-        rows_held = 0 if problem.dtype == compute else len(problem.operands)
-        scratch = Scratch(device, rows_held * whole_lines(length * ITEMSIZE[compute]))
+        vl, size = device.lanes(compute), ITEMSIZE[compute]
+        at_once = min(vl, _ROWS if length <= _SHORT[self.op] * vl else 1)
+        in_place = problem.dtype == compute and 3 * length * size > _FIRST_LEVEL_BYTES
+        kept_pitch = whole_lines(ceil(length / vl) * vl * size)
+        scratch = Scratch(device, 0 if in_place or not forward else at_once * kept_pitch)
         rows_a_task = ceil(rows / (device.threads * _TASKS_PER_THREAD))
         ctx = filled(
             _FIELDS,
             rows=rows,
             rows_a_task=rows_a_task,
             length=length,
+            kept_pitch=kept_pitch,
             scratch=scratch.start,
             scratch_bytes=scratch.size_bytes,
         )
-        task = _rows_task(problem.dtype, problem.algorithm, forward, vl)
+        if forward:
+            task = _forward_task(problem.dtype, problem.algorithm, vl, at_once, in_place)
+        else:
+            task = _backward_task(problem.dtype, problem.algorithm, vl, at_once)
         return Program([Phase(task, ceil(rows / rows_a_task), ctx)], [scratch.memory])
 
 

@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 from nbdnn.kernels.cpu.exponential import logarithm, power
 from nbdnn.kernels.cpu.formula import Lanes
 from nbdnn.kernels.cpu.rows import collected, dealt, order, turned_block
+from nbdnn.kernels.cpu.softmax_lines import larger
 from nbdnn.kernels.cpu.vector import (
     I64,
     ask,
@@ -139,7 +140,7 @@ def forward_columns(dtype: str, algorithm: str, vl: int, vectors: int):
                     strip.ask(x, loop.index, step, length)
                     values = strip.read(line(x, loop.index))
                     strip.keep(values, kept, loop.index)
-                    strip.set(most, [_larger(*pair) for pair in zip(values, strip.values(most), strict=True)])
+                    strip.set(most, [larger(*pair) for pair in zip(values, strip.values(most), strict=True)])
             shift = strip.values(most)
             with cgutils.for_range(builder, length) as loop:
                 if shifts:
@@ -170,12 +171,6 @@ def forward_columns(dtype: str, algorithm: str, vl: int, vectors: int):
         return signature(types.none, *[types.int64] * 6), codegen
 
     return run
-
-
-def _larger(value: Lanes, found: Lanes) -> Lanes:
-    """The larger of the two; `found` where the value is NaN: the sum of the powers will be."""
-    test = value.builder.fcmp_ordered(">", value.value, found.value)
-    return value.like(value.builder.select(test, value.value, found.value))
 
 
 @cache
