@@ -2,6 +2,8 @@
 
     y[n, c, p, q] = sum over r, s of  x[n, c, p*u + r*d - pad, q*u + s*d - pad] * w[c, r, s]
 
+Interleaved, groups of as few channels as lie within a vector are as many depthwise convolutions, whose sums are added.
+
 Nothing is copied and every element is read from memory once. Planar (NCHW): a task is a plane; the lanes are pixels of
 a row and borders are masks. Interleaved (NHWC): a task is a band of rows; the lanes are channels, and a few
 neighbouring pixels share each weight that is loaded. Both finish a few rows in first-level cache before they store.
@@ -30,6 +32,7 @@ from nbdnn.kernels.cpu.depthwise_plan import (
     joint_columns,
     joint_taps,
     parameters,
+    refused_channels,
     sizes_of,
     tile_vectors,
 )
@@ -47,7 +50,7 @@ _NS_PER_BYTE = 0.05  # of the operands, one thread
 
 @cache
 def _weights_task(dtype: str, vl: int):
-    """Interleaved weights [t][r][s][channel] of the filter, zero beyond the last channel; index = tap."""
+    """Interleaved weights [t][r][s][channel of the group][channel], zero beyond the last channel; index = tap."""
     compute = DEFAULT_COMPUTE[dtype]
     data, acc_of, i64, args_at, params_at = (
         pointer(dtype), pointer(compute), pointer("i64"), struct(ARGS), struct(PARAMS),
@@ -60,20 +63,24 @@ def _weights_task(dtype: str, vl: int):
         w = data(i64(args)[f.w_pointer])
         at = rest // f.filter_h * f.w_t + rest % f.filter_h * f.w_r + s * f.w_s
         to = acc_of(args_at(args).workspace + worker * f.copy_bytes + index * f.weights_bytes)
-        for g in range(f.groups):
-            to[g] = widen(w[g * f.w_g + at])
-        for g in range(f.groups, (f.groups + vl - 1) // vl * vl):
-            to[g] = zero
+        groups, group, w_g, pitch = f.groups, f.c_out, f.w_g, f.width_pitch
+        for i in range(f.c_in):
+            for o in range(group):
+                first, source = i * pitch + o, o * f.w_o + i * f.w_i + at
+                for g in range(groups):
+                    to[first + g * group] = widen(w[source + g * w_g])
+            for c in range(groups * group, pitch):
+                to[i * pitch + c] = zero
 
     return compile_task(pack_tap, (dtype, vl))
 
 
 @cache
-def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int], step: int):
+def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int], step: int, group: int):
     """A band of rows of every gather, all channels: index = (n * depth + d) * bands + band.
 
     ctx has one record a gather, so that the rows which interleave are written together, from the same inputs. widths
-    are the two values of `joint_taps` that occur.
+    are the two values of `joint_taps` that occur. group: channels of a group.
     """
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
@@ -83,7 +90,7 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
     record_bytes = PARAMS.itemsize
 
     def kernels(pixels, most, width, step):
-        return (interleaved_pixels(dtype, compute, vl, pixels, v, width, step) for v in (most, 1))
+        return (interleaved_pixels(dtype, compute, vl, pixels, v, width, step, group) for v in (most, 1))
 
     wide, wide_one = kernels(PIXELS, vectors, widths[0], step)
     narrow, narrow_one = kernels(PIXELS, vectors, widths[1], step)
@@ -112,39 +119,42 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
         return n_entries
 
     @njit(**DEVICE)
-    def several_pixels(channels, joint, pixel_bytes, tap_bytes, x, entries, n_entries, weights, tile, pitch, streams):
+    def several_pixels(f, joint, x, entries, n_entries, weights, tile, pitch, streams):
         """PIXELS output pixels, all channels, `pitch` bytes apart."""
-        g = 0
-        while g < channels:
-            left = channels - g
-            at, w, to = x + g * itemsize, weights + g * acc_bytes, tile + g * acc_bytes
+        c, pixel_bytes, tap_bytes, channel_bytes = 0, f.in_w * itemsize, f.tap_bytes, f.width_pitch * acc_bytes
+        while c < f.channels:
+            left = f.channels - c
+            at, w, to = x + c * itemsize, weights + c * acc_bytes, tile + c * acc_bytes
             if left > (vectors - 1) * vl:
                 lanes = min(left - (vectors - 1) * vl, vl)
                 if joint:
-                    wide(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch, streams)
+                    wide(at, pixel_bytes, entries, n_entries, w, tap_bytes, channel_bytes, lanes, to, pitch, streams)
                 else:
-                    narrow(at, pixel_bytes, entries, n_entries, w, tap_bytes, lanes, to, pitch, streams)
-                g += vectors * vl
+                    narrow(at, pixel_bytes, entries, n_entries, w, tap_bytes, channel_bytes, lanes, to, pitch, streams)
+                c += vectors * vl
             else:
                 if joint:
-                    wide_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch, streams)
+                    wide_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, channel_bytes, left, to, pitch, streams)
                 else:
-                    narrow_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, left, to, pitch, streams)
-                g += vl
+                    narrow_one(
+                        at, pixel_bytes, entries, n_entries, w, tap_bytes, channel_bytes, left, to, pitch, streams
+                    )
+                c += vl
 
     @njit(**DEVICE)
-    def one_pixel(channels, x, entries, n_entries, weights, tile, streams):
+    def one_pixel(f, x, entries, n_entries, weights, tile, streams):
         """An output pixel at the edge, all channels."""
-        g = 0
-        while g < channels:
-            left = channels - g
-            at, w, to = x + g * itemsize, weights + g * acc_bytes, tile + g * acc_bytes
+        c, channel_bytes = 0, f.width_pitch * acc_bytes
+        while c < f.channels:
+            left = f.channels - c
+            at, w, to = x + c * itemsize, weights + c * acc_bytes, tile + c * acc_bytes
             if left > (EDGE_VECTORS - 1) * vl:
-                single(at, 0, entries, n_entries, w, 0, min(left - (EDGE_VECTORS - 1) * vl, vl), to, 0, streams)
-                g += EDGE_VECTORS * vl
+                lanes = min(left - (EDGE_VECTORS - 1) * vl, vl)
+                single(at, 0, entries, n_entries, w, 0, channel_bytes, lanes, to, 0, streams)
+                c += EDGE_VECTORS * vl
             else:
-                single_one(at, 0, entries, n_entries, w, 0, min(left, vl), to, 0, streams)
-                g += vl
+                single_one(at, 0, entries, n_entries, w, 0, channel_bytes, min(left, vl), to, 0, streams)
+                c += vl
 
     @njit(**DEVICE)
     def one_row(args, ctx, n, depth, i, worker):
@@ -152,17 +162,17 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
         row_entries = a.workspace + f.worker_offset + worker * f.worker_bytes
         edge_entries, tile = row_entries + f.entries_bytes // 2, row_entries + f.entries_bytes
-        weights, row_slot, channels, count_w = a.workspace + worker * f.copy_bytes, row_slots(), f.groups, f.count_w
+        weights, row_slot, channels, count_w = a.workspace + worker * f.copy_bytes, row_slots(), f.channels, f.count_w
         residual = pointers[f.residual_pointer] if f.residual_pointer >= 0 else 0
         bias = pointers[f.bias_pointer] if f.bias_pointer >= 0 else 0
         flags = (f.activation, bias, 0, 1, residual, f.read_out)
         table, finished = i64(f.column_table), f.finished and a.alpha == 1.0
-        joint, tap_bytes, pixel_bytes = f.joint_taps == widths[0], f.tap_bytes, f.in_w * itemsize
+        joint = f.joint_taps == widths[0]
         # Pixels [inner, end) reach every column tap.
         inner, end = 0, count_w
         for s in range(f.taps_w):
             inner, end = max(inner, table[3 * s + 1]), min(end, table[3 * s + 2])
-        x_row, x_step = pointers[f.in_pointer] + n * f.in_n * itemsize, f.in_step_w * pixel_bytes
+        x_row, x_step = pointers[f.in_pointer] + n * f.in_n * itemsize, f.in_step_w * f.in_w * itemsize
         out_row = n * f.out_n + (f.start_d + depth * f.out_step_d) * f.out_d
         out_row += (f.start_h + i * f.out_step_h) * f.out_h + f.start_w * f.out_w
         out_step, tile_pitch = f.out_step_w * f.out_w, f.width_pitch * acc_bytes
@@ -188,13 +198,11 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
                     at = x + ahead + r * ahead_pitch
                     for line in range(at, at + PIXELS * x_step, 64):
                         prefetch(line)
-                several_pixels(
-                    channels, joint, pixel_bytes, tap_bytes, x, row_entries, n_row, weights, to, pitch, streams
-                )
+                several_pixels(f, joint, x, row_entries, n_row, weights, to, pitch, streams)
                 run = first + PIXELS - j
             else:
                 n_edge = tap_entries(ctx, edge_entries, i, depth, j, 1)
-                one_pixel(channels, x, edge_entries, n_edge, weights, to, streams)
+                one_pixel(f, x, edge_entries, n_edge, weights, to, streams)
                 run = 1
             if not finished:
                 for p in range(run):
@@ -218,7 +226,7 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
                 if depth < params_at(here).count_d and i < params_at(here).count_h:
                     one_row(args, here, n, depth, i, worker)
 
-    return compile_task(band, (dtype, vl, vectors, widths, step), fastmath=FASTMATH)
+    return compile_task(band, (dtype, vl, vectors, widths, step, group), fastmath=FASTMATH)
 
 
 class Depthwise(Candidate[NoConfig, Cpu]):
@@ -230,8 +238,8 @@ class Depthwise(Candidate[NoConfig, Cpu]):
         self.op = op
 
     def supports(self, problem: ConvProblem, device: Cpu) -> Support:
-        if not (problem.groups == problem.c == problem.k):
-            return Support(False, f"channels {problem.c}, {problem.k} and groups {problem.groups} are not all equal")
+        if reason := refused_channels(problem, device):
+            return Support(False, reason)
         if prod(problem.filter) > _MAX_TAPS:
             return Support(False, f"the filter has {prod(problem.filter)} taps, more than {_MAX_TAPS}")
         step = problem.stride[-1] if self.op == "conv_fwd" else 1
@@ -244,7 +252,8 @@ class Depthwise(Candidate[NoConfig, Cpu]):
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=0.3)
+        efficiency = 0.3 if problem.groups == problem.c else 0.6
+        return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=efficiency)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         geo, vl = geometry(problem), device.lanes(DEFAULT_COMPUTE[problem.dtype])
@@ -254,8 +263,8 @@ class Depthwise(Candidate[NoConfig, Cpu]):
         records, keep = [ctx for ctx, _ in made], [array for _, arrays in made for array in arrays]
         if problem.channels_last:
             ctx, joint = np.concatenate(records), joint_taps(geo).values()
-            vectors, widths = tile_vectors(geo.groups, vl), (max(joint), min(joint))
-            task = _interleaved_task(problem.dtype, vl, vectors, widths, gathers[0].w.in_step)
+            vectors, widths = tile_vectors(problem.c, vl), (max(joint), min(joint))
+            task = _interleaved_task(problem.dtype, vl, vectors, widths, gathers[0].w.in_step, geo.c_in)
             first = ctx[0]
             each = first["copy_bytes"] > 0
             weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx, each=each)

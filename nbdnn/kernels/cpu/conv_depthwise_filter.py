@@ -4,10 +4,11 @@
 
 Planar (NCHW): a task is a channel; the lanes are pixels of a row, a row of taps shares each vector of dy, and borders
 are masks. Interleaved (NHWC): a task is a run of output rows with sums of its own for all channels, which are the
-lanes. A few channels go through all rows before the next, a few pixels and rows of taps at a time, with their sums in
-registers: three rows of so few channels stay in first-level cache; rows of all channels took up to 1.8 times as long.
-The runs' sums are added in order, so the result does not depend on which worker did what. Traffic: x and dy once from
-memory, x once a row of taps from cache. Accumulates in float32 (float64). Source: own.
+lanes, in groups of one or of some that lie within a vector. A few channels go through all rows before the next, a few
+pixels and rows of taps at a time, with their sums in registers: three rows of so few channels stay in first-level
+cache; rows of all channels took up to 1.8 times as long. The runs' sums are added in order, so the result does not
+depend on which worker did what. Traffic: x and dy once from memory, x once a row of taps from cache. Accumulates in
+float32 (float64). Source: own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_channels import interleaved_filter
-from nbdnn.kernels.cpu.depthwise_plan import shares_loads
+from nbdnn.kernels.cpu.depthwise_plan import refused_channels, shares_loads
 from nbdnn.kernels.cpu.depthwise_vector import planar_filter
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, column_table, geometry, spatial3, tap_table, tensor_strides
@@ -45,7 +46,7 @@ _PARAMS = record(
     *("count_d", "count_h", "count_w", "step_d", "step_h", "step_w", "extent_d", "extent_h", "taps_d", "taps_h"),
     *("depth_table", "row_table", "column_table", "tap_offsets", "channel_offsets", "taps_adjacent"),
     *("rows", "run_rows", "runs", "sums_bytes", "entries_bytes", "pitch"),
-    *("channels_adjacent", "w_c", "read_out"),
+    *("channels_adjacent", "w_c", "w_i", "read_out"),
 )
 
 
@@ -89,11 +90,11 @@ def _planar_task(dtype: str, vl: int, taps_w: int, step: int, together: bool):
 
 
 @cache
-def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, rows: int, vectors: int):
+def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, rows: int, vectors: int, group: int):
     """Sums of a run of output rows, counted over n x depth x height: index = run.
 
     joint: taps of a row that are taken together, all of them where they are adjacent, else 1. rows: rows of taps that
-    are taken together.
+    are taken together. group: channels of a group.
     """
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
@@ -102,7 +103,9 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, r
     def kernel_of(taps, pixels):
         """A kernel over all rows of taps or one, and over all vectors of channels or one, as it is called."""
         several, several_one, one_row, one_row_one = (
-            interleaved_filter(dtype, compute, vl, r, taps, step, v, pixels) for r in (rows, 1) for v in (vectors, 1)
+            interleaved_filter(dtype, compute, vl, r, taps, step, v, pixels, group)
+            for r in (rows, 1)
+            for v in (vectors, 1)
         )
 
         @njit(**DEVICE)
@@ -132,7 +135,7 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, r
                 if i64(f.row_table)[3 * r + 1] <= i < i64(f.row_table)[3 * r + 2]:
                     h = i * f.step_h + i64(f.row_table)[3 * r]
                     i64(entries)[2 * count] = (x_d * f.x_d + h * f.x_h) * itemsize
-                    i64(entries)[2 * count + 1] = (t * f.taps_h + r) * taps_w * f.pitch * acc_bytes
+                    i64(entries)[2 * count + 1] = (t * f.taps_h + r) * taps_w * group * f.pitch * acc_bytes
                     count += 1
         return count
 
@@ -151,7 +154,7 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, r
         """Pixels [first, end) of some output rows, which reach every tap of a row."""
         x_w, table = f.x_w * itemsize, i64(f.column_table)
         for s in range(0, taps_w, joint):
-            at, to = x + (first * step + table[3 * s]) * x_w, sums + s * f.pitch * acc_bytes
+            at, to = x + (first * step + table[3 * s]) * x_w, sums + s * group * f.pitch * acc_bytes
             add(f, False, whole, wide, at, dy + first * f.y_w * itemsize, height, end - first, entries, lanes, to)
 
     @njit(**DEVICE)
@@ -163,14 +166,15 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, r
                 start = table[3 * s + 1] if side == 0 else max(end, table[3 * s + 1])
                 count = (min(inner, table[3 * s + 2]) if side == 0 else table[3 * s + 2]) - start
                 if count > 0:
-                    at, to = x + (start * step + table[3 * s]) * f.x_w * itemsize, sums + s * f.pitch * acc_bytes
+                    at = x + (start * step + table[3 * s]) * f.x_w * itemsize
+                    to = sums + s * group * f.pitch * acc_bytes
                     add(f, True, whole, wide, at, dy + start * f.y_w * itemsize, height, count, entries, lanes, to)
 
     def run(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
         sums, table = a.workspace + index * f.sums_bytes, i64(f.column_table)
         entries = a.workspace + f.runs * f.sums_bytes + worker * f.entries_bytes
-        fill(sums, f.taps_d * f.taps_h * taps_w * f.pitch)
+        fill(sums, f.taps_d * f.taps_h * taps_w * group * f.pitch)
         inner, end = 0, f.count_w
         for s in range(taps_w):
             inner, end = max(inner, table[3 * s + 1]), min(end, table[3 * s + 2])
@@ -199,12 +203,12 @@ def _interleaved_task(dtype: str, vl: int, taps_w: int, joint: int, step: int, r
                 c += vectors * vl if wide else vl
             row += height
 
-    return compile_task(run, (dtype, vl, taps_w, joint, step, rows, vectors), fastmath=FASTMATH)
+    return compile_task(run, (dtype, vl, taps_w, joint, step, rows, vectors, group), fastmath=FASTMATH)
 
 
 @cache
-def _sum_task(dtype: str, vl: int):
-    """One tap of all channels: the runs' sums added in order and stored; index = tap."""
+def _sum_task(dtype: str, vl: int, group: int):
+    """One tap of all channels: the runs' sums added in order and stored; index = tap * group + channel of the group."""
     compute = DEFAULT_COMPUTE[dtype]
     acc_bytes, i64, acc_of = ITEMSIZE[compute], pointer("i64"), pointer(compute)
     args_at, params_at, store, row_slot = struct(ARGS), struct(_PARAMS), tile_store(dtype, compute, vl), stack(8)
@@ -218,12 +222,12 @@ def _sum_task(dtype: str, vl: int):
             for c in range(f.channels):
                 total[c] += part[c]
         row = row_slot()
-        i64(row)[0] = i64(f.tap_offsets)[index]
+        i64(row)[0] = i64(f.tap_offsets)[index // group] + index % group * f.w_i
         flags = (0, 0, 0, 0, 0, f.read_out)
         out, adjacent = a.p2, f.channels_adjacent
         store(first, f.pitch, 1, f.channels, out, row, f.channel_offsets, adjacent, flags, a.alpha, a.beta)
 
-    return compile_task(sum_tap, (dtype, vl), fastmath=FASTMATH)
+    return compile_task(sum_tap, (dtype, vl, group), fastmath=FASTMATH)
 
 
 class DepthwiseFilter(Candidate[NoConfig, Cpu]):
@@ -232,8 +236,8 @@ class DepthwiseFilter(Candidate[NoConfig, Cpu]):
     op, provider, algorithm = "conv_bwd_filter", "cpu", "depthwise"
 
     def supports(self, problem: ConvProblem, device: Cpu) -> Support:
-        if not (problem.groups == problem.c == problem.k):
-            return Support(False, f"channels {problem.c}, {problem.k} and groups {problem.groups} are not all equal")
+        if reason := refused_channels(problem, device):
+            return Support(False, reason)
         if problem.layout != problem.y_layout:
             return Support(False, f"x is {problem.layout}, dy is {problem.y_layout}")
         if problem.filter[-1] > _MAX_COLUMNS:
@@ -250,7 +254,8 @@ class DepthwiseFilter(Candidate[NoConfig, Cpu]):
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=0.3)
+        efficiency = 0.3 if problem.groups == problem.c else 0.6
+        return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=efficiency)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
@@ -261,11 +266,12 @@ class DepthwiseFilter(Candidate[NoConfig, Cpu]):
             return Program([Phase(task, problem.c, ctx)], keep)
         offsets = [offset for _, offset in gather.w.taps]
         joint = taps_w if offsets == list(range(offsets[0], offsets[0] + taps_w)) else 1
-        rows = max(1, min(prod(problem.filter[:-1]), _ACCUMULATORS // joint))
-        vectors = 2 if 2 * rows * joint <= _ACCUMULATORS else 1
-        task = _interleaved_task(problem.dtype, vl, taps_w, joint, gather.w.in_step, rows, vectors)
+        group = problem.c // problem.groups
+        rows = max(1, min(prod(problem.filter[:-1]), _ACCUMULATORS // (joint * group)))
+        vectors = 2 if 2 * rows * joint * group <= _ACCUMULATORS else 1
+        task = _interleaved_task(problem.dtype, vl, taps_w, joint, gather.w.in_step, rows, vectors, group)
         runs = Phase(task, _runs(problem, device)[2], ctx)
-        return Program([runs, Phase(_sum_task(problem.dtype, vl), prod(problem.filter), ctx)], keep)
+        return Program([runs, Phase(_sum_task(problem.dtype, vl, group), prod(problem.filter) * group, ctx)], keep)
 
 
 def _runs(problem: ConvProblem, device: Cpu) -> tuple[int, int, int]:
@@ -277,7 +283,9 @@ def _runs(problem: ConvProblem, device: Cpu) -> tuple[int, int, int]:
 
 
 def _sums_bytes(problem: ConvProblem, pitch: int) -> int:
-    return own_pages(prod(problem.filter) * pitch * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]])
+    return own_pages(
+        problem.c // problem.groups * prod(problem.filter) * pitch * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+    )
 
 
 def _entries_bytes(problem: ConvProblem) -> int:
@@ -287,7 +295,7 @@ def _entries_bytes(problem: ConvProblem) -> int:
 def _parameters(problem: ConvProblem, gather: Gather, device: Cpu) -> tuple[np.ndarray, list[np.ndarray]]:
     x, dy, dw = problem.operands
     pitch, run_rows, runs = _runs(problem, device)
-    w_c, _, *w_taps = dw.strides
+    w_c, w_i, *w_taps = dw.strides
     w_t, w_r, w_s = spatial3(tuple(w_taps), 0)
     taps = (tap_table(axis)[:, 0] for axis in (gather.d, gather.h, gather.w))
     t, r, s = np.ix_(*taps)
@@ -325,6 +333,7 @@ def _parameters(problem: ConvProblem, gather: Gather, device: Cpu) -> tuple[np.n
         entries_bytes=_entries_bytes(problem),
         pitch=pitch,
         w_c=w_c,
+        w_i=w_i,
         read_out=int("beta" in problem.epilogue),
     )
     return ctx, list(tables.values())

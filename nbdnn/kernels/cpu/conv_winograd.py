@@ -306,7 +306,8 @@ class Winograd(Candidate[NoConfig, Cpu]):
         xis, tiles = made.tile.products**2, geo.groups * made.tiles_of(made.all_strips)
         fmas = tiles * xis * made.k_len * ceil(geo.c_out / vl)
         side_ns = geo.groups * geo.c_out * made.k_len * len(made.tile.matrices.filter) ** 2 * _FILTER_NS
-        side_ns += tiles * xis * (made.k_len * _INPUT_NS + geo.c_out * _OUTPUT_NS)
+        of_vectors = (ceil(channels / vl) * vl for channels in (made.k_len, geo.c_out))
+        side_ns += tiles * xis * sum(n * ns for n, ns in zip(of_vectors, (_INPUT_NS, _OUTPUT_NS), strict=True))
         tasks = max(1, geo.groups * made.panels * ceil(made.tiles_of(made.chunk_strips) / made.group_tiles))
         return kernel_us(device, fmas, side_ns, tasks, 1 + 2 * made.chunk_count)
 

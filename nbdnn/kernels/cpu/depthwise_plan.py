@@ -35,8 +35,11 @@ _TASKS_PER_THREAD = 8
 # The next row, which the hardware does not foresee either, would push the present one out of first-level cache.
 AHEAD_BYTES = 4 << 10
 
+MOST_CHANNELS = 8  # of a group
+
 PARAMS = record(
     *GATHER_FIELDS,
+    "channels",
     *("bands", "band_rows", "tile_rows", "width_pitch"),
     # column_table: the table of that name, then each column tap's place in the filter.
     *("depth_table", "row_table", "column_table", "filter_h", "filter_w"),
@@ -49,6 +52,19 @@ PARAMS = record(
 )
 
 
+def refused_channels(problem: ConvProblem, device: Cpu) -> str:
+    """Why these groups are not one channel each, or channels-last some that lie within a vector; empty if they are."""
+    c, k, groups = problem.c, problem.k, problem.groups
+    if not problem.channels_last:
+        return "" if groups == c == k else f"channels {c}, {k} and groups {groups} are not all equal"
+    if c != k:
+        return f"channels {c} and {k} are not equal"
+    most = min(MOST_CHANNELS, device.lanes(DEFAULT_COMPUTE[problem.dtype]))
+    if (group := c // groups) > most or group & (group - 1):
+        return f"{group} channels a group, this kernel takes powers of 2 up to {most}"
+    return ""
+
+
 def sizes_of(problem: ConvProblem, device: Cpu) -> dict[str, int]:
     """Bytes of the workspace's parts: a filter or each worker's copy, then each worker's taps, weights and tile."""
     acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
@@ -57,9 +73,9 @@ def sizes_of(problem: ConvProblem, device: Cpu) -> dict[str, int]:
     entries = 2 * ceil(taps * 16 / 64) * 64  # of a row, and of a pixel at its edge
     columns = joint_columns(problem)
     if problem.channels_last:
-        pitch = ceil(problem.groups / vl) * vl
+        pitch, group = ceil(problem.c / vl) * vl, problem.c // problem.groups
         tile_rows = min(TILE_PIXELS, max(PIXELS, _TILE_BYTES // (pitch * acc_bytes)))
-        weights, shared, tile = 0, ceil(taps * pitch * acc_bytes / 64) * 64, tile_rows * pitch * acc_bytes
+        weights, shared, tile = 0, ceil(taps * group * pitch * acc_bytes / 64) * 64, tile_rows * pitch * acc_bytes
         part_pitch, part = pitch, 0
     else:
         pitch = ceil(width / vl) * vl
@@ -68,7 +84,7 @@ def sizes_of(problem: ConvProblem, device: Cpu) -> dict[str, int]:
         part_pitch = ceil(ceil(width / columns) / vl) * vl
         part = tile_rows * part_pitch * acc_bytes
     worker = own_pages(entries + columns * weights + tile + (columns * part if columns > 1 else 0))
-    copy = shared if taps * problem.c < FEW_ELEMS else 0
+    copy = shared if shared < FEW_ELEMS * acc_bytes else 0
     shared = own_pages(max(shared, device.threads * copy))
     return {
         "entries": entries,
@@ -92,14 +108,14 @@ def parameters(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cpu)
     depth, height = (most_d, most_h) if problem.channels_last else (gather.d.count, gather.h.count)
     wanted = ceil(device.threads * _TASKS_PER_THREAD / (geo.n * depth * (1 if problem.channels_last else geo.groups)))
     band_rows = ceil(height / min(height, wanted))
-    weights_bytes = sizes["pitch"] * acc_bytes if problem.channels_last else sizes["weights"]
+    weights_bytes = geo.c_in * sizes["pitch"] * acc_bytes if problem.channels_last else sizes["weights"]
     depth_table, row_table = tap_table(gather.d), tap_table(gather.h)
     columns = np.concatenate([column_table(gather.w).reshape(-1), tap_table(gather.w)[:, 0]])
     rows = np.arange(sizes["tile_rows"], dtype=np.int64) * gather.h.out_step * geo.out_strides[4]
     is_joint = joint_columns(problem) > 1
     width = problem.spatial[-1] if is_joint else gather.w.count
     if problem.channels_last:
-        lanes = np.arange(geo.groups, dtype=np.int64) * geo.out_strides[1]
+        lanes = np.arange(problem.c, dtype=np.int64) * geo.out_strides[2]
     else:
         first, step = (0, 1) if is_joint else (gather.w.out_start, gather.w.out_step)
         lanes = (first + np.arange(width, dtype=np.int64) * step) * geo.out_strides[5]
@@ -107,6 +123,7 @@ def parameters(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cpu)
     ctx = filled(
         PARAMS,
         **gather_values(problem, geo, gather),
+        channels=problem.c,
         bands=ceil(height / band_rows),
         band_rows=band_rows,
         tile_rows=sizes["tile_rows"],
@@ -140,7 +157,7 @@ def parameters(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cpu)
             problem.channels_last
             and is_finished(problem)
             and kind > 0
-            and geo.groups % device.lanes(DEFAULT_COMPUTE[problem.dtype]) == 0
+            and problem.c % device.lanes(DEFAULT_COMPUTE[problem.dtype]) == 0
         ),
     )
     return ctx, [depth_table, row_table, columns, rows, lanes]
