@@ -6,7 +6,8 @@ The filter is packed into panels of nv vectors. The input is read one broadcast 
 pixel and a table of offsets, so any layout, stride or dilation will do, and no pixel is wasted on small images. Where
 a tap can fall beyond a border, or the data are 16-bit, a strip of rows is first copied, widened and zero-padded, with
 channels innermost; else the input is read where it lies. Long reductions are cut into steps whose part of a panel
-stays in the second-level cache, with the accumulators kept between steps.
+stays in the second-level cache, with the accumulators kept between steps. Of dilated filters a step is a tap, and tiles
+all of whose pixels it meets beside the image are left out.
 
 Traffic: x once a panel of channels, from cache; the panel once a strip. Accumulates in float32 (float64), one rounding
 a step, in the order of k. Source: own; the indirection is that of Dukhan, arXiv:1907.02129.
@@ -14,7 +15,7 @@ a step, in the order of k. Source: own; the indirection is that of Dukhan, arXiv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from math import ceil
 
@@ -31,8 +32,10 @@ from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS, lower_rows, lower_task
 from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
 from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, pack_phase, packed_bytes
+from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import own_rows, strip_address
+from nbdnn.kernels.cpu.tap_masks import tap_masks
 from nbdnn.kernels.cpu.vector import filled, pointer, prefetch, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -48,6 +51,7 @@ _PARAMS = record(
     *("total_strips", "chunk_panels", "panels", "panel_bytes", "packed_offset", "copy_bytes", "in_place", "low_d"),
     *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "contiguous", "finished"),
     *("ahead_bytes", "in_offsets", "out_offsets", "worker_offset", "worker_bytes"),
+    *("leaves_out", "tap_masks", "mask_blocks"),  # of each strip of a depth, and tile of it, the taps that are inside
 )
 
 
@@ -58,7 +62,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
     itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
     locate, lower, store = strip_address(_PARAMS), lower_rows(dtype, vl), tile_store(dtype, compute, vl)
-    row_slots = stack(mr * 8)
+    row_slots, clear = stack(mr * 8), zero_fill(compute)
 
     def tiles_of(rows, accumulate):
         return tile_product(compute, rows, nv, vl, None, lanes_full * acc_bytes, accumulate)
@@ -102,6 +106,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
         least, longer = pixels // blocks, pixels % blocks  # blocks of `least` pixels, the first `longer` of one more
         one_step, finished = f.k_len <= f.k_step, f.finished and a.alpha == 1.0
         first_panel = index // f.total_strips * f.chunk_panels
+        masks = i64(f.tap_masks + 8 * (depth * f.strips + first_row // f.strip_rows) * f.mask_blocks)
         for panel in range(first_panel, min(f.panels, first_panel + f.chunk_panels)):
             first = panel * lanes_full
             lanes = min(lanes_full, f.c_out - first)
@@ -111,6 +116,8 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
             panel_address = (
                 a.workspace + f.packed_offset + worker * f.copy_bytes + (g * f.panels + panel) * f.panel_bytes
             )
+            if f.leaves_out:
+                clear(acc, blocks * mr * pitch)
             for k0 in range(0, max(1, f.k_len), f.k_step):
                 k_len = min(f.k_step, f.k_len - k0)
                 offsets, b = f.a_offsets + 4 * k0, panel_address + k0 * lanes_full * acc_bytes
@@ -133,7 +140,10 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                     if whole:
                         to = out + (i64(out_offsets)[p] + first * f.out_c) * itemsize
                         to_pitch = f.out_step_w * f.out_w * itemsize
-                    multiply(k0 > 0, used, vectors, slots, offsets, b, k_len, to, to_pitch)
+                    if not f.leaves_out:
+                        multiply(k0 > 0, used, vectors, slots, offsets, b, k_len, to, to_pitch)
+                    elif masks[block] >> (k0 // f.k_step) & 1:
+                        multiply(True, used, vectors, slots, offsets, b, k_len, to, to_pitch)
                     if k0 + k_len >= f.k_len and not whole:
                         store(
                             tile, pitch, count, lanes, out, out_offsets + 8 * p,
@@ -160,6 +170,8 @@ class _Plan:
     strip_bytes: int
     acc_bytes: int
     packed_bytes: int
+    tap_masks: np.ndarray | None = field(compare=False)
+    inside: float  # the share of the products that are made
 
     @property
     def shared(self) -> bool:
@@ -194,6 +206,11 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
     low_rows = (strip_rows - 1) * gather.h.in_step + gather.h.span + 1
     k_len = filter_offsets(geo, gather).size
     k_steps = max(1, ceil(k_len * lanes * itemsize / (device.l2_bytes * _PANEL_SHARE)))
+    masks, inside = None, 1.0
+    if geo.c_in * lanes * itemsize <= device.l2_bytes * _PANEL_SHARE:
+        masks, inside = tap_masks(gather, geo.c_in, strip_rows, config.mr)
+    if masks is not None:
+        k_steps = k_len // geo.c_in
     tiles = 1 if k_steps == 1 else ceil(strip_rows * width / config.mr) + 1
     return _Plan(
         in_place=in_place,
@@ -209,6 +226,8 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
         strip_bytes=0 if in_place else own_pages(row_bytes * low_rows),
         acc_bytes=tiles * config.mr * lanes * itemsize,
         packed_bytes=packed_bytes(geo, gather, problem.dtype, lanes, device),
+        tap_masks=masks,
+        inside=inside,
     )
 
 
@@ -297,7 +316,7 @@ class ChannelGemm(Candidate[Config, Cpu]):
             side_ns += pixels * geo.c_out * (COPY_NS if geo.out_strides[2] == 1 else GATHER_NS)
             side_ns += k_len * geo.c_out * geo.groups * PACK_NS
             tasks = plan.total_strips * plan.chunks
-            total += kernel_us(device, pixels * vectors * k_len, side_ns, tasks, 2 + plan.shared)
+            total += kernel_us(device, pixels * vectors * k_len * plan.inside, side_ns, tasks, 2 + plan.shared)
         return total
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
@@ -334,6 +353,7 @@ def _parameters(
     out_offsets = (i * row + j * pixel).reshape(-1)
     in_offsets = (i * gather.h.in_step * a_h + j * gather.w.in_step * a_w).reshape(-1) * itemsize
     in_offsets = np.pad(in_offsets, (0, _PADDING))
+    masks = np.zeros((1, 1, 1), np.int64) if plan.tap_masks is None else plan.tap_masks
     rows_follow = row == gather.w.count * pixel or gather.h.count == 1
     ctx = filled(
         _PARAMS,
@@ -370,8 +390,11 @@ def _parameters(
         ahead_bytes=_ahead_bytes(problem, geo, gather, device) if plan.in_place else 0,
         in_offsets=in_offsets.ctypes.data,
         out_offsets=out_offsets.ctypes.data,
+        leaves_out=int(plan.tap_masks is not None),
+        tap_masks=masks.ctypes.data,
+        mask_blocks=masks.shape[2],
     )
-    return ctx, [a_offsets, channels, depth, in_offsets, out_offsets]
+    return ctx, [a_offsets, channels, depth, in_offsets, out_offsets, masks]
 
 
 FWD, BWD_DATA = ChannelGemm("conv_fwd"), ChannelGemm("conv_bwd_data")
