@@ -46,7 +46,8 @@ class Cpu:
     """A CPU, as its measurements are filed.
 
     ``isa`` is the widest vector extension LLVM will use ('avx512', 'avx2', 'neon', 'generic'), ``vector_bytes`` its
-    register width, ``threads`` what Numba runs a parallel region on, ``l2_bytes`` a core's, ``llc_bytes`` the chip's.
+    register width, ``threads`` what Numba runs a parallel region on, ``l2_bytes`` a core's, ``llc_bytes`` the chip's;
+    ``multiplies_bf16`` says that vectors of 64 bytes of bfloat16 can be multiplied and summed in float32 (AVX512_BF16).
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Cpu:
     threads: int
     l2_bytes: int
     llc_bytes: int
+    multiplies_bf16: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -155,7 +157,8 @@ def _cpu(threads: int) -> Cpu:
     elif platform.machine() in ("aarch64", "arm64"):
         isa, vector_bytes = "neon", 16
     l2, llc = _cache_bytes()
-    return Cpu("cpu", flags["model"], isa, vector_bytes, threads, l2, llc)
+    multiplies_bf16 = isa == "avx512" and "avx512_bf16" in flags["features"]
+    return Cpu("cpu", flags["model"], isa, vector_bytes, threads, l2, llc, multiplies_bf16)
 
 
 # What numba.get_num_threads() returns, without its two locks: 1 us of each call.

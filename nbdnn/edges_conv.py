@@ -181,6 +181,8 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
         problems += [
             replace(p, dtype="bf16", compute="") for p in problems if p.epilogue and CORE_2D[1].shape in str(p)
         ]
+    else:  # a kernel of pairs of bfloat16 has the same edges as those of float32
+        problems += [replace(p, dtype="bf16", compute="") for p in problems[::3] if p.dtype == "f32"]
     return list(dict.fromkeys(problems))
 
 

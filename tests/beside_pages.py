@@ -65,4 +65,4 @@ def run(id: str, dtype: str) -> int:
 
 if __name__ == "__main__":
     faulthandler.enable()
-    print(run(sys.argv[1], "f32"))
+    print(run(sys.argv[1], "f32") or run(sys.argv[1], "bf16"))

@@ -10,7 +10,7 @@ from guarded import BUFFERS, NUMPY_DTYPE, Operands, values
 
 from nbdnn import reference, tolerance
 from nbdnn.candidate import Candidate
-from nbdnn.device import Device
+from nbdnn.device import Cpu, Device
 from nbdnn.dispatch import tapes
 from nbdnn.expected import BoundedSample, Sample
 from nbdnn.problem import Problem
@@ -18,6 +18,11 @@ from nbdnn.problem_conv import ConvProblem
 from nbdnn.problem_rnn import RnnProblem
 
 _WORKSPACE_ALIGN = {"cpu": 64, "cuda": 256}
+
+
+def is_for(candidate: Candidate, device: Cpu) -> bool:
+    """Whether a machine has the instructions that a candidate is made of."""
+    return device.multiplies_bf16 or not candidate.algorithm.endswith("_dot")
 
 
 def check(candidate: Candidate, problem: Problem, config: Hashable, device: Device) -> None:

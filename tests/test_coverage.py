@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -98,6 +99,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
     "conv_fwd/cpu/channel_gemm": _FORWARD,
+    "conv_fwd/cpu/channel_dot": _FORWARD._replace(dtypes="bf16"),
     "conv_fwd/cpu/pointwise": _POINTWISE,
     "conv_fwd/cpu/winograd_2x2": _FORWARD._replace(shapes=f"{_OF_WINOGRAD}, stride"),
     "conv_fwd/cpu/winograd_4x4": _FORWARD._replace(shapes=f"{_OF_WINOGRAD}, stride"),
@@ -124,6 +126,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
+    "conv_bwd_data/cpu/channel_dot": _GRADIENT._replace(dtypes="bf16"),
     "conv_bwd_data/cpu/pointwise": _POINTWISE._replace(ends="e:beta a4"),
     "conv_bwd_data/cpu/winograd_2x2": _GRADIENT._replace(shapes=_OF_WINOGRAD),
     "conv_bwd_data/cpu/winograd_4x4": _GRADIENT._replace(shapes=_OF_WINOGRAD),
@@ -165,7 +168,7 @@ COVERAGE: dict[str, Covers] = {
 @pytest.mark.parametrize("id", COVERAGE)
 def test_supports_what_it_must(id: str, device: Cpu) -> None:
     candidate, covers = registry.candidate(id), COVERAGE[id]
-    on = device if registry.kind_of(candidate) == "cpu" else H200
+    on = replace(device, multiplies_bf16=True, vector_bytes=64) if registry.kind_of(candidate) == "cpu" else H200
     for dtype, layout, shape in product(covers.dtypes.split(), covers.layouts.split(), covers.shapes.split(", ")):
         body = (_SHAPES_3D if "d" in layout else _SHAPES_2D).get(shape)
         for end in ("", *covers.ends.split()) if body else ():

@@ -4,7 +4,8 @@ For one image, group and output depth, and a strip of output rows,
 
     low[t, row, column, c] = in[c, depth*step + offset(t), first_row*u + low_h + row, low_w + column]
 
-with zeros beyond the borders. The input may have any layout.
+with zeros beyond the borders. The input may have any layout. Of pairs the channels are not widened, and
+one of zeros makes an odd number even.
 """
 
 from __future__ import annotations
@@ -31,57 +32,65 @@ _LOW = record(*LOW_FIELDS)
 
 
 @cache
-def lower_rows(dtype: str, vl: int):
+def lower_rows(dtype: str, vl: int, pairs: bool = False):
     """Compiled-in function: low[t, row, column, c] of a strip, widened, zero beyond the borders."""
-    compute = DEFAULT_COMPUTE[dtype]
-    data, scratch, i64, params_at = pointer(dtype), pointer(compute), pointer("i64"), struct(_LOW)
-    widen, widen_row, turn = WIDEN[dtype], convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
-    itemsize, acc_bytes, fill = ITEMSIZE[dtype], ITEMSIZE[compute], zero_fill(compute)
+    target = dtype if pairs else DEFAULT_COMPUTE[dtype]
+    data, scratch, i64, params_at = pointer(dtype), pointer(target), pointer("i64"), struct(_LOW)
+    widen_row, turn = convert_row(dtype, target, vl), transpose(dtype, target, vl)
+    itemsize, low_bytes, fill_words = ITEMSIZE[dtype], ITEMSIZE[target], zero_fill("f32")
+
+    @njit(**DEVICE)
+    def kept(bits):
+        return bits
+
+    widen = kept if pairs else WIDEN[dtype]
 
     @njit(**DEVICE)
     def lower(image, low_address, ctx, depth, first_row, rows):
-        f, x, low = params_at(ctx), data(image), scratch(low_address)
+        f, x = params_at(ctx), data(image)
         channels, columns = f.c_in, f.low_columns
+        pitch = (channels + 1) // 2 * 2 if pairs else channels  # words are whole
         start, end = min(max(0, -f.low_w), columns), min(columns, max(0, f.extent_w - f.low_w))
         used_rows = min(f.low_rows, f.low_rows - (f.strip_rows - rows) * f.in_step_h)
         for t in range(f.taps_d):
             d = depth * f.in_step_d + i64(f.depth_offsets)[t]
             for row in range(used_rows):
                 h = first_row * f.in_step_h + f.low_h + row
-                line = (t * f.low_rows + row) * columns * channels
+                line = low_address + (t * f.low_rows + row) * columns * pitch * low_bytes
+                if d < 0 or d >= f.extent_d or h < 0 or h >= f.extent_h or pitch > channels:
+                    fill_words(line, columns * pitch * low_bytes // 4)
                 if d < 0 or d >= f.extent_d or h < 0 or h >= f.extent_h:
-                    fill(low_address + line * acc_bytes, columns * channels)
                     continue
                 source = d * f.in_d + h * f.in_h + (f.low_w + start) * f.in_w
-                fill(low_address + line * acc_bytes, start * channels)
-                fill(low_address + (line + end * channels) * acc_bytes, (columns - end) * channels)
-                line += start * channels
-                if f.in_c == 1 and f.in_w == channels:
-                    widen_row(low_address + line * acc_bytes, image + source * itemsize, (end - start) * channels)
+                fill_words(line, start * pitch * low_bytes // 4)
+                fill_words(line + end * pitch * low_bytes, (columns - end) * pitch * low_bytes // 4)
+                line += start * pitch * low_bytes
+                if f.in_c == 1 and f.in_w == channels == pitch:
+                    widen_row(line, image + source * itemsize, (end - start) * channels)
                 elif f.in_w == 1:
-                    to = low_address + line * acc_bytes
-                    turn(to, channels * acc_bytes, image + source * itemsize, f.in_c * itemsize, channels, end - start)
+                    at = image + source * itemsize
+                    turn(line, pitch * low_bytes, at, f.in_c * itemsize, channels, end - start)
                 elif f.in_c == 1:
                     for w in range(end - start):
-                        to, at = line + w * channels, source + w * f.in_w
-                        widen_row(low_address + to * acc_bytes, image + at * itemsize, channels)
+                        widen_row(line + w * pitch * low_bytes, image + (source + w * f.in_w) * itemsize, channels)
                 else:
+                    low = scratch(line)
                     for w in range(end - start):
                         for c in range(channels):
-                            low[line + w * channels + c] = widen(x[source + w * f.in_w + c * f.in_c])
+                            low[w * pitch + c] = widen(x[source + w * f.in_w + c * f.in_c])
 
     return lower
 
 
 @cache
-def lower_task(dtype: str, vl: int):
+def lower_task(dtype: str, vl: int, pairs: bool = False):
     """One strip, where strips are shared between workers."""
     i64, args_at, params_at, itemsize = pointer("i64"), struct(ARGS), struct(_LOW), ITEMSIZE[dtype]
-    locate, lower = strip_address(_LOW), lower_rows(dtype, vl)
+    locate, lower = strip_address(_LOW), lower_rows(dtype, vl, pairs)
 
     def lower_strip(args, ctx, index, worker):
         f = params_at(ctx)
         n, g, depth, first_row, rows, low = locate(ctx, index, args_at(args).workspace, worker)
         lower(i64(args)[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize, low, ctx, depth, first_row, rows)
 
-    return compile_task(lower_strip, (dtype, vl), fastmath=FASTMATH)
+    return compile_task(lower_strip, (dtype, vl, pairs), fastmath=FASTMATH)

@@ -32,6 +32,39 @@ from nbdnn.kernels.cpu.vector import (
 )
 
 _UNROLL = 4  # steps of k
+PAIRS = "pairs"
+
+
+class _BFloat16(ir.Type):
+    """What llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+def fused_product(builder, dtype: str, vl: int):
+    """(a, b, total) -> a * b + total"""
+    vector = ir.VectorType(FLOAT[dtype], vl)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{vl}{dtype}"
+    )
+    return lambda a, b, total: builder.call(function, [a, b, total])
+
+
+def pair_product(builder):
+    """(a, b, total) -> total + a.low * b.low + a.high * b.high, of 16 words of two bfloat16, which come as vectors of
+    float32; subnormal numbers count as 0."""
+    vector, pairs = ir.VectorType(FLOAT["f32"], 16), ir.VectorType(_BFloat16(), 32)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vector, [vector, pairs, pairs]), "llvm.x86.avx512bf16.dpbf16ps.512"
+    )
+    return lambda a, b, total: builder.call(function, [total, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
 
 
 @dataclass(frozen=True)
@@ -57,9 +90,11 @@ def micro_kernel(
     Arguments, all int64: a_rows (address of mr addresses), a_offsets (address of int32 byte offsets), b, b_offsets,
     k_len, tile (address of mr rows of nv*vl accumulators), pitch (bytes from row to row of the tile). A step of
     `a_step` or `b_step` bytes replaces its table where it is not None. A is of type `a_dtype`, B of `dtype`, in which
-    the sums are accumulated in the order of k.
+    the sums are accumulated in the order of k. Where `a_dtype` is PAIRS, A and B are words of two bfloat16, of which
+    both products are added.
     """
-    read, vector, _, item_bytes = row_types(a_dtype, dtype, vl)
+    pairs = a_dtype == PAIRS
+    read, vector, _, item_bytes = row_types(dtype if pairs else a_dtype, dtype, vl)
 
     def offset(builder, step, table, k):
         if step is not None:
@@ -76,8 +111,7 @@ def micro_kernel(
 
     def codegen(context, builder, sig, args):
         a_rows, a_table, b, b_table, k_len, tile, pitch = args
-        fma_type = ir.FunctionType(vector, [vector] * 3)
-        fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{vl}{dtype}")
+        add_product = pair_product(builder) if pairs else fused_product(builder, dtype, vl)
         rows = builder.inttoptr(a_rows, I64.as_pointer())
         a = [builder.load(builder.gep(rows, [I64(m)])) for m in range(mr)]
         if accumulate:
@@ -104,10 +138,11 @@ def micro_kernel(
         columns = [builder.load(vector_slot(builder, b_k, j), align=item_bytes) for j in range(nv)]
         for m in range(mr):
             value = builder.load(builder.inttoptr(builder.add(a[m], a_k), read.element.as_pointer()))
-            value = convert(builder, splat(builder, value, read), a_dtype, dtype, vl)
+            value = splat(builder, value, read)
+            value = value if pairs else convert(builder, value, a_dtype, dtype, vl)
             for j in range(nv):
                 phi = acc[m * nv + j]
-                phi.add_incoming(builder.call(fma, [value, columns[j], phi]), body)
+                phi.add_incoming(add_product(value, columns[j], phi), body)
         k.add_incoming(builder.add(k, I64(1)), body)
         builder.branch(head)
 

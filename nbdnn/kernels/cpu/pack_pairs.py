@@ -1,0 +1,131 @@
+"""Filters of bfloat16 packed as words of two input channels, whose products one instruction adds.
+
+Panels as in `pack.py`, [group][panel][t, r, s, pair of channels][width] words, zero beyond the last output channel and
+in the upper half behind an odd last input channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+from llvmlite import ir
+from numba import int32, types
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.compile import compile_task
+from nbdnn.kernels.cpu.geometry import Gather, Geometry
+from nbdnn.kernels.cpu.launch import ARGS, Phase
+from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets
+from nbdnn.kernels.cpu.rows import transpose, zero_fill
+from nbdnn.kernels.cpu.vector import (
+    I16,
+    I32,
+    by_vectors,
+    constant,
+    element,
+    filled,
+    load,
+    pointer,
+    record,
+    splat,
+    store,
+    struct,
+)
+
+_PACK = record(
+    *("w_pointer", "panels", "taps", "c_in", "c_out", "w_g", "w_o", "w_i", "offsets"),
+    *("workspace_offset", "copy_bytes", "panel_bytes"),
+)
+VL = 16  # words of a vector
+
+
+@cache
+def _pack_task(width: int):
+    """One panel: index = group * panels + panel."""
+    words, data, i64, args_at, params_at = (
+        pointer("i32"), pointer("bf16"), pointer("i64"), struct(ARGS), struct(_PACK),
+    )  # fmt: skip
+    turn, fill = transpose("f32", "f32", VL), zero_fill("f32")
+
+    def pack_panel(args, ctx, index, worker):
+        a, f = args_at(args), params_at(ctx)
+        g, panel = index // f.panels, index % f.panels
+        rows, pairs = min(width, f.c_out - panel * width), (f.c_in + 1) // 2
+        w = i64(args)[f.w_pointer] + 2 * (g * f.w_g + panel * width * f.w_o)
+        out = a.workspace + f.workspace_offset + worker * f.copy_bytes + index * f.panel_bytes
+        if rows < width:
+            fill(out, f.panel_bytes // 4)
+        for tap in range(f.taps):
+            start, to = w + 2 * i64(f.offsets)[tap], out + 4 * tap * pairs * width
+            if f.w_i == 1 and f.c_in % 2 == 0:
+                turn(to, 4 * width, start, 2 * f.w_o, rows, pairs)
+                continue
+            for pair in range(pairs):
+                low, line, has_high = start + 4 * pair * f.w_i, to + 4 * pair * width, 2 * pair + 1 < f.c_in
+                if f.w_o == 1:
+                    _zip_row(line, low, low + 2 * f.w_i, has_high, rows)
+                    continue
+                for o in range(rows):
+                    word = int32(data(low)[o * f.w_o])
+                    if has_high:
+                        word |= int32(data(low + 2 * f.w_i)[o * f.w_o]) << 16
+                    words(line)[o] = word
+
+    return compile_task(pack_panel, (width,))
+
+
+@intrinsic
+def _zip_row(typingctx, to, low, high, has_high, n):
+    """n words of two 16-bit numbers each, and zeros up to a whole vector; where not has_high the upper ones are 0."""
+    short, word = ir.VectorType(I16, VL), ir.VectorType(I32, VL)
+
+    def codegen(context, builder, sig, args):
+        to, low, high, has_high, n = args
+        present = splat(builder, has_high, ir.VectorType(ir.IntType(1), VL))
+
+        def step(i, mask) -> None:
+            parts = []
+            for at, wanted in ((low, mask), (high, present if mask is None else builder.and_(present, mask))):
+                value = load(builder, element(builder, at, i, short, 2), short, 2, wanted)
+                parts.append(builder.zext(value, word))
+            both = builder.or_(parts[0], builder.shl(parts[1], constant(word, 16)))
+            store(builder, both, element(builder, to, i, word, 4), 4, None)
+
+        by_vectors(builder, n, VL, step)
+        return context.get_dummy_value()
+
+    return signature(types.none, *[types.int64] * 3, types.boolean, types.int64), codegen
+
+
+def of_pairs(geo: Geometry) -> Geometry:
+    """As many input channels as there are words."""
+    return replace(geo, c_in=(geo.c_in + 1) // 2)
+
+
+def pack_pairs_phase(
+    geo: Geometry, gather: Gather, width: int, workspace_offset: int, device: Cpu
+) -> tuple[Phase, list[np.ndarray]]:
+    """The phase that packs the filter of `gather` at `workspace_offset`, and the arrays that it needs alive."""
+    words = of_pairs(geo)
+    offsets = np.ascontiguousarray(filter_offsets(geo, gather, True)[..., 0]).reshape(-1)
+    panels = -(-geo.c_out // width)
+    ctx = filled(
+        _PACK,
+        w_pointer=geo.w_pointer,
+        panels=panels,
+        taps=offsets.size,
+        c_in=geo.c_in,
+        c_out=geo.c_out,
+        w_g=geo.w_strides[0],
+        w_o=geo.w_strides[1],
+        w_i=geo.w_strides[2],
+        offsets=offsets.ctypes.data,
+        workspace_offset=workspace_offset,
+        copy_bytes=(own_bytes := copy_bytes(words, gather, "f32", width)),
+        panel_bytes=4 * offsets.size * words.c_in * width,
+    )
+    return Phase(_pack_task(width), geo.groups * panels, ctx, each=own_bytes > 0), [offsets]
