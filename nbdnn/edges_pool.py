@@ -40,6 +40,7 @@ _MORE = (
     "n1c3h7w50:r3s6:p1x2:u1x1",  # many elements, of which few lie beside the image along its rows
     "n1c9h12w12:r3s3:p1x1:u3x3",  # stride 3: windows side by side, that begin in the padding
     "n2c4d6h7w8:t3r3s3:p1x1x1:u2x2x2",  # windows that overlap on three axes
+    "n1c2h5w530:r3s5:p1x2:u1x1",  # rows of several tiles, of windows that reach across
     "n1c8d4h4w8:t3r3s3:p1x1x1:u1x1x1",  # every element in 27 windows
     "n1c5d4h6w5:t4r1s2:p0x0x1:u1x2x1",  # nothing alike on three axes
     "n2c6d4h9w8:t1r3s2:p0x1x0:u1x2x2",  # every depth by itself

@@ -277,7 +277,15 @@ def _cuda_dropout() -> _Lists:
 
 def _cuda_pool() -> _Lists:
     from nbdnn.cudnn import pool as cudnn_pool
-    from nbdnn.kernels.cuda import pool_direct, pool_plane, pool_separable, pool_spread, pool_staged, pool_window
+    from nbdnn.kernels.cuda import (
+        pool_direct,
+        pool_plane,
+        pool_rolling,
+        pool_separable,
+        pool_spread,
+        pool_staged,
+        pool_window,
+    )
 
     return {
         "pool_fwd": (pool_plane.FWD, pool_window.FWD, pool_separable.FWD, cudnn_pool.FWD, pool_direct.FWD),
@@ -286,6 +294,7 @@ def _cuda_pool() -> _Lists:
             pool_spread.BWD,
             pool_window.BWD,
             pool_staged.BWD,
+            pool_rolling.BWD,
             pool_separable.BWD,
             cudnn_pool.BWD,
             pool_direct.BWD,

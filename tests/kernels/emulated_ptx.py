@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from emulated import Block, Memory, Word, float_of
 from emulated_local import BnWords, GridWords, LocalWords
+from emulated_pool import RollingWords, TapWords
 from emulated_tma import TmaWords, WgmmaWords
 from emulated_vector import PoolWords, RowWords, VectorWords
 from guarded import NUMPY_DTYPE
@@ -389,6 +390,8 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_vector", PoolWords(words))
+    monkeypatch.setitem(package.__dict__, "ptx_pool_rolling", RollingWords(block, words))
+    monkeypatch.setitem(package.__dict__, "ptx_pool_taps", TapWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_vector_rows", RowWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_grid", GridWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_bn", BnWords)

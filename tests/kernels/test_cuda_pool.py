@@ -18,7 +18,7 @@ from libraries import library
 from nbdnn import reference
 from nbdnn.candidate import Candidate, NoConfig
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import pool_plane, pool_separable, pool_spread, pool_staged, pool_window
+from nbdnn.kernels.cuda import pool_plane, pool_rolling, pool_separable, pool_spread, pool_staged, pool_window
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
@@ -226,6 +226,12 @@ def test_what_windows_reach_beyond_their_planes_is_memory_of_the_block() -> None
         (pool_window.FWD, "f32:n2c3h20w20:r9s9:p0x0:u2x2:max:nchw", "the window has 81 elements, more than 64"),
         (pool_separable.FWD, "f32:n2c3h8w9:r1s9:p0x0:u1x1:max:nchw", "a window has 9 taps, this kernel takes 14"),
         (pool_separable.BWD, "f32:n2c3h300w8:r255s2:p0x0:u1x1:max:nchw", "(255, 2), this kernel takes up to 254"),
+        (pool_rolling.BWD, "f64:n2c3h8w9:r5s5:p0x0:u1x1:max:nchw", "max of f64"),
+        (pool_rolling.BWD, "f32:n2c3h8w9:r5s5:p0x0:u1x1:sum:nchw", "sum of f32"),
+        (pool_rolling.BWD, "f32:n2c3h8w9:r5s5:p0x0:u2x2:max:nchw", "an element is in 6.25 windows"),
+        (pool_rolling.BWD, "f32:n2c3h18w9:r4s4:p0x0:u5x1:max:nchw", "(5, 1) apart, have elements between them"),
+        (pool_rolling.BWD, "f32:n2c3h130w130:r90s90:p0x0:u1x1:max:nchw", "(1, 1) apart, fits no registers"),
+        (pool_rolling.BWD, "f32:n3000c1000h30w30:r4s4:p0x0:u1x1:max:nchw", "2700000000 elements"),
         (pool_plane.FWD, "f32:n2c3h8w8:r8s7:p0x0:u1x1:max:nchw", "are not the image"),
         (pool_plane.FWD, "f64:n2c3h8w8:r8s8:p0x0:u1x1:max:nchw", "float64"),
         (pool_plane.BWD, "f32:n2c3h8w8:r8s8:p0x0:u1x1:max:nchw", "of gradients only that of a sum"),
@@ -296,6 +302,56 @@ def test_the_maximum_of_axes_is_that_of_the_window(layout: str, monkeypatch: pyt
     given["x"] = x
     given["y"] = reference.derived(problem, given)["y"].astype("f")
     emulated.assert_near(pool_separable.BWD, problem, NoConfig(), given, H200, block)
+
+
+# Elements in many windows: tiles of all columns and of parts, beside the image, with pads beyond them.
+_OVERLAPPING = (
+    "f32:n2c3d5h9w10:t3r3s3:p1x1x1:u1x1x1:max:ncdhw",
+    "f16:n1c19d4h6w7:t3r3s3:p1x1x1:u1x1x1:max:ndhwc",
+    "bf16:n1c3d6h9w8:t5r5s3:p1x2x1:u2x2x2:max:ncdhw",
+    "f32:n1c9d7h5w6:t7r1s2:p0x0x1:u1x1x2:max:ndhwc",
+    "f16:n1c2d7h11w5:t5r3s5:p2x1x2:u2x1x1:max:ncdhw",
+    "f32:n2c2h21w19:r13s11:p6x5:u4x3:max:nchw",
+    "bf16:n2c5h9w9:r5s5:p2x2:u1x1:max:nhwc",
+    "f32:n1c2h9w7:r2s7:p3x8:u2x1:max:nchw",
+    "f32:n1c1h8w530:r5s3:p0x1:u1x2:max:nchw",
+    "f16:n3c17h5w80:r5s5:p0x2:u1x3:max:nhwc",
+)
+
+
+@pytest.mark.parametrize("text", _OVERLAPPING)
+def test_planes_that_roll(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal elements the first of the window gets its dy, of NaNs the last, where axes disagree."""
+    block = emulated_ptx.install(monkeypatch)
+    candidate, problem = pool_rolling.BWD, parse(f"pool_bwd:{text}")
+    given, draw = values(problem, "normal"), np.random.default_rng(5)
+    x = draw.integers(-1, 2, given["x"].shape).astype("f")
+    x[draw.random(x.shape) < 0.1] = np.nan
+    x[draw.random(x.shape) < 0.1] = -np.inf
+    x[x == 0] *= draw.choice([-1.0, 1.0], np.count_nonzero(x == 0))
+    for image in (given["x"], x):
+        given["x"] = image
+        given["y"] = reference.derived(problem, given)["y"].astype("f")
+        assert candidate.supports(problem, H200).ok
+        for config in candidate.configs(problem, H200):
+            emulated.assert_near(candidate, problem, config, given, H200, block)
+
+
+@pytest.mark.parametrize(
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100a", "sm_120"))]
+)
+@pytest.mark.parametrize(
+    "text", ["f32:n2c32d32h64w64:t3r3s3:p1x1x1:u1x1x1:max:ncdhw", "f16:n8c256h28w28:r5s5:p2x2:u1x1:max:nhwc"]
+)
+def test_planes_roll_in_registers(text: str, arch: str) -> None:
+    """Nothing is spilled; for compute capability 12.0 ten words by some tiles, beside which others have none."""
+    problem, device = parse(f"pool_bwd:{text}"), replace(H200, capability=ARCHITECTURES[arch])
+    for config in pool_rolling.BWD.configs(problem, device):
+        (launch,) = pool_rolling.BWD.launches(problem, config, device)
+        kernel, ptx = compile_kernel(launch.source, arch), ptx_text(launch.source, arch)
+        assert kernel.spill_bytes <= (40 if arch == "sm_120" else 0), f"{config}: {kernel.spill_bytes}"
+        assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536
+        assert not re.search(r"\.f64|(?:div|rem)\.[su]64", ptx)
 
 
 # With vectors of one window, of a part of one and of several; rows and planes that no vector divides.
