@@ -35,7 +35,7 @@ from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS, lower_rows, lower_task
 from nbdnn.kernels.cpu.micro_kernel import PAIRS, Config, tile_product
 from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, pack_phase, packed_bytes
-from nbdnn.kernels.cpu.pack_pairs import of_pairs, pack_pairs_phase
+from nbdnn.kernels.cpu.pack_pairs import of_pairs, pack_pairs_phase, refused_pairs
 from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import own_rows, strip_address
@@ -303,10 +303,8 @@ class ChannelGemm(Candidate[Config, Cpu]):
         self.op, self.algorithm, self._pairs = op, "channel_dot" if pairs else "channel_gemm", pairs
 
     def supports(self, problem: ConvProblem, device: Cpu) -> Support:
-        if self._pairs and problem.dtype != "bf16":
-            return Support(False, f"dtype is {problem.dtype}, this kernel multiplies bf16")
-        if self._pairs and not (device.multiplies_bf16 and device.vector_bytes == 64):
-            return Support(False, f"{device.name} has no instruction that multiplies pairs of bf16")
+        if self._pairs and (reason := refused_pairs(problem, device)):
+            return Support(False, reason)
         image = problem.operands[0 if self.op == "conv_fwd" else 1]
         one_image = image.size_bytes // max(1, problem.n)
         if one_image >= 1 << 31:

@@ -14,6 +14,9 @@ reduction then runs over a table of those offsets: one code for every shape, no 
                   |  ...            |     low + offset[k] + p
                   +-----------------+  <- row phase 1 (only where the stride u > 1)
 
+pixel_dot multiplies words of two channels of bfloat16, where the CPU can: twice as many products at a time. Its
+subnormal numbers count as 0.
+
 Traffic: x is read S*T times and written once to cache; w is read once a strip, where it lies (KCRS) or packed; the
 micro-kernel loads nv vectors of x and mr scalars of w for mr*nv multiply-adds. Accumulates in float32 (float64), one
 rounding a step. Source: own; lowering after Cho and Brand, arXiv:1706.06873, without the depth-wise blow-up in rows.
@@ -42,8 +45,9 @@ from nbdnn.kernels.cpu.lower_pixels import (
     lower_task,
     strip_plan,
 )
-from nbdnn.kernels.cpu.micro_kernel import tile_product
+from nbdnn.kernels.cpu.micro_kernel import PAIRS, tile_product
 from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, pack_phase, packed_bytes, reads_in_order
+from nbdnn.kernels.cpu.pack_pairs import of_pairs, pack_pairs_phase, refused_pairs
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
@@ -75,16 +79,15 @@ class Config:
 
 
 @cache
-def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
+def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool, pairs: bool):
     """One strip of one image, depth and group, for one chunk of output channels: index = chunk * strips + strip."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
     tile_bytes, row_bytes = stack(mr * nv * vl * acc_bytes), stack(mr * 8)
-    locate, lower, store = strip_address(_PARAMS), lower_strip(dtype, vl), tile_store(dtype, compute, vl)
-    product = tile_product(
-        compute, mr, nv, vl, mr * acc_bytes if packed else None, None, False, compute if packed else dtype
-    )
+    locate, lower, store = strip_address(_PARAMS), lower_strip(dtype, vl, pairs), tile_store(dtype, compute, vl)
+    a_dtype = PAIRS if pairs else compute if packed else dtype
+    product = tile_product(compute, mr, nv, vl, mr * acc_bytes if packed else None, None, False, a_dtype)
 
     def multiply(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
@@ -135,18 +138,20 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool):
                         offsets + p * 8, f.contiguous, flags, a.alpha, a.beta,
                     )  # fmt: skip
 
-    return compile_task(multiply, (dtype, mr, nv, vl, packed), fastmath=FASTMATH)
+    return compile_task(multiply, (dtype, mr, nv, vl, packed, pairs), fastmath=FASTMATH)
 
 
 class PixelGemm(Candidate[Config, Cpu]):
     """Implicit GEMM with output pixels in the vector lanes."""
 
-    provider, algorithm, algo = "cpu", "pixel_gemm", "small"
+    provider, algo = "cpu", "small"
 
-    def __init__(self, op: str) -> None:
-        self.op = op
+    def __init__(self, op: str, pairs: bool = False) -> None:
+        self.op, self.algorithm, self._pairs = op, "pixel_dot" if pairs else "pixel_gemm", pairs
 
     def supports(self, problem: ConvProblem, device: Cpu) -> Support:
+        if self._pairs and (reason := refused_pairs(problem, device)):
+            return Support(False, reason)
         geo = geometry(problem)
         w_bytes = geo.w_strides[0] * geo.groups * ITEMSIZE[problem.dtype]
         if w_bytes >= 1 << 31:
@@ -155,6 +160,8 @@ class PixelGemm(Candidate[Config, Cpu]):
 
     def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
         geo = geometry(problem)
+        if self._pairs:
+            return tuple(Config(mr, nv, packed=True) for mr, nv in ((8, 3), (6, 4), (12, 2)))
         in_place = all(reads_in_order(geo, g) for g in geo.gathers)
         if device.isa != "avx512":
             return tuple(Config(*tile, packed=p) for p in (False, True)[not in_place :] for tile in ((6, 2), (4, 3)))
@@ -163,14 +170,14 @@ class PixelGemm(Candidate[Config, Cpu]):
         return (Config(6, 4, packed=False), *packed) if in_place else packed
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Cpu) -> int:
-        return _Layout.of(problem, config, device).total_bytes
+        return _Layout.of(problem, config, device, self._pairs).total_bytes
 
     def estimate(self, problem: ConvProblem, config: Config, device: Cpu) -> float:
-        layout = _Layout.of(problem, config, device)
+        layout = _Layout.of(problem, config, device, self._pairs)
         geo, vl = layout.geo, device.lanes(DEFAULT_COMPUTE[problem.dtype])
         total = 0.0
         for gather, plan in zip(geo.gathers, layout.plans, strict=True):
-            k_len = filter_offsets(geo, gather).size
+            k_len = filter_offsets(of_pairs(geo) if self._pairs else geo, gather).size
             vectors = ceil(plan.strip_rows * gather.w.count / vl) * plan.total_strips
             blocks = ceil(geo.c_out / config.mr)
             tiles = ceil(vectors / config.nv) * blocks
@@ -185,20 +192,23 @@ class PixelGemm(Candidate[Config, Cpu]):
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         compute = DEFAULT_COMPUTE[problem.dtype]
-        layout = _Layout.of(problem, config, device)
+        layout = _Layout.of(problem, config, device, self._pairs)
         geo, vl = layout.geo, device.lanes(compute)
         phases: list[Phase] = []
         keep: list[np.ndarray] = []
         for gather, plan, packed_offset in zip(geo.gathers, layout.plans, layout.packed_offsets, strict=True):
             if config.packed:
-                pack, arrays = pack_phase(geo, gather, problem.dtype, config.mr, packed_offset, device)
+                if self._pairs:
+                    pack, arrays = pack_pairs_phase(geo, gather, config.mr, packed_offset, device)
+                else:
+                    pack, arrays = pack_phase(geo, gather, problem.dtype, config.mr, packed_offset, device)
                 phases.append(pack)
                 keep += arrays
-            ctx, arrays = _parameters(problem, config, layout, gather, plan, packed_offset)
+            ctx, arrays = _parameters(problem, config, layout, gather, plan, packed_offset, self._pairs)
             keep += arrays
             if plan.shared:
-                phases.append(Phase(lower_task(problem.dtype, vl), plan.total_strips * plan.parts, ctx))
-            task = _gemm_task(problem.dtype, config.mr, config.nv, vl, config.packed)
+                phases.append(Phase(lower_task(problem.dtype, vl, self._pairs), plan.total_strips * plan.parts, ctx))
+            task = _gemm_task(problem.dtype, config.mr, config.nv, vl, config.packed, self._pairs)
             phases.append(Phase(task, plan.total_strips * plan.chunks, ctx))
         return Program(phases, keep)
 
@@ -217,13 +227,16 @@ class _Layout:
 
     @classmethod
     @lru_cache(maxsize=256)
-    def of(cls, problem: ConvProblem, config: Config, device: Cpu) -> _Layout:
+    def of(cls, problem: ConvProblem, config: Config, device: Cpu, pairs: bool) -> _Layout:
         geo = geometry(problem)
+        reduced = of_pairs(geo) if pairs else geo
         acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
         tile_pixels = config.nv * device.vector_bytes // acc_bytes
         blocks = ceil(geo.c_out / config.mr)
         plans = tuple(strip_plan(geo, g, acc_bytes, blocks, tile_pixels, device) for g in geo.gathers)
-        sizes = [packed_bytes(geo, g, problem.dtype, config.mr, device) if config.packed else 0 for g in geo.gathers]
+        sizes = [
+            packed_bytes(reduced, g, problem.dtype, config.mr, device) if config.packed else 0 for g in geo.gathers
+        ]
         strip_offset = own_pages(sum(sizes))
         pixels_offset = strip_offset + max(plan.total_bytes(device.threads) for plan in plans)
         pixels = max(plan.strip_rows * g.w.count for plan, g in zip(plans, geo.gathers, strict=True))
@@ -240,11 +253,18 @@ class _Layout:
 
 
 def _parameters(
-    problem: ConvProblem, config: Config, layout: _Layout, gather: Gather, plan: StripPlan, packed_offset: int
+    problem: ConvProblem,
+    config: Config,
+    layout: _Layout,
+    gather: Gather,
+    plan: StripPlan,
+    packed_offset: int,
+    pairs: bool,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     geo = layout.geo
-    values, keep = low_values(problem, geo, gather, plan)
-    w_offsets = (filter_offsets(geo, gather) * ITEMSIZE[problem.dtype]).astype(np.int32).reshape(-1)
+    reduced = of_pairs(geo) if pairs else geo
+    values, keep = low_values(problem, geo, gather, plan, pairs)
+    w_offsets = (filter_offsets(reduced, gather) * ITEMSIZE[problem.dtype]).astype(np.int32).reshape(-1)
     channels = np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2]
     ctx = filled(
         _PARAMS,
@@ -252,7 +272,7 @@ def _parameters(
         w_offsets=w_offsets.ctypes.data,
         channel_offsets=channels.ctypes.data,
         packed_offset=packed_offset,
-        copy_bytes=copy_bytes(geo, gather, problem.dtype, config.mr),
+        copy_bytes=copy_bytes(reduced, gather, problem.dtype, config.mr),
         panel_bytes=w_offsets.size * config.mr * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]],
         strip_offset=layout.strip_offset,
         pixels_offset=layout.pixels_offset,
@@ -262,3 +282,4 @@ def _parameters(
 
 
 FWD, BWD_DATA = PixelGemm("conv_fwd"), PixelGemm("conv_bwd_data")
+FWD_DOT, BWD_DATA_DOT = PixelGemm("conv_fwd", pairs=True), PixelGemm("conv_bwd_data", pairs=True)

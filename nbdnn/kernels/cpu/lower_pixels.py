@@ -6,7 +6,8 @@ For one image, group and output depth, and a strip of output rows,
 
 with zeros beyond the borders. Rows are split by their phase modulo the stride u, so that a row tap is an offset of
 whole rows; depth and column taps are separate copies with exactly count_w columns. The pixels of the strip are then
-one contiguous run for every k = (c, t, r, s), at low_offsets[k]. 16-bit data are widened here.
+one contiguous run for every k = (c, t, r, s), at low_offsets[k]. 16-bit data are widened here. Of pairs each even
+channel becomes words of its own bfloat16 and the next channel's.
 
 Rows are moved by masked vectors, a block of rows at a time. Source: Cho and Brand, arXiv:1706.06873 (columns only),
 extended to strides and 3-D.
@@ -19,7 +20,7 @@ from functools import cache
 from math import ceil
 
 import numpy as np
-from numba import njit
+from numba import int32, njit
 
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
@@ -47,12 +48,24 @@ _LOW = record(*LOW_FIELDS)
 
 
 @cache
-def lower_strip(dtype: str, vl: int):
+def lower_strip(dtype: str, vl: int, pairs: bool = False):
     """Compiled-in function: the strip's input into scratch; see the module's formula."""
     compute = DEFAULT_COMPUTE[dtype]
     i64, fill, move_rows = pointer("i64"), zero_fill(compute), every_step(dtype, compute, vl)
     widen_row, turn = convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
-    itemsize, acc_bytes, params_at = ITEMSIZE[dtype], ITEMSIZE[compute], struct(_LOW)
+    itemsize, acc_bytes, params_at, words = ITEMSIZE[dtype], ITEMSIZE[compute], struct(_LOW), pointer("i32")
+
+    @njit(**DEVICE)
+    def join_pairs(low, channel_elems, first_channel, end_channel):
+        for c in range(first_channel, end_channel, 2):
+            even = words(low + c * channel_elems * acc_bytes)
+            if c + 1 == end_channel:
+                for i in range(channel_elems):
+                    even[i] = int32((even[i] >> 16) & 0xFFFF)
+                continue
+            odd = words(low + (c + 1) * channel_elems * acc_bytes)
+            for i in range(channel_elems):
+                even[i] = int32((even[i] >> 16) & 0xFFFF | odd[i])
 
     @njit(**DEVICE)
     def lower_row_of_pixels(to, source, f, start, stop, channels, channel_bytes):
@@ -64,8 +77,7 @@ def lower_strip(dtype: str, vl: int):
         turn(to + start * acc_bytes, channel_bytes, source + start * pitch, pitch, stop - start, channels)
 
     @njit(**DEVICE)
-    def lower(image, low, ctx, depth, first_row, rows, first_channel, end_channel):
-        """The strip's input for channels [first_channel, end_channel)."""
+    def lower_channels(image, low, ctx, depth, first_row, rows, first_channel, end_channel):
         f = params_at(ctx)
         table_t, table_s = i64(f.table_t), i64(f.table_s)
         width = f.count_w
@@ -107,14 +119,22 @@ def lower_strip(dtype: str, vl: int):
                         else:
                             move_rows(to, at, pitch, f.in_step_w * f.in_w, end - first, width, start, stop)
 
+    @njit(**DEVICE)
+    def lower(image, low, ctx, depth, first_row, rows, first_channel, end_channel):
+        """The strip's input for channels [first_channel, end_channel), of which the first is even."""
+        lower_channels(image, low, ctx, depth, first_row, rows, first_channel, end_channel)
+        if pairs:
+            f = params_at(ctx)
+            join_pairs(low, f.taps_d * f.taps_w * f.plane_elems, first_channel, end_channel)
+
     return lower
 
 
 @cache
-def lower_task(dtype: str, vl: int):
+def lower_task(dtype: str, vl: int, pairs: bool):
     """A part of the channels of one strip, where the strips are lowered in a phase of their own."""
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_LOW)
-    locate, lower, itemsize = strip_address(_LOW), lower_strip(dtype, vl), ITEMSIZE[dtype]
+    locate, lower, itemsize = strip_address(_LOW), lower_strip(dtype, vl, pairs), ITEMSIZE[dtype]
 
     def lower_part(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
@@ -122,9 +142,10 @@ def lower_task(dtype: str, vl: int):
         n, g, depth, first_row, rows, low = locate(ctx, index // f.parts, a.workspace, worker)
         image = i64(args)[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize
         first = part * f.part_channels
-        lower(image, low, ctx, depth, first_row, rows, first, min(f.c_in, first + f.part_channels))
+        if first < f.c_in:  # parts of pairs are even
+            lower(image, low, ctx, depth, first_row, rows, first, min(f.c_in, first + f.part_channels))
 
-    return compile_task(lower_part, (dtype, vl), fastmath=FASTMATH)
+    return compile_task(lower_part, (dtype, vl, pairs), fastmath=FASTMATH)
 
 
 @dataclass(frozen=True)
@@ -187,16 +208,18 @@ def strip_plan(geo: Geometry, gather: Gather, acc_bytes: int, blocks: int, tile_
 
 
 def low_values(
-    problem: ConvProblem, geo: Geometry, gather: Gather, plan: StripPlan
+    problem: ConvProblem, geo: Geometry, gather: Gather, plan: StripPlan, pairs: bool
 ) -> tuple[dict[str, int], list[np.ndarray]]:
     """The values of LOW_FIELDS (but strip_offset) that describe the lowering, and the tables that they point to."""
     acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
-    low_offsets = _low_offsets(geo, gather, plan, acc_bytes)
+    low_offsets = _low_offsets(geo, gather, plan, acc_bytes, pairs)
     table_t = np.array([offset for _, offset in gather.d.taps], np.int64)
     table_s = column_table(gather.w)
     step, row = gather.w.out_step * geo.out_strides[5], gather.h.out_step * geo.out_strides[4]
     kind = store_kind(problem, step == 1 and (row == gather.w.count or gather.h.count == 1))
     parts = plan.parts if plan.shared else 1
+    part_channels = ceil(geo.c_in / parts)
+    part_channels += part_channels % 2 if pairs else 0
     values = gather_values(problem, geo, gather) | {
         "strips": plan.strips,
         "strip_rows": plan.strip_rows,
@@ -204,7 +227,7 @@ def low_values(
         "chunk_blocks": plan.chunk_blocks,
         "shared": int(plan.shared),
         "parts": parts,
-        "part_channels": ceil(geo.c_in / parts),
+        "part_channels": part_channels,
         "k_len": low_offsets.size,
         "low_offsets": low_offsets.ctypes.data,
         "row_phases": plan.row_phases,
@@ -220,17 +243,18 @@ def low_values(
     return values, [low_offsets, table_t, table_s]
 
 
-def _low_offsets(geo: Geometry, gather: Gather, plan: StripPlan, acc_bytes: int) -> np.ndarray:
-    """Byte offset in the lowered strip of each k = (c, t, r, s)."""
+def _low_offsets(geo: Geometry, gather: Gather, plan: StripPlan, acc_bytes: int, pairs: bool) -> np.ndarray:
+    """Byte offset in the lowered strip of each k = (c, t, r, s), or of pairs (t, r, s, even c)."""
     taps_t, taps_s = len(gather.d.taps), len(gather.w.taps)
     phase_rows = plan.plane_elems // (plan.row_phases * gather.w.count)
     relative = np.array([offset - gather.h.low for _, offset in gather.h.taps], np.int64)
     u = gather.h.in_step
     rows = (relative % u * phase_rows + relative // u) * gather.w.count
-    channel = np.arange(geo.c_in)[:, None, None, None] * (taps_t * taps_s * plan.plane_elems)
+    channel = np.arange(0, geo.c_in, 1 + pairs)[:, None, None, None] * (taps_t * taps_s * plan.plane_elems)
     depth = np.arange(taps_t)[:, None, None] * (taps_s * plan.plane_elems)
     column = np.arange(taps_s) * plan.plane_elems
-    return ((channel + depth + rows[:, None] + column) * acc_bytes).astype(np.int32).reshape(-1)
+    offsets = ((channel + depth + rows[:, None] + column) * acc_bytes).astype(np.int32)
+    return (np.ascontiguousarray(np.moveaxis(offsets, 0, -1)) if pairs else offsets).reshape(-1)
 
 
 def _is_flat(geo: Geometry, gather: Gather) -> bool:

@@ -35,6 +35,7 @@ from nbdnn.kernels.cpu.vector import (
     store,
     struct,
 )
+from nbdnn.problem_conv import ConvProblem
 
 _PACK = record(
     *("w_pointer", "panels", "taps", "c_in", "c_out", "w_g", "w_o", "w_i", "offsets"),
@@ -66,7 +67,7 @@ def _pack_task(width: int):
                 continue
             for pair in range(pairs):
                 low, line, has_high = start + 4 * pair * f.w_i, to + 4 * pair * width, 2 * pair + 1 < f.c_in
-                if f.w_o == 1:
+                if f.w_o == 1 and width % VL == 0:
                     _zip_row(line, low, low + 2 * f.w_i, has_high, rows)
                     continue
                 for o in range(rows):
@@ -99,6 +100,15 @@ def _zip_row(typingctx, to, low, high, has_high, n):
         return context.get_dummy_value()
 
     return signature(types.none, *[types.int64] * 3, types.boolean, types.int64), codegen
+
+
+def refused_pairs(problem: ConvProblem, device: Cpu) -> str:
+    """Why pairs cannot be multiplied; empty where they can."""
+    if problem.dtype != "bf16":
+        return f"dtype is {problem.dtype}, this kernel multiplies bf16"
+    if not (device.multiplies_bf16 and device.vector_bytes == 4 * VL):
+        return f"{device.name} has no instruction that multiplies pairs of bf16"
+    return ""
 
 
 def of_pairs(geo: Geometry) -> Geometry:
