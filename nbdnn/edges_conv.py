@@ -46,6 +46,7 @@ CORE_3D = (
     Edge("n2c8d4h5w9:k17t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1", "stride 2 in 3-D, a remainder of filters"),
     Edge("n2c4d5h6w7:k6t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2", "asymmetric in every parameter, grouped, 3-D"),
 )
+ODD_GROUPS = Edge("n2c36h9w12:k36r3s3:p1x1:u2x2:d1x1:g9", "groups of four, an odd number of them: no vector is full")
 EDGES_2D = (
     *CORE_2D,
     *_tile_edges(),
@@ -80,7 +81,7 @@ EDGES_2D = (
     Edge("n1c32h6w9:k32r3s3:p1x1:u1x1:d1x1:g8", "ResNeXt: four channels a group"),
     Edge("n1c33h9w11:k40r3s3:p4x4:u1x1:d4x4:g1", "dilated: tiles all of whose pixels meet a tap beside the image"),
     Edge("n2c40h13w9:k32r3s3:p5x5:u2x2:d5x5:g1", "the same with stride 2, of which a gradient leaves out phases"),
-    Edge("n2c36h9w12:k36r3s3:p1x1:u2x2:d1x1:g9", "groups of four, of which no whole vectors are full, stride 2"),
+    ODD_GROUPS,
     Edge("n1c22h7w9:k22r3s2:ba0.2x1.0:u1x2:d2x1:g11", "groups of two, asymmetric in every parameter"),
     Edge("n1c16h5w9:k16r1s1:p0x0:u1x1:d1x1:g4", "groups of four, 1x1"),
     Edge("n1c33h10w11:k33r3s3:p1x1:u2x2:d1x1:g33", "depthwise, stride 2, an odd number of channels"),
@@ -179,7 +180,9 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
     if kind == "cuda":
         problems += _of_matrices(op) + _of_first_layers(op) + _of_bands(op)
         problems += [
-            replace(p, dtype="bf16", compute="") for p in problems if p.epilogue and CORE_2D[1].shape in str(p)
+            replace(p, dtype="bf16", compute="")
+            for p in problems
+            if (p.epilogue and CORE_2D[1].shape in str(p)) or ODD_GROUPS.shape in str(p)
         ]
     else:  # a kernel of pairs of bfloat16 has the same edges as those of float32
         problems += [replace(p, dtype="bf16", compute="") for p in problems[::3] if p.dtype == "f32"]
