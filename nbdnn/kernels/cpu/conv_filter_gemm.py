@@ -31,7 +31,6 @@ from nbdnn.kernels.cpu.conv_filter_parts import (
     pack_pixels,
     pad_plane,
     pad_values,
-    reaches_outside,
     tiles_of,
 )
 from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
@@ -176,7 +175,7 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu) -> _Plan:
     acc_bytes, vl = ITEMSIZE[compute], device.lanes(compute)
     (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
     axes = (gather.d, gather.h, gather.w)
-    in_place = problem.dtype == compute and not any(map(reaches_outside, axes))
+    in_place = problem.dtype == compute and not any(axis.reaches_outside for axis in axes)
     padded = tuple((axis.count - 1) * axis.in_step + axis.span + 1 for axis in axes)
     lanes, k_group, c_group = config.nv * vl, problem.k // problem.groups, problem.c // problem.groups
     panels, pixels = ceil(k_group / lanes), prod(axis.count for axis in axes)

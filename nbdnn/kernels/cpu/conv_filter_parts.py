@@ -12,7 +12,7 @@ from numba import njit
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.epilogue import tile_store
-from nbdnn.kernels.cpu.geometry import Axis, Gather, spatial3, tensor_strides
+from nbdnn.kernels.cpu.geometry import Gather, spatial3, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase
 from nbdnn.kernels.cpu.micro_kernel import Config
 from nbdnn.kernels.cpu.rows import convert_row, convert_rows, transpose, zero_fill
@@ -153,11 +153,6 @@ class Sums(NamedTuple):
         )
         task = _store_task(problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype]), self.lanes)
         return Phase(task, problem.groups * self.panels * self.blocks, ctx), [m_offsets]
-
-
-def reaches_outside(axis: Axis) -> bool:
-    """Whether a tap falls beyond a border."""
-    return axis.low < 0 or (axis.count - 1) * axis.in_step + axis.low + axis.span >= axis.in_extent
 
 
 def pad_values(problem: ConvProblem, gather: Gather, padded_w: int) -> dict[str, int]:

@@ -31,7 +31,6 @@ from nbdnn.kernels.cpu.conv_filter_parts import (
     pack_pixels,
     pad_plane,
     pad_values,
-    reaches_outside,
     tiles_of,
 )
 from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
@@ -190,7 +189,7 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu) -> _Plan:
     strips_offset = splits * split_bytes
     return _Plan(
         gather=gather,
-        pads=not is_wide or any(map(reaches_outside, gather)),
+        pads=not is_wide or any(axis.reaches_outside for axis in gather),
         packs=not (is_wide and problem.y_channels_last and problem.k == lanes),
         rows=rows,
         columns=columns,

@@ -42,6 +42,11 @@ class Axis:
         """Largest minus smallest tap offset."""
         return max((offset for _, offset in self.taps), default=0) - self.low
 
+    @property
+    def reaches_outside(self) -> bool:
+        """Whether a tap falls beyond a border."""
+        return self.low < 0 or (self.count - 1) * self.in_step + self.low + self.span >= self.in_extent
+
     def reached(self, offset: int) -> tuple[int, int]:
         """First and end of the outputs for which a tap of this offset lies inside the input."""
         first = min(max(0, -(offset // self.in_step)), self.count)
