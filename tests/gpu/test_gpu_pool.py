@@ -34,6 +34,8 @@ def test_the_first_of_equals_and_the_last_nan(text: str, channels_last: bool) ->
     for share in (0.0, 0.1):
         x[draw.random(x.shape) < share] = np.nan
         x[draw.random(x.shape) < share] = -np.inf
+        x[0, 0] = -np.inf  # which padding must not equal
+        x[0, 0, ..., -1] = np.inf
         given |= {"x": x.astype(given["x"].dtype)}
         given |= {"y": reference.derived(problem, given)["y"].astype(given["y"].dtype)}
         expected = reference.samples(problem, given, (), None)

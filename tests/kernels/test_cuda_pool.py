@@ -230,8 +230,14 @@ def test_what_windows_reach_beyond_their_planes_is_memory_of_the_block() -> None
         (pool_rolling.BWD, "f32:n2c3h8w9:r5s5:p0x0:u1x1:sum:nchw", "sum of f32"),
         (pool_rolling.BWD, "f32:n2c3h8w9:r5s5:p0x0:u2x2:max:nchw", "an element is in 6.25 windows"),
         (pool_rolling.BWD, "f32:n2c3h18w9:r4s4:p0x0:u5x1:max:nchw", "(5, 1) apart, have elements between them"),
-        (pool_rolling.BWD, "f32:n2c3h130w130:r90s90:p0x0:u1x1:max:nchw", "(1, 1) apart, fits no registers"),
-        (pool_rolling.BWD, "f32:n3000c1000h30w30:r4s4:p0x0:u1x1:max:nchw", "2700000000 elements"),
+        (
+            pool_rolling.BWD,
+            "f32:n2c3h130w130:r90s90:p0x0:u1x1:max:nchw",
+            "fits 512 threads of 200 registers",
+        ),
+        (pool_rolling.BWD, "f32:n3000c1000h30w30:r4s4:p0x0:u1x1:max:nchw", "x has 2700000000 elements"),
+        (pool_rolling.BWD, "f16:n100000c1000h2w2:r4s4:p3x3:u1x1:max:nchw", "y has 2500000000 elements"),
+        (pool_staged.BWD, "f16:n100000c1000h2w2:r4s4:p3x3:u1x1:max:nchw", "y has 2500000000 elements"),
         (pool_plane.FWD, "f32:n2c3h8w8:r8s7:p0x0:u1x1:max:nchw", "are not the image"),
         (pool_plane.FWD, "f64:n2c3h8w8:r8s8:p0x0:u1x1:max:nchw", "float64"),
         (pool_plane.BWD, "f32:n2c3h8w8:r8s8:p0x0:u1x1:max:nchw", "of gradients only that of a sum"),
@@ -329,6 +335,8 @@ def test_planes_that_roll(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x[draw.random(x.shape) < 0.1] = np.nan
     x[draw.random(x.shape) < 0.1] = -np.inf
     x[x == 0] *= draw.choice([-1.0, 1.0], np.count_nonzero(x == 0))
+    x[0, 0] = -np.inf  # which padding must not equal
+    x[0, 0, ..., -1] = np.inf
     for image in (given["x"], x):
         given["x"] = image
         given["y"] = reference.derived(problem, given)["y"].astype("f")

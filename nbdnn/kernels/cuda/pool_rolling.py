@@ -32,6 +32,8 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pool_axes import Axis
 from nbdnn.kernels.cuda.pool_rolling_plan import (
     COLUMNS_APART,
+    MOST_REGISTERS,
+    MOST_THREADS,
     NO_TAP,
     PADDING,
     WARP,
@@ -47,8 +49,9 @@ from nbdnn.kernels.cuda.pool_rolling_plan import (
 from nbdnn.problem_pool import PoolProblem
 
 _INT32_END = 2**31 - 2**20
-# Windows that an element is in: with fewer, tiles of `window` are faster. On an H200 in f32, 5x5 with stride 2 30 us of
-# theirs and 49 here; 3x3x3 with strides of 1, 2 and 2 75 and 48; 3x3 with stride 1 38 and 30.
+# Windows that an element is in: with fewer, tiles of `window` are mostly faster. On an H200 in f32, 5x5 with stride 2,
+# 6.25 windows, took 30 us by them and 49 here; 3x3x3 with strides of 1, 2 and 2, 6.75, took 75 and 48; 3x3 with stride
+# 1, 9 windows, 38 and 30.
 _LEAST_WINDOWS = 6.5
 _CONFIGS = 8
 _LAUNCH_US = 3.0
@@ -280,10 +283,15 @@ class Rolling(LaunchedCandidate[Tile]):
             return Support(
                 False, f"an element is in {windows:.4g} windows, this kernel takes {_LEAST_WINDOWS} and more"
             )
-        if (elements := prod(problem.x_shape)) >= _INT32_END:
-            return Support(False, f"x has {elements} elements, more than {_INT32_END}")
-        if not self.configs(problem, device):
-            return Support(False, f"a tile of windows {problem.window}, {problem.stride} apart, fits no registers")
+        largest = max(problem.operands, key=lambda operand: operand.size_elems)
+        if largest.size_elems >= _INT32_END:
+            return Support(False, f"{largest.name} has {largest.size_elems} elements, more than {_INT32_END}")
+        if not tiles(problem):
+            return Support(
+                False,
+                f"no tile of windows {problem.window}, {problem.stride} apart, fits {MOST_THREADS} threads of "
+                f"{MOST_REGISTERS} registers",
+            )
         return YES
 
     def configs(self, problem: PoolProblem, device: Gpu) -> tuple[Tile, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import product
 from math import ceil
 from typing import NamedTuple
@@ -17,13 +18,15 @@ NO_TAP = -1  # a word of no taps
 COLUMNS_APART = 512  # as many as a block has: between ranks of NaNs, of which there are less than 2^23
 WARP = 32
 _MOST_RANKS = 1 << 23
-_THREADS, _MOST_THREADS = 256, 512  # of a block of several tiles, and of one
+_THREADS, MOST_THREADS = 256, 512  # of a block of several tiles, and of one
 _SECTOR_BYTES = 32  # of a pixel's channels: what a memory access moves at least
 _MOST_SHARED_BYTES, _SHARED_OF_SM = 96 << 10, 220 << 10
 _ROWS = (1, 2, 4, 8, 16, 28)
 _MOST_ROWS = 32  # bits of a word
 _SCHEDULERS, _REGISTERS = 4, 512  # of a multiprocessor; of one of them, for each lane
-_MOST_REGISTERS, _OTHER_REGISTERS = 200, 40  # of a thread: in all, and those for positions and the like
+# Of a thread: in all, those for positions and the like, and how many of a row's taps are among these.
+MOST_REGISTERS, _OTHER_REGISTERS, _OTHER_TAPS = 200, 40, 13
+_MOST_STEP_BYTES = 1 << 31  # from the first row of a tile to its last: what 32 bits hold
 _MOST_UNROLLED = 1200  # comparisons of a plane
 
 
@@ -178,11 +181,12 @@ class Variant(NamedTuple):
     @property
     def registers(self) -> int:
         """About as many as a thread takes."""
-        (taps, stride, _), *_ = self.axes
+        (taps, stride, _), _, along = self.axes
         windows, positions = self.line.windows, stride * self.line.positions
+        others = _OTHER_REGISTERS + max(0, along.taps - _OTHER_TAPS)
         if taps == 1:  # nothing is held; all rows are there at once
-            return _OTHER_REGISTERS + 4 * positions + windows
-        return _OTHER_REGISTERS + 2 * (taps - stride) * windows + 2 * positions + 2 * windows
+            return others + 4 * positions + windows
+        return others + 2 * (taps - stride) * windows + 2 * positions + 2 * windows
 
     @property
     def resident(self) -> int:
@@ -235,11 +239,12 @@ class Reciprocals(NamedTuple):
 
 
 def _columns(problem: PoolProblem, axis: Axis, columns: int) -> int:
-    """That a tile of so many columns of dx reads, at most."""
+    """That a tile of so many columns of dx reads, at most; those in the middle are alike, but for their windows."""
     *_, extent = problem.spatial
     *_, out = problem.out_spatial
-    most = 0
-    for first in range(0, extent, columns):
+    most, tiles, beside = 0, ceil(extent / columns), 1 + ceil(axis.taps / columns)
+    for tile in {*range(min(tiles, beside + axis.stride)), *range(max(0, tiles - beside), tiles)}:
+        first = tile * columns
         end = min(first + columns, extent)
         low, high = covering(axis, first, end, out)
         start = min(first, max(0, low * axis.stride - axis.pad))
@@ -286,35 +291,49 @@ def fields(problem: PoolProblem, tile: Tile) -> Fields:
 
 
 def _fits(problem: PoolProblem, tile: Tile) -> bool:
-    """Into registers, shared memory, code and ranks."""
-    v = variant(problem, tile)
+    """Into registers, shared memory, code, ranks and distances."""
+    v, view = variant(problem, tile), _view(problem, tile.down)
     depth, across, along = v.axes
     unrolled = depth.stride * (v.line.positions * along.taps + v.line.windows * across.taps)
-    ranks = _steps(_view(problem, tile.down), tile.planes) * depth.stride * v.line.positions * COLUMNS_APART
+    step_elems = max(v.line.positions * view.x[2], v.line.outputs * view.x[2], v.line.windows * view.y[2])
+    ranks = _steps(view, tile.planes) * depth.stride * v.line.positions * COLUMNS_APART
     return (
-        v.registers <= min(_MOST_REGISTERS, _SCHEDULERS * _REGISTERS * WARP // v.threads)
+        v.registers <= min(MOST_REGISTERS, _SCHEDULERS * _REGISTERS * WARP // v.threads)
         and v.shared_bytes <= _MOST_SHARED_BYTES
         and unrolled <= _MOST_UNROLLED
         and max(v.line.positions, v.line.windows) <= _MOST_ROWS
-        and v.threads <= _MOST_THREADS
+        and v.threads <= MOST_THREADS
         and ranks < _MOST_RANKS
+        and step_elems * ITEMSIZE[problem.dtype] < _MOST_STEP_BYTES
     )
 
 
-def tiles(problem: PoolProblem) -> list[Tile]:
-    """Every tile that is worth a thought, and fits."""
+def _width(problem: PoolProblem, along: Axis, most: int) -> int:
+    """Columns of dx such that a tile reads `most` columns or fewer; 0 where it would read more than two for each."""
     *_, in_w = problem.spatial
+    if _columns(problem, along, in_w) <= most:
+        return in_w
+    beside = 2 * along.taps - 1 - along.stride
+    if most < 2 * beside:
+        return 0
+    parts = ceil(in_w / (most - beside))
+    widths = (ceil(in_w / n) for n in range(max(1, parts - 2), parts))  # tiles at both ends read less
+    return next((width for width in widths if _columns(problem, along, width) <= most), ceil(in_w / parts))
+
+
+@lru_cache(maxsize=256)
+def tiles(problem: PoolProblem) -> tuple[Tile, ...]:
+    """Every tile that is worth a thought, and fits."""
     along, sector = axes_of(problem)[2], _SECTOR_BYTES // ITEMSIZE[problem.dtype]
     widths: dict[tuple[int, int], None] = {}
     for most, channels in product((256, 512), (sector, sector // 2) if problem.channels_last else (1,)):
-        channels, parts = min(problem.c, channels), 1
-        while (columns := ceil(in_w / parts)) > 1 and _columns(problem, along, columns) * channels > most:
-            parts += 1
-        widths[columns, channels] = None
+        channels = min(problem.c, channels)
+        if columns := _width(problem, along, most // channels):
+            widths[columns, channels] = None
     every = []
     for down in (False, True) if len(problem.spatial) == 2 else (False,):
         (depth, across, _), (in_d, in_h, _), *_ = _view(problem, down)
         rows = dict.fromkeys(min(ceil(n / across.stride), ceil(in_h / across.stride)) * across.stride for n in _ROWS)
         planes = dict.fromkeys(max(ceil(in_d / n), min(in_d, depth.taps)) for n in (1, 2, 4, 8))
         every += [Tile(d, h, *width, down) for d in planes for h in rows for width in widths]
-    return [tile for tile in every if _fits(problem, tile)]
+    return tuple(tile for tile in every if _fits(problem, tile))

@@ -204,8 +204,9 @@ class Staged(LaunchedCandidate[Block]):
             return Support(
                 False, f"arrays begin at multiples of {problem.align} bytes, {COPY_BYTES} are copied at once"
             )
-        if (elements := prod(problem.x_shape)) >= _INT32_END:
-            return Support(False, f"x has {elements} elements, more than {_INT32_END}")
+        largest = max(problem.operands, key=lambda operand: operand.size_elems)
+        if largest.size_elems >= _INT32_END:
+            return Support(False, f"{largest.name} has {largest.size_elems} elements, more than {_INT32_END}")
         if not self.configs(problem, device):
             return Support(False, f"planes of {problem.spatial} need more than {_MOST_SHARED_BYTES} bytes to be held")
         return YES
