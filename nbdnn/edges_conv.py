@@ -170,6 +170,12 @@ EDGES_FIRST = (
     Edge("n2c4h27w36:k24r11s11:p2x2:u4x4:d1x1:g1", "11x11, four channels: more words of a window than a block sums"),
     Edge("n1c2h13w22:k8r3s2:ba0.2x1.0:u3x2:d2x1:g1", "asymmetric in every parameter, rows of taps that are dilated"),
 )
+# Posed in bfloat16 in both layouts on CPUs, some of which multiply pairs of channels.
+EDGES_PAIRS = (
+    Edge("n1c70h9w11:k66r3s3:p4x4:u1x1:d4x4:g1", "dilated, so many pairs that taps beside the image are left out"),
+    Edge("n2c64h6w7:k48r1s1:p0x0:u1x1:d1x1:g1", "pairs that are read where they lie, vectors of outputs"),
+    Edge("n1c17h5w9:k33r2s3:p1x1:u2x1:d1x1:g1", "an odd channel at the end of either side"),
+)
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
 
 
@@ -184,8 +190,11 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
             for p in problems
             if (p.epilogue and CORE_2D[1].shape in str(p)) or ODD_GROUPS.shape in str(p)
         ]
-    else:  # a kernel of pairs of bfloat16 has the same edges as those of float32
+    else:
         problems += [replace(p, dtype="bf16", compute="") for p in problems[::3] if p.dtype == "f32"]
+        problems += [_posed(op, "bf16", edge, layout) for edge in EDGES_PAIRS for layout in ("nchw", "nhwc")]
+        grouped = _posed(op, "f32", ODD_GROUPS, "nhwc")
+        problems += [replace(grouped, mode="conv"), replace(grouped, epilogue=tuple(_epilogues(op)[-1].split("+")))]
     return list(dict.fromkeys(problems))
 
 

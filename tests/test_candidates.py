@@ -94,9 +94,10 @@ def test_kernels_for_narrower_vectors(op: str, narrow: tuple[str, int], device: 
     """A machine of wide vectors runs the code for narrower ones as well, with the tiles and tails it has there."""
     isa, vector_bytes = narrow
     narrower = replace(device, isa=isa, vector_bytes=min(vector_bytes, device.vector_bytes))
+    shapes = [f"{shape}:cross:nchw" for shape in _CONFIG_SHAPES[:3]]
     for candidate in registry.candidates(op):
-        for shape in _CONFIG_SHAPES[:3]:
-            problem = conv(f"{op}:f32:{shape}:cross:nchw")
+        for shape in (*shapes, "n1c12h6w9:k12r3s3:p1x1:u1x1:d1x1:g6:cross:nhwc"):
+            problem = conv(f"{op}:f32:{shape}")
             if candidate.supports(problem, narrower).ok:
                 check(candidate, problem, candidate.configs(problem, narrower)[0], narrower)
 

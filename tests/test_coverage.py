@@ -13,6 +13,7 @@ from gpus import DEVICE, H200
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.problem import FAMILIES, OPS, parse
+from nbdnn.problem_conv import CONV_OPS
 from nbdnn.rnn_parameters import GATES
 
 # One shape a feature; {} takes the rest of the text. 2-D and 3-D alike where the layout has a depth.
@@ -177,6 +178,19 @@ def test_supports_what_it_must(id: str, device: Cpu) -> None:
             problem = parse(":".join(filter(None, (candidate.op, dtype, body, layout, end))))
             support = candidate.supports(problem, on)
             assert support.ok, f"{problem}: {support.reason}"
+
+
+@pytest.mark.parametrize("op", CONV_OPS)
+def test_depthwise_takes_groups_of_few_channels(op: str, device: Cpu) -> None:
+    on, candidate = replace(device, vector_bytes=64), registry.candidate(f"{op}/cpu/depthwise")
+    for dtype, group in product(("f16", "bf16", "f32", "f64"), (2, 4, 8)):
+        channels = 3 * group
+        for shape in (
+            f"n2c{channels}h9w11:k{channels}r3s3:p1x1:u2x1:d1x1:g3:cross:nhwc",
+            f"n2c{channels}d5h6w7:k{channels}t3r1s3:p1x0x1:u1x1x1:d1x1x1:g3:cross:ndhwc",
+        ):
+            support = candidate.supports(parse(f"{op}:{dtype}:{shape}"), on)
+            assert support.ok, f"{dtype}:{shape}: {support.reason}"
 
 
 # Of recurrent networks: dtypes, hidden extents, and ends of the text; in every mode, with and without a tape.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cells import check
 from gpus import DEVICE
 from layouts import channels_last
 from libraries import library
 
 from nbdnn import InvalidProblem, InvalidType, dnn_softmax, dnn_softmax_grad, events, ops
 from nbdnn.array import view
+from nbdnn.candidate import NoConfig
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.problem import FAMILIES, parse
@@ -212,3 +215,14 @@ def test_a_result_without_elements_needs_no_memory() -> None:
     x = np.empty((0, 3, 4), np.float32)
     out = np.empty_like(x)
     assert dnn_softmax(x, out=out) is out
+
+
+@pytest.mark.parametrize("vector_bytes", [32, 16])
+@pytest.mark.parametrize("op", OPS)
+def test_rows_by_narrower_vectors(op: str, vector_bytes: int, device: Cpu) -> None:
+    """Rows at once and by themselves, whose sums lie in parts of a vector that differ."""
+    narrower = replace(device, vector_bytes=min(vector_bytes, device.vector_bytes))
+    for dtype, length in (("f32", 9), ("f32", 70), ("f64", 5), ("bf16", 33)):
+        for algorithm in ("accurate", "log"):
+            problem = parse(f"{op}:{dtype}:n11c{length}h1w1:{algorithm}:channel:nchw")
+            check(registry.candidate(f"{op}/cpu/rows"), problem, NoConfig(), narrower)

@@ -21,7 +21,6 @@ from numba import float32, float64, njit
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_channels import interleaved_pixels
 from nbdnn.kernels.cpu.depthwise_plan import (
     AHEAD_BYTES,
@@ -29,6 +28,7 @@ from nbdnn.kernels.cpu.depthwise_plan import (
     PARAMS,
     PIXELS,
     TILE_PIXELS,
+    depthwise_us,
     joint_columns,
     joint_taps,
     parameters,
@@ -45,7 +45,6 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _MAX_TAPS = 1024
-_NS_PER_BYTE = 0.05  # of the operands, one thread
 
 
 @cache
@@ -253,9 +252,7 @@ class Depthwise(Candidate[NoConfig, Cpu]):
         return sizes_of(problem, device)["total"]
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
-        vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        efficiency = 0.3 if problem.groups == problem.c else 0.6
-        return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=efficiency)
+        return depthwise_us(problem, device)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         geo, vl = geometry(problem), device.lanes(DEFAULT_COMPUTE[problem.dtype])

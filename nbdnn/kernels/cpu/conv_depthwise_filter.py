@@ -23,9 +23,8 @@ from numba import float32, float64, njit
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_channels import interleaved_filter
-from nbdnn.kernels.cpu.depthwise_plan import refused_channels, shares_loads
+from nbdnn.kernels.cpu.depthwise_plan import depthwise_us, refused_channels, shares_loads, unrolls
 from nbdnn.kernels.cpu.depthwise_vector import planar_filter
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, column_table, geometry, spatial3, tap_table, tensor_strides
@@ -38,7 +37,6 @@ from nbdnn.problem_conv import ConvProblem
 
 _RUNS_PER_THREAD = 4
 _ACCUMULATORS, _PIXELS = 18, 4  # vectors of sums that interleaved rows keep in registers; outputs taken at once
-_NS_PER_BYTE = 0.05  # of the operands, one thread
 _MAX_COLUMNS = 32  # taps of a row, each with its accumulators
 
 _PARAMS = record(
@@ -253,9 +251,7 @@ class DepthwiseFilter(Candidate[NoConfig, Cpu]):
         return runs * _sums_bytes(problem, pitch) + device.threads * _entries_bytes(problem)
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
-        vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        efficiency = 0.3 if problem.groups == problem.c else 0.6
-        return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=efficiency)
+        return depthwise_us(problem, device)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
@@ -264,9 +260,9 @@ class DepthwiseFilter(Candidate[NoConfig, Cpu]):
         if not problem.channels_last:
             task = _planar_task(problem.dtype, vl, taps_w, gather.w.in_step, shares_loads(gather.w, vl))
             return Program([Phase(task, problem.c, ctx)], keep)
-        offsets = [offset for _, offset in gather.w.taps]
-        joint = taps_w if offsets == list(range(offsets[0], offsets[0] + taps_w)) else 1
-        group = problem.c // problem.groups
+        offsets, group = [offset for _, offset in gather.w.taps], problem.c // problem.groups
+        are_adjacent = offsets == list(range(offsets[0], offsets[0] + taps_w))
+        joint = taps_w if are_adjacent and unrolls(gather.w, group) else 1
         rows = max(1, min(prod(problem.filter[:-1]), _ACCUMULATORS // (joint * group)))
         vectors = 2 if 2 * rows * joint * group <= _ACCUMULATORS else 1
         task = _interleaved_task(problem.dtype, vl, taps_w, joint, gather.w.in_step, rows, vectors, group)

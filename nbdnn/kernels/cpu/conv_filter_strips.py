@@ -43,10 +43,11 @@ from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
-MOST_SUMS_BYTES = 256 << 10  # of all sums: a quarter of a second-level cache or so
+MOST_SUMS_BYTES = 256 << 10  # of all sums, in whole vectors: a quarter of a second-level cache or so
 _STRIP_SHARE = 0.35  # of that cache, for what a strip has of x and dy
 _LEAST_PIXELS = 128  # of a strip that is not made smaller for the sake of more tasks
-_TASKS_PER_THREAD, _BLOCK_ROWS = 4, 96
+_TASKS_PER_THREAD = 4
+_BLOCK_ROWS = 96  # m that are stored at a time: a multiple of every tile's, so that no block begins behind the last m
 _TURN_NS = 0.2  # an element of dy in planes, one thread: the prior for the guess
 
 _PARAMS = record(
@@ -148,7 +149,9 @@ def _strip(problem: ConvProblem, gather: Gather, lanes: int, device: Cpu) -> tup
     rows, columns = gather.h.count, gather.w.count
     while rows > 1:
         few = planes * ceil(gather.h.count / rows) < wanted and rows * columns > _LEAST_PIXELS
-        if not few and size_bytes(rows, columns) <= most_bytes:
+        # Of widely dilated filters each strip has the rows between the taps as well: fewer strips copy less.
+        is_gap = gather.h.span >= rows * gather.h.in_step and size_bytes(1, columns) > most_bytes
+        if not few and (is_gap or size_bytes(rows, columns) <= most_bytes):
             return rows, columns
         rows = ceil(rows / 2)
     while columns > _LEAST_PIXELS:
@@ -215,9 +218,14 @@ class FilterStrips(Candidate[Config, Cpu]):
     def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         if problem.groups > 1:
             return Support(False, f"{problem.groups} groups, this kernel takes 1")
-        size_bytes = problem.operands[2].size_elems * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+        compute = DEFAULT_COMPUTE[problem.dtype]
+        vl = device.lanes(compute)
+        size_bytes = problem.c * prod(problem.filter) * ceil(problem.k / vl) * vl * ITEMSIZE[compute]
         if size_bytes > MOST_SUMS_BYTES:
             return Support(False, f"the sums of dw have {size_bytes} bytes, this kernel takes {MOST_SUMS_BYTES}")
+        one_image = problem.operands[0].size_bytes // max(1, problem.n)
+        if one_image >= 1 << 31:
+            return Support(False, f"an image has {one_image} bytes: offsets are 32 bits")
         return YES
 
     def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:

@@ -7,6 +7,7 @@ from math import ceil, prod
 import numpy as np
 
 from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.depthwise_vector import PLANAR_BLOCK
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import (
@@ -31,11 +32,15 @@ TILE_PIXELS, _TILE_BYTES = 64, 8 << 10  # interleaved pixels finished before the
 PIXELS = 4  # of an interleaved tile: with 2 or 3 vectors they hide the latency of multiply-add
 EDGE_VECTORS = 4  # of a single pixel, for the same reason
 _TASKS_PER_THREAD = 8
+_NS_PER_BYTE = 0.05  # of the operands, one thread
 # What does not lie in second-level cache is asked for this far ahead in its row: from memory up to 1.3 times as fast.
 # The next row, which the hardware does not foresee either, would push the present one out of first-level cache.
 AHEAD_BYTES = 4 << 10
 
 MOST_CHANNELS = 8  # of a group
+# Weights of a row of taps that are unrolled, vectors for each group's channel: more are met one by one. 128 taps of 8
+# channels took 40 s to compile, and twice as long as `channel_gemm`.
+_MOST_UNROLLED = 64
 
 PARAMS = record(
     *GATHER_FIELDS,
@@ -177,6 +182,19 @@ def adjacent(axis: Axis) -> bool:
     return [offset for _, offset in axis.taps] == list(range(axis.low, axis.low + len(axis.taps)))
 
 
+def unrolls(axis: Axis, group: int) -> bool:
+    """Whether a row of taps of groups of so many channels is taken together."""
+    return len(axis.taps) * group <= _MOST_UNROLLED
+
+
+def depthwise_us(problem: ConvProblem, device: Cpu) -> float:
+    """The guess: groups keep the multiply-adds busy, as long as a row of their taps is unrolled."""
+    vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
+    group = problem.c // problem.groups
+    efficiency = 0.3 if group == 1 else 0.6 if problem.filter[-1] * group <= _MOST_UNROLLED else 0.12
+    return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=efficiency)
+
+
 def shares_loads(columns: Axis, vl: int) -> bool:
     """Whether the taps of a row of a plane are shifts of the same vectors."""
     return adjacent(columns) and 0 < len(columns.taps) <= vl * columns.in_step
@@ -194,6 +212,6 @@ def joint_taps(geo: Geometry) -> dict[Axis, int]:
     Such taps are equally spaced in the filter. There are three numbers only where some gathers have no tap at all.
     """
     columns = [gather.in_image_order().w for gather in geo.gathers]
-    counts = {axis: max(1, len(axis.taps)) if adjacent(axis) else 1 for axis in columns}
+    counts = {axis: max(1, len(axis.taps)) if adjacent(axis) and unrolls(axis, geo.c_in) else 1 for axis in columns}
     kept = {max(counts.values()), min(counts.values())}
     return {axis: count if count in kept else 1 for axis, count in counts.items()}

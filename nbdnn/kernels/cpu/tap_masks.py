@@ -20,6 +20,8 @@ def tap_masks(gather: Gather, channels: int, strip_rows: int, mr: int) -> tuple[
         return None, 1.0
     d, h, w = map(_inside, gather)
     plane = (h[:, None, :, None] & w[None, :, None, :]).reshape(-1, gather.h.count * width)
+    if d.mean() * plane.mean() > _MOST_INSIDE:  # a tile meets what its pixels meet
+        return None, 1.0
     strips = [plane[:, first : first + strip_rows * width] for first in range(0, plane.shape[1], strip_rows * width)]
     found = np.zeros((len(strips), ceil(strip_rows * width / mr), len(plane)), bool)
     for strip, pixels in enumerate(strips):
