@@ -170,6 +170,17 @@ EDGES_FIRST = (
     Edge("n2c4h27w36:k24r11s11:p2x2:u4x4:d1x1:g1", "11x11, four channels: more words of a window than a block sums"),
     Edge("n1c2h13w22:k8r3s2:ba0.2x1.0:u3x2:d2x1:g1", "asymmetric in every parameter, rows of taps that are dilated"),
 )
+# Last layers, of few filters, and bwd_data of first ones; posed in both layouts, in float32, bfloat16 and float16.
+EDGES_LAST = (
+    Edge("n2c19h11w14:k3r3s3:p1x1:u1x1:d1x1:g1", "three filters, channels that are no whole quads"),
+    Edge("n1c64h9w24:k1r5s5:p2x2:u1x1:d1x1:g1", "one filter, rows of whole 16 bytes, outputs in whole vectors"),
+    Edge("n2c16h7w10:k2r1s1:p0x0:u1x1:d1x1:g1", "1x1: a product with two columns"),
+    Edge("n1c24h10w12:k4r2s3:ba1.0x0.1:u1x1:d2x1:g1", "four filters, asymmetric in every parameter, dilated"),
+    Edge("n1c8h6w9:k3r1s1:p1x1:u1x1:d1x1:g1", "1x1 with padding: gradients of windows that begin within dy"),
+    Edge("n1c40h21w36:k13r3s3:p1x1:u2x2:d1x1:g1", "thirteen filters, stride 2, several tiles"),
+    Edge("n1c3h8w20:k40r3s3:p1x1:u1x1:d1x1:g1", "the first layer of a network, whose dx has three channels"),
+    Edge("n1c6h5w6:k4r3s3:p3x3:u1x1:d1x1:g1", "padding beyond the reach: windows of dy begin within it"),
+)
 # Posed in bfloat16 in both layouts on CPUs, some of which multiply pairs of channels.
 EDGES_PAIRS = (
     Edge("n1c70h9w11:k66r3s3:p4x4:u1x1:d4x4:g1", "dilated, so many pairs that taps beside the image are left out"),
@@ -184,7 +195,7 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
     have edges of their own at."""
     problems = _of_all(op)
     if kind == "cuda":
-        problems += _of_matrices(op) + _of_first_layers(op) + _of_bands(op)
+        problems += _of_matrices(op) + _of_first_layers(op) + _of_last_layers(op) + _of_bands(op)
         problems += [
             replace(p, dtype="bf16", compute="")
             for p in problems
@@ -248,6 +259,11 @@ def _of_matrices(op: str) -> list[ConvProblem]:
 def _of_first_layers(op: str) -> list[ConvProblem]:
     both = [_posed(op, "f32", edge, layout) for edge in EDGES_FIRST for layout in ("nchw", "nhwc")]
     return both + [replace(posed, dtype="bf16", mode="conv", compute="") for posed in both]
+
+
+def _of_last_layers(op: str) -> list[ConvProblem]:
+    both = [_posed(op, "f32", edge, layout) for edge in EDGES_LAST for layout in ("nchw", "nhwc")]
+    return both + [replace(posed, dtype=dtype, compute="") for posed in both for dtype in ("bf16", "f16")]
 
 
 def _of_bands(op: str) -> list[ConvProblem]:

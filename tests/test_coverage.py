@@ -27,6 +27,8 @@ _SHAPES_2D = {
     "dilation": "n2c16h9w11:k24r3s3:p2x2:u1x1:d2x2:g1:cross",
     "asymmetric": "n2c16h9w11:k24r3s2:ba1.2x0.3:u2x1:d1x2:g1:cross",
     "groups": "n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g4:cross",
+    "few filters": "n2c16h9w12:k3r3s3:p1x1:u1x1:d1x1:g1:cross",
+    "few channels": "n2c3h9w12:k16r3s3:p1x1:u1x1:d1x1:g1:cross",
     "depthwise": "n2c16h9w11:k16r3s3:p1x1:u1x1:d1x1:g16:cross",
     "depthwise 7x7": "n2c16h9w11:k16r7s7:p3x3:u1x1:d1x1:g16:conv",
     "conv mode": "n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g1:conv",
@@ -67,6 +69,7 @@ _POINTWISE = Covers("f32 f64", "nhwc ndhwc", "1x1", _FORWARD_ENDS)
 _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
 _OF_ROWS = _OF_STEM._replace(shapes="rows of words", ends=_FORWARD_ENDS)
 _OF_ROWS_FILTER = _OF_STEM._replace(layouts="nhwc", shapes="rows of words", ends="e:beta")
+_OF_HEAD = _OF_STEM._replace(shapes="few filters")
 _OF_GROUPED = _OF_STEM._replace(shapes="groups")
 _OF_BANDS = Covers("f16 bf16", "nchw nhwc", "depthwise, depthwise 7x7", "e:beta")
 _OF_LANES = _OF_BANDS._replace(dtypes="f32", layouts="nhwc")
@@ -97,6 +100,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/stem_tf32": _OF_STEM._replace(dtypes="f32", ends=_FORWARD_ENDS),
     "conv_fwd/numba/grouped": _OF_GROUPED._replace(ends=_FORWARD_ENDS),
     "conv_fwd/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32", ends=_FORWARD_ENDS),
+    "conv_fwd/numba/head": _OF_HEAD._replace(ends=_FORWARD_ENDS),
+    "conv_fwd/numba/head_tf32": _OF_HEAD._replace(dtypes="f32", ends=_FORWARD_ENDS),
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
     "conv_fwd/cpu/channel_gemm": _FORWARD,
@@ -125,6 +130,12 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/winograd_4x4": _GRADIENT._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
     "conv_bwd_data/numba/grouped": _OF_GROUPED,
     "conv_bwd_data/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
+    "conv_bwd_data/numba/rows": _OF_HEAD,
+    "conv_bwd_data/numba/rows_tf32": _OF_HEAD._replace(dtypes="f32"),
+    "conv_bwd_data/numba/stem": _OF_HEAD,
+    "conv_bwd_data/numba/stem_tf32": _OF_HEAD._replace(dtypes="f32"),
+    "conv_bwd_data/numba/head": _OF_HEAD._replace(shapes="few channels"),
+    "conv_bwd_data/numba/head_tf32": _OF_HEAD._replace(dtypes="f32", shapes="few channels"),
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
@@ -151,10 +162,10 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/fft_tiling": _GRADIENT._replace(
         dtypes="f32", layouts="nchw nhwc", shapes=f"{_OF_GPU_WINOGRAD}, 1x1, 5x5"
     ),
-    "conv_bwd_filter/numba/rows": _OF_ROWS_FILTER,
-    "conv_bwd_filter/numba/rows_tf32": _OF_ROWS_FILTER._replace(dtypes="f32"),
-    "conv_bwd_filter/numba/stem": _OF_STEM,
-    "conv_bwd_filter/numba/stem_tf32": _OF_STEM._replace(dtypes="f32"),
+    "conv_bwd_filter/numba/rows": _OF_ROWS_FILTER._replace(shapes="rows of words, few filters"),
+    "conv_bwd_filter/numba/rows_tf32": _OF_ROWS_FILTER._replace(dtypes="f32", shapes="rows of words, few filters"),
+    "conv_bwd_filter/numba/stem": _OF_STEM._replace(shapes="7x7/2, few filters"),
+    "conv_bwd_filter/numba/stem_tf32": _OF_STEM._replace(dtypes="f32", shapes="7x7/2, few filters"),
     "conv_bwd_filter/numba/grouped": _OF_GROUPED,
     "conv_bwd_filter/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
     "conv_bwd_filter/cpu/direct": _GRADIENT,

@@ -1,4 +1,4 @@
-"""First layers by raw rows: what the kernels need when compiled, what they are planned for, and what they refuse."""
+"""First layers and gradients of last ones by raw rows: what kernels need when compiled, their plans and refusals."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ _EVERY = [
         *((BWD_FILTER, "bf16"), (BWD_FILTER, "f32"), (BWD_FILTER_TF32, "f32")),
     )
     for layer in _FIRST_LAYERS
+] + [
+    (candidate, parse(f"{candidate.op}:{dtype}:n8c64h256w256:k3r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc"))
+    for candidate in (conv_rows.BWD_DATA, BWD_FILTER)
+    for dtype in ("bf16", "f32")
 ]
 
 
@@ -48,7 +52,7 @@ def assert_within_budget(candidate: conv_rows.ByRows, problem: ConvProblem, arch
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("candidate", "problem"), _EVERY, ids=str)
-def test_every_first_layer_stays_within_the_budget(candidate, problem: ConvProblem, arch: str) -> None:
+def test_every_layer_stays_within_the_budget(candidate, problem: ConvProblem, arch: str) -> None:
     library("numba_cuda")
     assert_within_budget(candidate, problem, arch)
 
@@ -63,7 +67,7 @@ def test_small_ones_compile(candidate, text: str) -> None:
 
 
 @pytest.mark.parametrize(("candidate", "problem"), _EVERY, ids=str)
-def test_every_first_layer_has_configs(candidate, problem: ConvProblem) -> None:
+def test_every_layer_has_configs(candidate, problem: ConvProblem) -> None:
     assert candidate.supports(problem, H200).ok
     configs = candidate.configs(problem, H200)
     assert len({str(config) for config in configs}) == len(configs) > 0
@@ -104,7 +108,7 @@ def test_fractions_divide_the_pixels_of_a_tile(width: int) -> None:
 @pytest.mark.parametrize(
     ("candidate", "text", "reason"),
     [
-        (FWD, "conv_fwd:f32:n1c5h8w8:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "5 channels in 1 groups"),
+        (FWD, "conv_fwd:f32:n1c5h8w8:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "5 channels and 8 filters in 1 groups"),
         (FWD, "conv_fwd:f64:n1c3h8w8:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "f64"),
         (FWD, "conv_fwd:f32:n1c3d8h8w8:k8t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc", "3 spatial axes"),
         (FWD, "conv_fwd:f32:n1c3h8w8:k8r3s3:p1x1:u1x1:d1x2:g1:cross:nhwc", "2 pixels apart"),
@@ -112,7 +116,7 @@ def test_fractions_divide_the_pixels_of_a_tile(width: int) -> None:
         (FWD, "conv_fwd:f32:n1c3h40w40:k8r3s22:p1x1:u1x1:d1x1:g1:cross:nhwc", "66 neighbours"),
         (FWD, "conv_fwd:f32:n1c3h2000w40:k8r900s3:p0x1:u1x1:d1x1:g1:cross:nhwc", r"1 blocks of \d+ bytes"),
         (FWD_TF32, "conv_fwd:bf16:n1c3h8w8:k8r3s3:p1x1:u2x2:d1x1:g1:cross:nhwc", "bf16"),
-        (BWD_FILTER, "conv_bwd_filter:f32:n1c3h8w8:k6r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "6 filters"),
+        (BWD_FILTER, "conv_bwd_filter:f32:n1c3h8w8:k6r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "6 channels of a pixel"),
         (BWD_FILTER, "conv_bwd_filter:f32:n1c3h8w8:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nchw", "in nchw"),
     ],
 )

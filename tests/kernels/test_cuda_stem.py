@@ -13,13 +13,10 @@ from nbdnn.kernels.cuda import conv_stem
 from nbdnn.kernels.cuda.window_launch import Config
 from nbdnn.problem import parse
 
-FWD, FWD_TF32, BWD_FILTER, BWD_FILTER_TF32 = (
-    conv_stem.FWD,
-    conv_stem.FWD_TF32,
-    conv_stem.BWD_FILTER,
-    conv_stem.BWD_FILTER_TF32,
-)
+FWD, BWD_DATA, BWD_FILTER = conv_stem.FWD, conv_stem.BWD_DATA, conv_stem.BWD_FILTER
+FWD_TF32, BWD_DATA_TF32, BWD_FILTER_TF32 = conv_stem.FWD_TF32, conv_stem.BWD_DATA_TF32, conv_stem.BWD_FILTER_TF32
 _SMALL = "n2c3h9w13:k5r3s3:p1x1:u2x2:d1x1:g1:cross"
+_LAST = "n2c9h6w7:k3r2s3:ba1.0x0.1:u1x1:d2x1:g1:cross"  # windows of dy
 EXACT = [
     (FWD, f"conv_fwd:bf16:{_SMALL}:nhwc"),
     (FWD, f"conv_fwd:f16:{_SMALL}:nchw"),
@@ -34,6 +31,13 @@ EXACT = [
     (BWD_FILTER, f"conv_bwd_filter:f32:{_SMALL}:nhwc"),
     (BWD_FILTER, "conv_bwd_filter:f32:n1c4h8w9:k9r1s3:p0x1:u1x1:d1x1:g1:cross:nchw"),
     (BWD_FILTER_TF32, f"conv_bwd_filter:f32:{_SMALL}:nhwc"),
+    (BWD_DATA, f"conv_bwd_data:bf16:{_LAST}:nhwc:e:beta"),
+    (BWD_DATA, f"conv_bwd_data:f32:{_LAST}:nchw"),
+    (BWD_DATA_TF32, f"conv_bwd_data:f32:{_LAST}:nhwc"),
+    (BWD_FILTER, f"conv_bwd_filter:f16:{_LAST}:nhwc:e:beta"),
+    (BWD_FILTER, f"conv_bwd_filter:f32:{_LAST}:nchw:ynhwc"),
+    (BWD_FILTER, "conv_bwd_filter:bf16:n1c8h4w6:k3r1s1:p1x1:u1x1:d1x1:g1:conv:nchw"),
+    (BWD_FILTER_TF32, f"conv_bwd_filter:f32:{_LAST}:nhwc"),
 ]
 
 
@@ -86,8 +90,8 @@ def test_every_first_layer_has_configs(layer: str, dtype: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("conv_fwd:f32:n1c5h8w8:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "5 channels in 1 groups"),
-        ("conv_fwd:f32:n1c4h8w8:k8r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc", "4 channels in 2 groups"),
+        ("conv_fwd:f32:n1c5h8w8:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "5 channels and 8 filters in 1 groups"),
+        ("conv_fwd:f32:n1c4h8w8:k8r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc", "4 channels and 8 filters in 2 groups"),
         ("conv_fwd:f64:n1c3h8w8:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "f64"),
         ("conv_fwd:f32:n1c3d8h8w8:k8t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc", "3 spatial axes"),
         ("conv_fwd:f32:n1c3h900w900:k8r120s120:p0x0:u1x1:d1x1:g1:cross:nhwc", r"\d+ bytes of shared memory"),
@@ -98,6 +102,11 @@ def test_refusals_say_the_number(text: str, reason: str) -> None:
     support = FWD.supports(parse(text), H200)
     assert not support.ok
     assert re.search(reason, support.reason), support.reason
+
+
+def test_gradients_of_a_last_layer_have_stride_1() -> None:
+    problem = parse("conv_bwd_filter:f32:n1c9h8w8:k3r3s3:p1x1:u2x2:d1x1:g1:cross:nhwc")
+    assert "stride (2, 2)" in BWD_FILTER.supports(problem, H200).reason
 
 
 def test_tf32_is_for_f32_alone() -> None:

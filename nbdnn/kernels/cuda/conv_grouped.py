@@ -23,8 +23,6 @@ class Grouped(Windowed):
         if problem.groups == 1 or min(channels) < _FEWEST or max(channels) > _MOST:
             wanted = f"this kernel takes {_FEWEST} to {_MOST} in several"
             return f"{channels[0]} to {channels[1]} channels in each of {problem.groups} groups, {wanted}"
-        if self.op == "conv_bwd_data" and problem.stride != (1, 1):
-            return f"stride {problem.stride}, bwd_data is a convolution where it is 1"
         return super().refused(problem)
 
 

@@ -1,8 +1,9 @@
-"""The first layer of a network by windows of raw image rows: forward and filter gradient of up to four channels.
+"""The first layer of a network by windows of raw image rows, and the gradients of the last: up to four channels.
 
 `rows_plan.py` has the idea and the tiling; `rows_forward.py`, `rows_filter.py` and, for 16 bits, `rows_phases.py` have
-the kernels, their traffic and their order of summation. Where rows of the image are no multiple of 4 bytes, or taps are
-dilated, `conv_stem.py` has the layer.
+the kernels, their traffic and their order of summation. Forward and filter gradient take an image of few channels;
+where filters are few, bwd_data and the filter gradient take windows of dy, which has as many channels. Where rows are
+no multiple of 4 bytes, or taps are dilated, `conv_stem.py` has the layer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from nbdnn.kernels.cuda import rows_launch, rows_phases_launch
 from nbdnn.kernels.cuda.rows_launch import CONFIGS, SMALLEST, Config
 from nbdnn.kernels.cuda.rows_plan import refusal
 from nbdnn.kernels.cuda.window_candidate import ByWindows, Planned, Shares
+from nbdnn.kernels.cuda.window_plan import exchanged, image
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
@@ -27,7 +29,7 @@ class ByRows(ByWindows[Config]):
 
     def plan(self, problem: ConvProblem, config: Config, device: Gpu) -> Planned:
         math = self.units_math(problem)
-        if self.op == "conv_fwd":
+        if self.op != "conv_bwd_filter":
             return rows_launch.forward(problem, math, config, device)
         if math == "mma":
             return rows_phases_launch.gradients(problem, config, device)
@@ -39,19 +41,23 @@ class ByRows(ByWindows[Config]):
     def refused(self, problem: ConvProblem) -> str:
         if reason := super().refused(problem):
             return reason
-        if problem.groups > 1 or not 1 <= problem.c <= _MOST_CHANNELS:
-            return f"{problem.c} channels in {problem.groups} groups, this kernel takes 1 to {_MOST_CHANNELS} in one"
-        if problem.k < 1:
-            return f"there are {problem.k} filters"
-        run = problem.filter[1] * (problem.c if problem.channels_last else 1)
+        seen = image(problem)
+        if seen.groups > 1 or not 1 <= seen.group_in <= _MOST_CHANNELS:
+            wanted = f"this kernel takes windows of 1 to {_MOST_CHANNELS} in one"
+            return f"{problem.c} channels and {problem.k} filters in {problem.groups} groups, {wanted}"
+        if seen.group_out < 1:
+            return f"{problem.c} channels and {problem.k} filters, this kernel takes 1 and more"
+        run = problem.filter[1] * (seen.group_in if seen.image_last else 1)
         if run > _MOST_RUN:
             return f"{run} neighbours of a window, this kernel takes {_MOST_RUN}"
         if self.op == "conv_bwd_filter":
-            bytes_ = problem.k * ITEMSIZE[problem.dtype]
-            if not problem.y_channels_last or bytes_ % 16 or problem.align % 16:
-                return f"{problem.k} filters of dy in {problem.y_layout}, this kernel copies 16 bytes of neighbours"
+            bytes_ = seen.group_out * ITEMSIZE[problem.dtype]
+            if not seen.outputs_last or bytes_ % 16 or problem.align % 16:
+                layout = problem.layout if exchanged(problem) else problem.y_layout
+                return f"{seen.group_out} channels of a pixel in {layout}, this kernel copies 16 bytes of neighbours"
         return refusal(problem, self.units_math(problem))
 
 
 FWD, FWD_TF32 = ByRows("conv_fwd"), ByRows("conv_fwd", "tf32")
+BWD_DATA, BWD_DATA_TF32 = ByRows("conv_bwd_data"), ByRows("conv_bwd_data", "tf32")
 BWD_FILTER, BWD_FILTER_TF32 = ByRows("conv_bwd_filter"), ByRows("conv_bwd_filter", "tf32")

@@ -1,13 +1,15 @@
-"""The first layer of a network: an image of at most four channels, forward and filter gradient, by windows of tiles.
+"""The first layer of a network, and the gradients of the last: an image of at most four channels, by windows of tiles.
 
 The methods of im2col and implicit GEMM pad such an image to the channels that they want; here a pixel is one load.
-`conv_windows.py` and `conv_windows_filter.py` have the kernels, their traffic and their order of summation.
+Forward and filter gradient take an image of few channels; where filters are few, bwd_data and the filter gradient take
+windows of dy, which has as many channels. `conv_windows.py` and `conv_windows_filter.py` have the kernels, their
+traffic and their order of summation.
 """
 
 from __future__ import annotations
 
 from nbdnn.kernels.cuda.window_launch import Windowed
-from nbdnn.kernels.cuda.window_plan import QUAD
+from nbdnn.kernels.cuda.window_plan import QUAD, image
 from nbdnn.problem_conv import ConvProblem
 
 
@@ -17,12 +19,17 @@ class Stem(Windowed):
     algorithm = "stem"
 
     def refused(self, problem: ConvProblem) -> str:
-        if problem.groups > 1 or not 1 <= problem.c <= QUAD:
-            return f"{problem.c} channels in {problem.groups} groups, this kernel takes 1 to {QUAD} in one"
-        if problem.k < 1:
-            return f"there are {problem.k} filters"
-        return super().refused(problem)
+        if reason := super().refused(problem):
+            return reason
+        seen = image(problem)
+        if seen.groups > 1 or not 1 <= seen.group_in <= QUAD:
+            wanted = f"this kernel takes windows of 1 to {QUAD} in one"
+            return f"{problem.c} channels and {problem.k} filters in {problem.groups} groups, {wanted}"
+        if seen.group_out < 1:
+            return f"{problem.c} channels and {problem.k} filters, this kernel takes 1 and more"
+        return ""
 
 
 FWD, FWD_TF32 = Stem("conv_fwd"), Stem("conv_fwd", "tf32")
+BWD_DATA, BWD_DATA_TF32 = Stem("conv_bwd_data"), Stem("conv_bwd_data", "tf32")
 BWD_FILTER, BWD_FILTER_TF32 = Stem("conv_bwd_filter"), Stem("conv_bwd_filter", "tf32")

@@ -71,24 +71,26 @@ _FILTER_FMA = (
 )
 CONFIGS = {
     "conv_fwd": {"mma": _FORWARD_MMA, "tf32": _FORWARD_MMA, "fma": _FORWARD_FMA},
+    "conv_bwd_data": {"mma": _FORWARD_MMA, "tf32": _FORWARD_MMA, "fma": _FORWARD_FMA},
     "conv_bwd_filter": {"mma": _FILTER_PHASES, "tf32": _FILTER_MMA, "fma": _FILTER_FMA},
 }
 SMALLEST = (Config(64, 64, 16, 1, 2),)  # what has no room for this is not supported
 
 
 def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Planned:
-    """The kernel of a conv_fwd."""
+    """The kernel of a conv_fwd or bwd_data."""
     seen = image(problem)
     form = lines(seen, problem, math)
-    filters = _FMA_FILTERS if math == "fma" else min(config.filters, power_of_two(problem.k, 8))
-    units = max(1, min(config.filters, power_of_two(problem.k, 8)) // filters)
+    filters = _FMA_FILTERS if math == "fma" else min(config.filters, power_of_two(seen.group_out, 8))
+    units = max(1, min(config.filters, power_of_two(seen.group_out, 8)) // filters)
     tiled = tile(seen, form, config.pixels, config.width)
     if math == "fma":
         # With 7 groups of 8 pixels a turn, rows of 56 or 112 leave no warp idle.
         groups = min((8, 7), key=lambda groups: groups * ceil(ceil(tiled.groups / groups) * units / _WARPS))
     else:
         groups = max(2, min(8, (_SUMS if config.blocks < 3 else _SUMS // 2) * 4 // filters))
-    variant = Forward(form, config.stages, units, filters, groups, _run_of(problem, math, filters), problem.epilogue)
+    run = _run_of(problem, seen, math, filters)
+    variant = Forward(form, config.stages, units, filters, groups, run, problem.epilogue)
     segments = seen.taps[0] * (seen.group_in // form.inner)
     entries = segments if math == "fma" else segments * form.segment_words
     fragments = segments if math == "fma" else ceil(entries / 8)
@@ -97,7 +99,7 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Pla
     filters_at = aligned(groups_at + turns * groups * ENTRY_BYTES)
     slabs_at = aligned(filters_at + fragments * (form.run if math == "fma" else 8) * units * filters * 4)
     slab_bytes = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
-    chunks = ceil(problem.k / (units * filters))
+    chunks = ceil(seen.group_out / (units * filters))
     block = Block(
         blocks=blocks_of(seen, tiled, config, chunks, device),
         entries=entries,
@@ -125,7 +127,7 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> P
     """The kernels of a bwd_filter in float32."""
     seen = image(problem)
     form = lines(seen, problem, math)
-    filters = _FMA_FILTERS if math == "fma" else min(config.filters, power_of_two(problem.k, 16))
+    filters = _FMA_FILTERS if math == "fma" else min(config.filters, power_of_two(seen.group_out, 16))
     words = seen.taps[0] * (seen.group_in // form.inner) * form.segment_words
     every = ceil(words / SET_WORDS)
     grid_z = ceil(every / _MOST_SETS)
@@ -140,7 +142,7 @@ def gradients(problem: ConvProblem, math: str, config: Config, device: Gpu) -> P
     slabs_at = aligned(groups * ENTRY_BYTES)
     dy_at = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
     slab_bytes = aligned(dy_at + groups * GROUP * variant.dy_bytes)
-    chunks = ceil(problem.k / filters)
+    chunks = ceil(seen.group_out / filters)
     block = Block(
         blocks=blocks_of(seen, tiled, config, chunks * grid_z, device),
         entries=words,
@@ -184,9 +186,9 @@ def warps_at_once(registers: int) -> int:
     return 4 * (_REGISTERS // (32 * registers))
 
 
-def _run_of(problem: ConvProblem, math: str, filters: int) -> int:
+def _run_of(problem: ConvProblem, seen: Image, math: str, filters: int) -> int:
     """Outputs that a thread stores at once: its neighbours in memory, as far as they are aligned."""
     itemsize = ITEMSIZE[problem.dtype]
     most = 4 if math == "fma" else min(16 // itemsize, filters // 4)
-    whole = problem.y_channels_last and problem.k % most == 0 and problem.align % (most * itemsize) == 0
+    whole = seen.outputs_last and seen.group_out % most == 0 and problem.align % (most * itemsize) == 0
     return most if whole else 1

@@ -44,7 +44,7 @@ def gradients(problem: ConvProblem, config: Config, device: Gpu) -> Planned:
     slabs_at = aligned(windows_at + of_block * steps * STEP * 4)
     dy_at = aligned(tiled.in_rows * (seen.group_in // form.inner) * tiled.pitch)
     slab_bytes = aligned(dy_at + of_block * steps * STEP * variant.dy_bytes)
-    chunks_k, grid_z = ceil(problem.k / filters), set_groups * (phases // of_block)
+    chunks_k, grid_z = ceil(seen.group_out / filters), set_groups * (phases // of_block)
     block = Block(
         blocks=blocks_of(seen, tiled, config, chunks_k * grid_z, device),
         entries=segments * variant.chunks,
@@ -78,7 +78,7 @@ def _way(problem: ConvProblem, seen: Image, config: Config, of_block: int) -> tu
     phases = CHUNK_BYTES // gcd(CHUNK_BYTES, form.step_bytes)
     if of_block > phases:
         return None
-    filters = min(config.filters, power_of_two(problem.k, 16))
+    filters = min(config.filters, power_of_two(seen.group_out, 16))
     form, shift, before, chunks = _copied(form, seen.pad[1] * form.inner, phases, of_block)
     entries = seen.taps[0] * (seen.group_in // form.inner) * chunks
     variant = Phased(form, config.stages, filters, 0, phases, of_block, chunks, MOST_CHUNKS, shift, before)

@@ -13,6 +13,7 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate, gather_pointers
 from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, fma_flops_per_s, tensor_flops_per_s
+from nbdnn.kernels.cuda.window_plan import exchanged
 from nbdnn.kernels.cuda.window_sums import SUM_ELEMENTS
 from nbdnn.problem_conv import ConvProblem
 
@@ -93,6 +94,8 @@ class ByWindows(LaunchedCandidate[ConfigT]):
             return f"the image has {problem.ndim} spatial axes, this kernel takes 2"
         if problem.dtype == "f64" or (self.math == "tf32" and problem.dtype != "f32"):
             return f"the data are {problem.dtype}"
+        if exchanged(problem) and problem.stride != (1, 1):
+            return f"stride {problem.stride}, windows of dy are those of a convolution where it is 1"
         return ""
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
@@ -133,10 +136,11 @@ class ByWindows(LaunchedCandidate[ConfigT]):
 
     def launches(self, problem: ConvProblem, config: ConfigT, device: Gpu) -> list[Launch]:
         planned = self.plan(problem, config, device)
+        gathered = (1, 0, WORKSPACE) if exchanged(problem) else (0, 1, WORKSPACE)
         product = Launch(
             source=planned.source,
             grid=planned.grid,
-            pointers=(0, 1, WORKSPACE) if planned.totals else gather_pointers(problem),
+            pointers=gathered if planned.totals else gather_pointers(problem),
             scalars="" if planned.totals else "f32",
             integers=planned.integers,
             dynamic_shared_bytes=planned.shared_bytes,

@@ -50,7 +50,8 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Pla
     seen = image(problem)
     # So many that beside the sums of a thread there are registers for its loads.
     fma_filters = _FMA_FILTERS if seen.group_in < QUAD else _FMA_FILTERS // 2
-    filters = unit_filters(seen.group_out, fma_filters if math == "fma" else _MMA_FILTERS)
+    few = math == "fma" and seen.group_out <= QUAD
+    filters = QUAD if few else unit_filters(seen.group_out, fma_filters if math == "fma" else _MMA_FILTERS)
     chunks = ceil(seen.group_out / filters)
     units, slabs = units_of_block(seen, chunks, config.units)
     form = shape(seen, problem, math, slabs)
@@ -179,4 +180,4 @@ class Windowed(ByWindows[Config]):
         return _GRADIENT_CONFIGS if self.op == "conv_bwd_filter" else _FORWARD_CONFIGS
 
     def flops(self, problem: ConvProblem) -> float:
-        return problem.flops * QUAD / min(QUAD, problem.c // problem.groups)
+        return problem.flops * QUAD / min(QUAD, image(problem).group_in)

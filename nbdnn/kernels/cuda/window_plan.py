@@ -32,7 +32,8 @@ class Image(NamedTuple):
     """A convolution as windows of an image. bwd_data of stride 1 is one too: of dy, with the taps in reverse.
 
     Strides are in elements: the image's (n, c, h, w), the filter's (start, group, output channel, input channel, r, s),
-    the outputs' (n, c, h, w). Channels count within a group. Of a bwd_filter the outputs are dy.
+    the outputs' (n, c, h, w). Channels count within a group. Of a bwd_filter the outputs are dy; or dy is the image,
+    and the outputs are x, where that is `exchanged`.
     """
 
     n: int
@@ -61,17 +62,28 @@ class Image(NamedTuple):
         return self.taps[0] * self.taps[1] * self.quads_of_tap
 
 
+def exchanged(problem: ConvProblem) -> bool:
+    """Whether windows are of dy and outputs are x, with the taps in reverse: of bwd_data, and of a bwd_filter that has
+    few filters and not few channels. Right where the stride is 1."""
+    if problem.op == "conv_bwd_filter":
+        return problem.groups == 1 and problem.k <= QUAD < problem.c
+    return problem.op == "conv_bwd_data"
+
+
 def image(problem: ConvProblem) -> Image:
     """The windows of a 2-D problem."""
     start, w_k, w_c, _, w_r, w_s = filter_strides(problem)
     k, c = problem.k // problem.groups, problem.c // problem.groups
     before = tuple(pad for pad, _ in problem.pad)
-    if problem.op == "conv_bwd_data":
+    image_last, outputs_last = problem.channels_last, problem.y_channels_last
+    if exchanged(problem):
         reach = tuple((taps - 1) * d for taps, d in zip(problem.filter, problem.dilation, strict=True))
         start += (problem.filter[0] - 1) * w_r + (problem.filter[1] - 1) * w_s
         group_in, group_out, extent, outputs = k, c, problem.out_spatial, problem.spatial
         shapes, pad = (problem.y_shape, problem.x_shape), tuple(r - b for r, b in zip(reach, before, strict=True))
         filters = (start, w_k * k, w_c, w_k, -w_r, -w_s)
+        if problem.op == "conv_bwd_filter":
+            image_last, outputs_last = outputs_last, image_last
     else:
         group_in, group_out, extent, outputs = c, k, problem.spatial, problem.out_spatial
         shapes, pad = (problem.x_shape, problem.y_shape), before
@@ -87,11 +99,11 @@ def image(problem: ConvProblem) -> Image:
         stride=problem.stride,
         pad=pad,
         dilation=problem.dilation,
-        image_strides=_strides(shapes[0], problem.channels_last),
+        image_strides=_strides(shapes[0], image_last),
         filter_strides=filters,
-        out_strides=_strides(shapes[1], problem.y_channels_last),
-        image_last=problem.channels_last,
-        outputs_last=problem.y_channels_last,
+        out_strides=_strides(shapes[1], outputs_last),
+        image_last=image_last,
+        outputs_last=outputs_last,
     )
 
 
