@@ -181,6 +181,15 @@ EDGES_LAST = (
     Edge("n1c3h8w20:k40r3s3:p1x1:u1x1:d1x1:g1", "the first layer of a network, whose dx has three channels"),
     Edge("n1c6h5w6:k4r3s3:p3x3:u1x1:d1x1:g1", "padding beyond the reach: windows of dy begin within it"),
 )
+# Channels that no vector divides, taps that become channels; posed in both layouts, in float32, bfloat16 and float16.
+EDGES_FOLDED = (
+    Edge("n2c3h16w24:k26r8s8:p0x0:u8x8:d1x1:g1", "patches, a remainder of filters"),
+    Edge("n2c20h8w9:k50r5s5:p0x0:u1x1:d1x1:g1", "channels and filters that no vector divides"),
+    Edge("n1c3h22w31:k16r4s4:p0x0:u4x4:d1x1:g1", "patches that leave rows and columns unread"),
+    Edge("n1c5h13w15:k12r3s4:ba0.2x3.1:u2x3:d1x1:g1", "strides that do not divide the filter, asymmetric"),
+    Edge("n1c2d9h14w17:k20t7r7s7:p3x3x3:u2x2x2:d1x1x1:g1", "the first layer of a network in 3-D"),
+    Edge("n2c2d4h8w13:k10t2r4s4:p0x0x0:u2x4x4:d1x1x1:g1", "patches in 3-D, one column unread"),
+)
 # Posed in bfloat16 in both layouts on CPUs, some of which multiply pairs of channels.
 EDGES_PAIRS = (
     Edge("n1c70h9w11:k66r3s3:p4x4:u1x1:d4x4:g1", "dilated, so many pairs that taps beside the image are left out"),
@@ -195,7 +204,7 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
     have edges of their own at."""
     problems = _of_all(op)
     if kind == "cuda":
-        problems += _of_matrices(op) + _of_first_layers(op) + _of_last_layers(op) + _of_bands(op)
+        problems += _of_matrices(op) + _of_first_layers(op) + _of_last_layers(op) + _of_bands(op) + _of_folds(op)
         problems += [
             replace(p, dtype="bf16", compute="")
             for p in problems
@@ -264,6 +273,21 @@ def _of_first_layers(op: str) -> list[ConvProblem]:
 def _of_last_layers(op: str) -> list[ConvProblem]:
     both = [_posed(op, "f32", edge, layout) for edge in EDGES_LAST for layout in ("nchw", "nhwc")]
     return both + [replace(posed, dtype=dtype, compute="") for posed in both for dtype in ("bf16", "f16")]
+
+
+def _of_folds(op: str) -> list[ConvProblem]:
+    """Those that fold in every type, some in mode 'conv'; the first two with what follows a result of 16 bits."""
+    problems = []
+    for edge in EDGES_FOLDED:
+        layouts = ("nchw", "nhwc") if _ndim(edge) == 2 else ("ncdhw", "ndhwc")
+        both = [_posed(op, "f32", edge, layout) for layout in layouts]
+        problems += [*both, *(replace(posed, dtype="bf16", mode="conv", compute="") for posed in both)]
+        problems += [replace(posed, dtype="f16", compute="") for posed in both]
+    for edge in EDGES_FOLDED[:2]:
+        in_f16 = _posed(op, "f16", edge, "nchw")
+        problems += [replace(in_f16, epilogue=tuple(epilogue.split("+"))) for epilogue in _epilogues(op)[-2:]]
+        problems += [replace(in_f16, y_layout="nhwc"), replace(in_f16, align=4)]
+    return problems
 
 
 def _of_bands(op: str) -> list[ConvProblem]:

@@ -33,6 +33,8 @@ _SHAPES_2D = {
     "depthwise 7x7": "n2c16h9w11:k16r7s7:p3x3:u1x1:d1x1:g16:conv",
     "conv mode": "n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g1:conv",
     "one pixel": "n1c16h1w1:k24r3s3:p1x1:u1x1:d1x1:g1:cross",
+    "patches": "n2c3h16w24:k24r8s8:p0x0:u8x8:d1x1:g1:cross",
+    "odd channels": "n2c13h9w11:k22r3s3:p1x1:u1x1:d1x1:g1:cross",
 }
 _SHAPES_3D = {
     "3x3": "n2c16d5h6w7:k24t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross",
@@ -43,6 +45,8 @@ _SHAPES_3D = {
     "groups": "n2c16d5h6w7:k24t3r3s3:p1x1x1:u1x1x1:d1x1x1:g4:cross",
     "depthwise": "n2c16d5h6w7:k16t3r3s3:p1x1x1:u1x1x1:d1x1x1:g16:cross",
     "conv mode": "n2c16d5h6w7:k24t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:conv",
+    "patches": "n2c2d4h8w12:k24t2r4s4:p0x0x0:u2x4x4:d1x1x1:g1:cross",
+    "odd channels": "n2c13d5h6w7:k22t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross",
 }
 
 
@@ -70,6 +74,8 @@ _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
 _OF_ROWS = _OF_STEM._replace(shapes="rows of words", ends=_FORWARD_ENDS)
 _OF_ROWS_FILTER = _OF_STEM._replace(layouts="nhwc", shapes="rows of words", ends="e:beta")
 _OF_HEAD = _OF_STEM._replace(shapes="few filters")
+_OF_FOLDS = Covers("f16 bf16", _EVERY_LAYOUT, "7x7/2, patches, odd channels", _FORWARD_ENDS.removesuffix(" a4"))
+_OF_PATCHES_FOLDED = _OF_FOLDS._replace(shapes="patches")
 _OF_GROUPED = _OF_STEM._replace(shapes="groups")
 _OF_BANDS = Covers("f16 bf16", "nchw nhwc", "depthwise, depthwise 7x7", "e:beta")
 _OF_LANES = _OF_BANDS._replace(dtypes="f32", layouts="nhwc")
@@ -86,6 +92,11 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/wgmma_patch_tf32": _OF_PATCHES._replace(dtypes="f32"),
     "conv_fwd/numba/mma_gemm": _MATRIX,
     "conv_fwd/numba/mma_gemm_tf32": _MATRIX_TF32,
+    "conv_fwd/numba/folded_wgmma_gemm": _OF_PATCHES_FOLDED,
+    "conv_fwd/numba/folded_wgmma_gemm_tf32": _OF_PATCHES_FOLDED._replace(dtypes="f32"),
+    "conv_fwd/numba/folded_mma_gemm": _OF_FOLDS,
+    "conv_fwd/numba/folded_mma_gemm_tf32": _OF_FOLDS._replace(dtypes="f32"),
+    "conv_fwd/numba/folded_fma_gemm": _OF_FOLDS._replace(dtypes="f32", shapes="7x7/2, patches"),
     "conv_fwd/numba/depthwise": _FORWARD._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_fwd/numba/depthwise_boxes": _OF_BOXES,
     "conv_fwd/numba/depthwise_mma": _OF_BANDS._replace(ends=_FORWARD_ENDS.removesuffix(" a4")),
@@ -101,7 +112,6 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/grouped": _OF_GROUPED._replace(ends=_FORWARD_ENDS),
     "conv_fwd/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32", ends=_FORWARD_ENDS),
     "conv_fwd/numba/head": _OF_HEAD._replace(ends=_FORWARD_ENDS),
-    "conv_fwd/numba/head_tf32": _OF_HEAD._replace(dtypes="f32", ends=_FORWARD_ENDS),
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
     "conv_fwd/cpu/channel_gemm": _FORWARD,
@@ -120,6 +130,11 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/wgmma_patch_tf32": _OF_PATCHES._replace(dtypes="f32", ends="e:beta"),
     "conv_bwd_data/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_data/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
+    "conv_bwd_data/numba/folded_wgmma_gemm": _OF_PATCHES_FOLDED._replace(ends="e:beta"),
+    "conv_bwd_data/numba/folded_wgmma_gemm_tf32": _OF_PATCHES_FOLDED._replace(dtypes="f32", ends="e:beta"),
+    "conv_bwd_data/numba/folded_mma_gemm": _OF_FOLDS._replace(ends="e:beta"),
+    "conv_bwd_data/numba/folded_mma_gemm_tf32": _OF_FOLDS._replace(dtypes="f32", ends="e:beta"),
+    "conv_bwd_data/numba/folded_fma_gemm": _OF_FOLDS._replace(dtypes="f32", shapes="7x7/2, patches", ends="e:beta"),
     "conv_bwd_data/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_bwd_data/numba/depthwise_boxes": _OF_BOXES._replace(ends="e:beta"),
     "conv_bwd_data/numba/depthwise_mma": _OF_BANDS,
@@ -135,7 +150,6 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/stem": _OF_HEAD,
     "conv_bwd_data/numba/stem_tf32": _OF_HEAD._replace(dtypes="f32"),
     "conv_bwd_data/numba/head": _OF_HEAD._replace(shapes="few channels"),
-    "conv_bwd_data/numba/head_tf32": _OF_HEAD._replace(dtypes="f32", shapes="few channels"),
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
@@ -151,6 +165,10 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/wgmma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_filter/numba/mma_gemm": _MATRIX._replace(ends="e:beta"),
     "conv_bwd_filter/numba/mma_gemm_tf32": _MATRIX_TF32._replace(ends="e:beta"),
+    "conv_bwd_filter/numba/folded_wgmma_gemm": _OF_PATCHES_FOLDED._replace(ends="e:beta"),
+    "conv_bwd_filter/numba/folded_mma_gemm": _OF_FOLDS._replace(ends="e:beta"),
+    "conv_bwd_filter/numba/folded_mma_gemm_tf32": _OF_FOLDS._replace(dtypes="f32", ends="e:beta"),
+    "conv_bwd_filter/numba/folded_fma_gemm": _OF_FOLDS._replace(dtypes="f32", shapes="7x7/2, patches", ends="e:beta"),
     "conv_bwd_filter/numba/depthwise": _GRADIENT._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_bwd_filter/numba/depthwise_mma": _OF_BANDS,
     "conv_bwd_filter/numba/depthwise_lanes": _OF_LANES,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from emulated import Block, Memory, Word, float_of
+from emulated_head import HeadWords
 from emulated_local import BnWords, GridWords, LocalWords
 from emulated_pool import RollingWords, TapWords
 from emulated_tma import TmaWords, WgmmaWords
@@ -187,6 +188,7 @@ class Words:
         self.INTEGER, self.REAL = {32: _int32, 64: int}, {"f32": float, "f64": float}
         self.WIDEN = {"f32": _same, **{dtype: _VALUES[dtype].__getitem__ for dtype in _SIXTEEN}}
         self.NARROW = {"f32": _same, **_NARROW}
+        self.ELEMENT = {"f32": _same, **dict.fromkeys(_SIXTEEN, lambda value: value & 0xFFFF)}
         self.UNPACK, self.PACK = ({dtype: table(dtype) for dtype in _SIXTEEN} for table in (_unpack, _pack))
         self.PAIR_HALVES = {0: lambda a, b: a & 0xFFFF | (b & 0xFFFF) << 16, 1: lambda a, b: a >> 16 | b >> 16 << 16}
         self.LOAD = self.LOAD_CONSTANT = {count: _load(count) for count in _COUNTS}
@@ -388,6 +390,7 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
         monkeypatch.setitem(package.__dict__, name, words)
     monkeypatch.setitem(package.__dict__, "ptx_fourier", FourierWords)
     monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))
+    monkeypatch.setitem(package.__dict__, "ptx_head", HeadWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_vector", PoolWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_rolling", RollingWords(block, words))
