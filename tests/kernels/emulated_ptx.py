@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from emulated import Block, Memory, Word, float_of
+from emulated_head import HeadWords
 from emulated_local import BnWords, GridWords, LocalWords
 from emulated_pool import RollingWords, TapWords
 from emulated_tma import TmaWords, WgmmaWords
@@ -389,6 +390,7 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
         monkeypatch.setitem(package.__dict__, name, words)
     monkeypatch.setitem(package.__dict__, "ptx_fourier", FourierWords)
     monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))
+    monkeypatch.setitem(package.__dict__, "ptx_head", HeadWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_vector", PoolWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_rolling", RollingWords(block, words))

@@ -10,22 +10,24 @@ from libraries import library
 from windows_cells import ARCHITECTURES, assert_exact, assert_within_budget
 
 from nbdnn.kernels.cuda import conv_head, conv_stem
-from nbdnn.kernels.cuda.window_launch import Config
+from nbdnn.kernels.cuda.compile import compile_kernel
+from nbdnn.kernels.cuda.head_plan import Config
+from nbdnn.kernels.cuda.peaks import blocks_at_once
 from nbdnn.problem import parse
 
-FWD, FWD_TF32, BWD_DATA, BWD_DATA_TF32 = conv_head.FWD, conv_head.FWD_TF32, conv_head.BWD_DATA, conv_head.BWD_DATA_TF32
-_LAST = "n2c19h6w9:k3r3s3:p1x1:u1x1:d1x1:g1:cross"
-_FIRST = "n1c3h6w8:k24r3s3:p1x1:u1x1:d1x1:g1:conv"
+FWD, BWD_DATA = conv_head.FWD, conv_head.BWD_DATA
+_LAST = "n2c20h6w12:k3r3s3:p1x1:u1x1:d1x1:g1:cross"
+_FIRST = "n1c4h6w8:k24r3s3:p1x1:u1x1:d1x1:g1:conv"
+_DILATED = "n1c6h12w70:k7r3s3:p3x3:u1x1:d1x2:g1:cross"
 EXACT = [
+    *((FWD, f"conv_fwd:{dtype}:{shape}:{layout}")
+      for shape in (_LAST, _DILATED, "n1c40h5w6:k2r1s1:p1x1:u1x1:d1x1:g1:cross")
+      for dtype, layout in (("f32", "nchw"), ("f32", "nhwc:a4"), ("bf16", "nhwc"), ("f16", "nchw:ynhwc"))),
     (FWD, f"conv_fwd:f32:{_LAST}:nchw:e:bias+relu+res+beta"),
-    (FWD, f"conv_fwd:bf16:{_LAST}:nhwc"),
-    (FWD, "conv_fwd:f16:n1c8h9w8:k13r2s3:ba1.0x0.1:u2x1:d2x1:g1:conv:nchw"),
-    (FWD, "conv_fwd:f32:n1c16h5w6:k1r1s1:p1x1:u1x1:d1x1:g1:cross:nhwc"),
-    (FWD_TF32, f"conv_fwd:f32:{_LAST}:nhwc"),
+    (FWD, "conv_fwd:f16:n1c8h9w8:k13r2s3:ba1.0x0.1:u1x1:d2x1:g1:conv:nchw"),
     (BWD_DATA, f"conv_bwd_data:f32:{_FIRST}:nhwc:e:beta"),
     (BWD_DATA, f"conv_bwd_data:f16:{_FIRST}:nchw"),
-    (BWD_DATA_TF32, f"conv_bwd_data:f32:{_FIRST}:nhwc"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("candidate", "text"), EXACT, ids=lambda value: str(value) if isinstance(value, str) else "")
@@ -33,36 +35,45 @@ def test_every_output_is_exact(candidate, text: str, monkeypatch: pytest.MonkeyP
     assert_exact(monkeypatch, candidate, text)
 
 
-def test_a_block_takes_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_exact(monkeypatch, FWD, "conv_fwd:bf16:n1c16h20w21:k3r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", Config(128, 1, 1))
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_a_block_takes_several_tiles_and_chunks(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"conv_fwd:{dtype}:n2c40h11w36:k3r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc"
+    assert_exact(monkeypatch, FWD, text, Config(4, 16, 3, 1))
 
 
-_HEADS = ("n8c64h256w256:k3r3s3:p1x1:u1x1:d1x1:g1:cross", "n8c32h256w256:k1r5s5:p2x2:u1x1:d1x1:g1:cross")
-BUDGETED = [
-    *((FWD, f"conv_fwd:{dtype}:{layer}:{layout}")
-      for dtype in ("f16", "f32") for layer in _HEADS for layout in ("nhwc", "nchw")),
-    *((FWD_TF32, f"conv_fwd:f32:{layer}:nhwc") for layer in _HEADS),
-    *((candidate, f"{candidate.op}:{dtype}:{_HEADS[0]}:nhwc")
-      for dtype in ("f16", "f32")
-      for candidate in (conv_stem.BWD_DATA, conv_stem.BWD_FILTER)),
-]  # fmt: skip
+_HEADS = (
+    "n8c64h256w256:k3r3s3:p1x1:u1x1:d1x1:g1:cross",
+    "n8c32h256w256:k1r5s5:p2x2:u1x1:d1x1:g1:cross",
+    "n4c64h256w256:k3r7s7:p3x3:u1x1:d1x1:g1:cross",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_heads_stay_within_the_budget(arch: str) -> None:
     library("numba_cuda")
-    for candidate, text in BUDGETED:
-        assert_within_budget(candidate, text, arch)
+    for text in [f"conv_fwd:{dtype}:{layer}:{layout}" for dtype in ("f16", "f32") for layer in _HEADS
+                 for layout in ("nhwc", "nchw")]:  # fmt: skip
+        problem = parse(text)
+        for config in FWD.configs(problem, H200):
+            (launch,) = FWD.launches(problem, config, H200)
+            kernel, source = compile_kernel(launch.source, arch), launch.source
+            assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{source}"
+            assert kernel.registers * source.threads * source.min_blocks <= 65536
+            assert blocks_at_once(launch.dynamic_shared_bytes, H200) >= config.blocks
+    for candidate in (conv_stem.BWD_DATA, conv_stem.BWD_FILTER):
+        assert_within_budget(candidate, f"{candidate.op}:f16:{_HEADS[0]}:nhwc", arch)
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("conv_fwd:f32:n1c4h8w8:k3r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "4 channels and 3 filters in 1 groups"),
         ("conv_fwd:f32:n1c8h8w8:k17r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "8 channels and 17 filters in 1 groups"),
         ("conv_fwd:f32:n1c12h8w8:k4r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc", "12 channels and 4 filters in 2 groups"),
-        ("conv_fwd:f32:n1c4096h9w9:k4r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", r"\d+ bytes of shared memory"),
+        ("conv_fwd:f32:n1c12h8w8:k4r3s3:p1x1:u2x2:d1x1:g1:cross:nhwc", r"stride \(2, 2\)"),
+        ("conv_fwd:f32:n1c12h8w8:k10r3s5:p1x1:u1x1:d1x1:g1:cross:nhwc", "50 sums of a pixel"),
+        ("conv_fwd:f16:n1c13h8w8:k4r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "multiples of 2 bytes"),
+        ("conv_fwd:f32:n1c40h900w9:k4r90s3:p1x1:u1x1:d9x1:g1:cross:nhwc", r"1 blocks of \d+ bytes"),
     ],
 )
 def test_refusals_say_the_number(text: str, reason: str) -> None:

@@ -11,13 +11,14 @@ from emulated_ptx import install
 from gpus import H200
 
 from nbdnn.kernels.cuda.compile import Source, compile_kernel
-from nbdnn.kernels.cuda.window_launch import Config, Windowed
+from nbdnn.kernels.cuda.window_candidate import ByWindows
+from nbdnn.kernels.cuda.window_launch import Windowed
 from nbdnn.problem import parse
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120")
 
 
-def assert_exact(monkeypatch: pytest.MonkeyPatch, candidate: Windowed, text: str, config: Config | None = None) -> None:
+def assert_exact(monkeypatch: pytest.MonkeyPatch, candidate: ByWindows, text: str, config=None) -> None:
     """Every output of a problem on small integers, on a GPU of one multiprocessor: blocks take several tiles."""
     problem, device = parse(text), replace(H200, sms=1)
     config = config or candidate.configs(problem, device)[0]
