@@ -32,6 +32,7 @@ _SHAPES = (
     ("n1c3h9w10:k9r2s2:p0x1:u3x3:d1x1:g1:conv:nhwc:kcrs:ynchw", "the others"),
     ("n1c2d5h8w9:k7t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1:cross:ncdhw", "3-D, stride 2"),
     ("n1c2d5h8w9:k7t3r5s3:p1x1x1:u2x2x1:d1x1x1:g1:conv:ndhwc", "3-D, channels-last, one axis without a stride"),
+    ("n2c5d4h4w5:k6t1r2s3:p0x1x1:u2x1x1:d1x1x1:g1:cross:ncdhw", "every other depth by itself: a tap that is not there"),
     ("n1c9d3h4w5:k8t1r3s1:ba0.0x0.2x0.0:u1x1x1:d1x2x1:g1:cross:ncdhw", "3-D, channels alone"),
 )
 

@@ -69,7 +69,7 @@ def _launch(
     grid = (sum(each.blocks for each in fields), 1, 1)
     if len(ways) == 1:
         pointers, ways, fields = [*pointers, NULL, NULL], [*ways, Way(0, False)], [*fields, *fields]
-    deep = any(row.shape[2] > 1 for row in rows)
+    deep = any(row.shape[2] > 1 or row.axes[0].factor > 1 for row in rows)
     return Launch(
         source=Source(fold_kernel, Variant(dtype, unfolds, deep, adds, *ways), THREADS),
         grid=grid,

@@ -1,4 +1,4 @@
-"""The kernel that folds tensors into chunks of channels, or unfolds one; `fold_copy.py` has the formula and launches.
+"""The kernel that folds tensors into chunks of channels, or unfolds one: what `fold_copy.py` launches.
 
 A thread works out once where the runs of its chunk lie from a place's first element on, and walks from place to place.
 For an element beyond a border it reads the tensor's first, and throws it away: no load waits for a branch. Source: own.
