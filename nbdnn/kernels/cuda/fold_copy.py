@@ -27,8 +27,9 @@ from nbdnn.kernels.cuda.launch import NULL, Launch
 from nbdnn.kernels.spatial import spatial3
 from nbdnn.problem import ITEMSIZE
 
+_MIN_BLOCKS = 3
 _MOST_PASSES = 8  # places of a thread
-_BLOCKS_OF_A_MULTIPROCESSOR = 16  # below which threads have fewer places
+_BLOCKS_OF_A_MULTIPROCESSOR = 8  # below which threads have fewer places
 
 
 class Tensor(NamedTuple):
@@ -64,14 +65,14 @@ def _launch(
     tensors: Sequence[Tensor], pointers: Sequence[int], dtype: str, device: Gpu, *, unfolds: bool, adds: bool
 ) -> Launch:
     rows = [_in_rows(tensor) for tensor in tensors]
-    ways = [Way(1 if adds else _run(row, dtype), not row.planar) for row in rows]
+    ways = [Way(1 if adds else _run(row, dtype), not row.planar, _is_plain(row)) for row in rows]
     fields = [_fields(row, dtype, device, unfolds) for row in rows]
     grid = (sum(each.blocks for each in fields), 1, 1)
     if len(ways) == 1:
-        pointers, ways, fields = [*pointers, NULL, NULL], [*ways, Way(0, False)], [*fields, *fields]
+        pointers, ways, fields = [*pointers, NULL, NULL], [*ways, Way(0, False, False)], [*fields, *fields]
     deep = any(row.shape[2] > 1 or row.axes[0].factor > 1 for row in rows)
     return Launch(
-        source=Source(fold_kernel, Variant(dtype, unfolds, deep, adds, *ways), THREADS),
+        source=Source(fold_kernel, Variant(dtype, unfolds, deep, adds, *ways), THREADS, _MIN_BLOCKS),
         grid=grid,
         pointers=tuple(pointers),
         scalars="f32" if adds else "",
@@ -85,26 +86,34 @@ def _in_rows(tensor: Tensor) -> Tensor:
     n, c, *extents = tensor.shape
     by_n, by_c, *by = tensor.strides
     d, h, w = spatial3(tuple(extents))
-    axes = (*[Axis(1, 1, 0, 1)] * (3 - len(tensor.axes)), *tensor.axes)
-    if axes == kept((d, h, w)) and (by[1] == by[2] * w or h == 1) and (by[0] == by[2] * h * w or d == 1):
+    axes, planar = (*[Axis(1, 1, 0, 1)] * (3 - len(tensor.axes)), *tensor.axes), tensor.planar
+    if axes == kept((d, h, w)):
         d, h, w = 1, 1, d * h * w
-        axes, by = kept((1, 1, w)), [0, 0, by[2]]
-    planar = tensor.planar
-    if not planar and by_c == 1 and (by[2] == c or w == 1):
+        axes, by, planar = kept((1, 1, w)), [0, 0, by[2]], True
+    elif not planar and by_c == 1 and (by[2] == c or w == 1):
         across = axes[2]
         axes = (*axes[:2], Axis(across.factor * c, across.step * c, across.pad * c, across.places))
         c, w, by_c, by, planar = 1, w * c, 0, [*by[:2], 1], True
     return tensor._replace(shape=(n, c, d, h, w), strides=(by_n, by_c, *by), axes=axes, planar=planar)
 
 
+def _is_plain(row: Tensor) -> bool:
+    """Whether nothing is folded: the copy has more channels, or images, alone."""
+    return row.axes == kept(row.shape[2:])
+
+
 def _run(row: Tensor, dtype: str) -> int:
     """Elements that are neighbours in tensor and copy and inside of a border together."""
-    if not row.planar or row.strides[4] != 1 or row.start:
-        return 1
-    across = row.axes[2]
-    steps = [across.factor, across.pad, row.shape[4], row.align, across.step if across.places > 1 else 0]
-    steps += [stride for stride, extent in zip(row.strides[:4], row.shape[:4], strict=True) if extent > 1]
-    most = CHUNK_BYTES // ITEMSIZE[dtype]
+    across, extents = row.axes[2], row.shape
+    if _is_plain(row):
+        neighbours, steps = row.strides[1] == 1, [extents[1]]
+        others = (0, 2, 3, 4)
+    else:
+        neighbours, steps = row.planar and row.strides[4] == 1, [across.factor, across.pad, extents[4]]
+        steps.append(across.step if across.places > 1 else 0)
+        others = (0, 1, 2, 3)
+    steps += [row.start, row.align, *(row.strides[axis] for axis in others if extents[axis] > 1)]
+    most = CHUNK_BYTES // ITEMSIZE[dtype] if neighbours else 1
     return next((run for run in (8, 4, 2) if run <= most and not any(step % run for step in steps)), 1)
 
 
@@ -116,7 +125,7 @@ def _fields(row: Tensor, dtype: str, device: Gpu, unfolds: bool) -> Fields:
         reached = (-(-(extent + axis.pad) // axis.step) for extent, axis in zip(extents, row.axes, strict=True))
         over = tuple(map(max, places, reached))
     numbers, chunks = (n if unfolds else row.images) * prod(over), row.channels * ITEMSIZE[dtype] // CHUNK_BYTES
-    along = factors[2] == 1 and abs(row.strides[4]) == 1
+    along = factors[2] == 1 and row.strides[1] != 1 and abs(row.strides[4]) == 1
     chunk_blocks = chunks if along else ceil(chunks / THREADS)
     chunk_lanes = ceil(chunks / chunk_blocks)
     place_lanes = THREADS // chunk_lanes

@@ -1,7 +1,8 @@
 """The kernel that folds tensors into chunks of channels, or unfolds one: what `fold_copy.py` launches.
 
 A thread works out once where the runs of its chunk lie from a place's first element on, and walks from place to place.
-For an element beyond a border it reads the tensor's first, and throws it away: no load waits for a branch. Source: own.
+Of a place that lies inside whole no element is asked for its own; for one beyond a border the tensor's first is read,
+and thrown away: no load waits for a branch. Source: own.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ _OUTSIDE = -(1 << 30)
 
 class Way(NamedTuple):
     """What a copy is compiled for. run: elements that are moved at once, 0 where there is no tensor; inner: whether c
-    is counted before i."""
+    is counted before i; plain: whether there are no i, and channels alone differ."""
 
     run: int
     inner: bool
+    plain: bool
 
 
 class Variant(NamedTuple):
@@ -128,7 +130,13 @@ def _copy(variant: Variant, way: Way):
     runs, run = chunk_elems // way.run, way.run
     move = (_unfold_chunk if variant.unfolds else _fold_chunk)(variant, run)
 
-    if way.inner:
+    if way.plain:
+
+        @ptx.inline
+        def digits(channel, f):
+            return channel, integer(0), integer(0), integer(0)
+
+    elif way.inner:
 
         @ptx.inline
         def digits(channel, f):
@@ -148,14 +156,15 @@ def _copy(variant: Variant, way: Way):
 
     @ptx.inline
     def find_runs(channel, at, ds, hs, ws, f):
-        """Where the runs of a chunk lie from a place's first element on, in elements and on each axis."""
+        """Where the runs of a chunk lie from a place's first element on, in elements and on each axis; those that do
+        not exist at it, and outside."""
         for i in range(runs):
             own = integer(channel + i * run)
             c, d, h, w = digits(own, f)
             at[i] = integer(c * f.by_c + integer(d * f.by_d + integer(h * f.by_h + w * f.by_w)))
             ds[i], hs[i], ws[i] = d, h, w
             if own >= f.channels:
-                hs[i] = integer(_OUTSIDE)
+                at[i], hs[i] = integer(0), integer(_OUTSIDE)
 
     @ptx.inline
     def place_of(number, f):
@@ -191,7 +200,9 @@ def _copy(variant: Variant, way: Way):
             start = integer(f.start + n * f.by_n + integer(d * f.by_d + integer(h * f.by_h + w * f.by_w)))
             if n >= f.extent_n:
                 h = integer(_OUTSIDE)
-            move(tensor, copy, start, to, (d, h, w), (at, ds, hs, ws), within, beta, f)
+            whole = d >= 0 and integer(d + f.fold_d) <= f.extent_d and h >= 0 and integer(h + f.fold_h) <= f.extent_h
+            whole = whole and w >= 0 and integer(w + f.fold_w) <= f.extent_w
+            move(tensor, copy, (start, to, within), (d, h, w), (at, ds, hs, ws), whole, beta, f)
             number = integer(number + f.step)
 
     return copy_block
@@ -260,11 +271,16 @@ def _fold_chunk(variant: Variant, run: int):
     store_chunk = store_words if words else store_halves
 
     @ptx.inline
-    def fold_chunk(tensor, copy, start, to, corner, places, within, beta, f):
+    def fold_chunk(tensor, copy, at, corner, places, whole, beta, f):
+        start, to, _ = at
         parts = ptx.cuda.local.array(8, word)
-        for i in range(runs):
-            wanted = inside(corner, i, places, f)
-            load_run(parts, i, tensor, integer(start + places[0][i]) if wanted else integer(0), wanted)
+        if whole:
+            for i in range(runs):
+                load_run(parts, i, tensor, integer(start + places[0][i]), places[2][i] >= 0)
+        else:
+            for i in range(runs):
+                wanted = inside(corner, i, places, f)
+                load_run(parts, i, tensor, integer(start + places[0][i]) if wanted else integer(0), wanted)
         store_chunk(copy, to, parts)
 
     return fold_chunk
@@ -300,21 +316,28 @@ def _unfold_chunk(variant: Variant, run: int):
     store_run = {4: store_four, 2: store_two, 1: store_one, 0: store_half}[words]
 
     @ptx.inline
-    def unfold_chunk(tensor, copy, start, to, corner, places, within, beta, f):
+    def unfold_chunk(tensor, copy, at, corner, places, whole, beta, f):
+        start, to, within = at
         a, b, c, d = load(copy, to if within else integer(0))
         parts = ptx.cuda.local.array(4, word)
         parts[0], parts[1] = a if within else word(0), b if within else word(0)
         parts[2], parts[3] = c if within else word(0), d if within else word(0)
-        for i in range(runs):
-            if inside(corner, i, places, f):
-                store_run(tensor, integer(start + places[0][i]), parts, i)
+        if whole:
+            for i in range(runs):
+                if places[2][i] >= 0:
+                    store_run(tensor, integer(start + places[0][i]), parts, i)
+        else:
+            for i in range(runs):
+                if inside(corner, i, places, f):
+                    store_run(tensor, integer(start + places[0][i]), parts, i)
 
     @ptx.inline
-    def add_chunk(tensor, copy, start, to, corner, places, within, beta, f):
+    def add_chunk(tensor, copy, at, corner, places, whole, beta, f):
+        start, to, within = at
         for i in range(runs):
             if inside(corner, i, places, f):
-                at = integer(start + places[0][i])
+                place = integer(start + places[0][i])
                 held = widen(load_element(copy, integer(to + i) if within else integer(0)))
-                tensor[at] = narrow((held if within else none) + beta * widen(tensor[at]))
+                tensor[place] = narrow((held if within else none) + beta * widen(tensor[place]))
 
     return add_chunk if variant.adds else unfold_chunk
