@@ -12,17 +12,24 @@ class HeadWords:
     def __init__(self, words: Any) -> None:
         self._words = words
 
-    def row_products(self, dtype: str, tiles_m: int, groups: int, group_bytes: int, transposed: bool) -> Callable:
-        words = self._words
-        load = words.load_matrices_at(tuple((0, group * group_bytes) for group in range(groups)), transposed)
+    def row_products(
+        self, dtype: str, tiles_m: int, groups: int, halves: int, group_bytes: int, transposed: bool
+    ) -> Callable:
+        words, pairs = self._words, [min(first, groups - 2) for first in range(0, groups, 2)]
+        firsts = list(range(groups)) if halves == 2 else pairs
+        load = words.load_matrices_at(tuple((0, first * group_bytes) for first in firsts), transposed)
         multiply = words.multiply_tile(dtype, tiles_m, groups)
 
         def products(sums: tuple, filters: int, pixels: int) -> tuple:
-            b = load(pixels)
-            for half in range(2):
+            loaded = load(pixels)
+            b = {}  # by group and half
+            for i, first in enumerate(firsts):
+                for j in range(2):
+                    b[(first, j) if halves == 2 else (first + j, 0)] = loaded[4 * i + 2 * j : 4 * i + 2 * j + 2]
+            for half in range(halves):
                 places = [filters + (half * tiles_m + m) * 512 for m in range(tiles_m)]
                 a = tuple(word for place in places for word in words.LOAD_SHARED[4](place))
-                sums = multiply(sums, a, tuple(b[4 * i + 2 * half + j] for i in range(groups) for j in range(2)))
+                sums = multiply(sums, a, tuple(word for group in range(groups) for word in b[group, half]))
             return sums
 
         return products
@@ -36,31 +43,28 @@ class HeadWords:
 
         return store
 
-    def quad_products(self, pixels: int, columns: int, planar: bool) -> Callable:
-        load, one = self._words.LOAD_SHARED[4], self._words.LOAD_SHARED[1]
+    def quad_products(self, pixels: int, wanted: int, channel_bytes: int) -> Callable:
+        load, one, columns = self._words.LOAD_SHARED[4], self._words.LOAD_SHARED[1], -(-wanted // 4) * 4
 
-        def products(sums: tuple, places: list[int], address: int, filters: int, channel_bytes: int) -> tuple:
+        def products(sums: tuple, places: list[int], address: int, filters: int) -> tuple:
             values = list(sums)
             for i, place in enumerate(places):
                 at = address + place
-                x = [one(at + c * channel_bytes) for c in range(4)] if planar else load(at)
+                x = [one(at + c * channel_bytes) for c in range(4)] if channel_bytes else load(at)
                 for channel in range(4):
-                    w = [
-                        word
-                        for first in range(0, columns, 4)
-                        for word in load(filters + (channel * columns + first) * 4)
-                    ]
-                    for j in range(columns):
-                        values[i * columns + j] += float_of(x[channel]) * float_of(w[j])
+                    row = filters + channel * columns * 4
+                    w = [word for first in range(0, columns, 4) for word in load(row + first * 4)]
+                    for column in range(wanted):
+                        values[i * wanted + column] += float_of(x[channel]) * float_of(w[column])
             assert all(value == value for value in values), "multiplies what was not written"
             return tuple(values)
 
         return products
 
-    def store_planes(self, pixels: int, columns: int, wanted: int) -> Callable:
+    def store_planes(self, pixels: int, count: int) -> Callable:
         def store(sums: tuple, places: list[int], address: int, plane_bytes: int) -> None:
             for i, place in enumerate(places):
-                for column in range(wanted):
-                    self._words.STORE_SHARED[1](address + place + column * plane_bytes, sums[i * columns + column])
+                for column in range(count):
+                    self._words.STORE_SHARED[1](address + place + column * plane_bytes, sums[i * count + column])
 
         return store

@@ -35,10 +35,14 @@ def test_every_output_is_exact(candidate, text: str, monkeypatch: pytest.MonkeyP
     assert_exact(monkeypatch, candidate, text)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_a_block_takes_several_tiles_and_chunks(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"conv_fwd:{dtype}:n2c40h11w36:k3r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc"
-    assert_exact(monkeypatch, FWD, text, Config(4, 16, 3, 1))
+@pytest.mark.parametrize("columns", [16, 32])  # an odd and an even number of groups
+@pytest.mark.parametrize("chunk_bytes", [32, 64])
+@pytest.mark.parametrize(("dtype", "layout"), [("f32", "nhwc"), ("bf16", "nhwc"), ("f16", "nchw")])
+def test_a_block_takes_several_tiles_and_chunks(
+    dtype: str, layout: str, chunk_bytes: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"conv_fwd:{dtype}:n2c40h7w36:k3r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}"
+    assert_exact(monkeypatch, FWD, text, Config(4, columns, 3, 1, chunk_bytes))
 
 
 _HEADS = (

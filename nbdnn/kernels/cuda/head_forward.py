@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from nbdnn.kernels.cuda.head_records import CHUNK_BYTES, GROUP, M_ROWS, Head, Variant
+from nbdnn.kernels.cuda.head_records import GROUP, M_ROWS, Head, Variant
+from nbdnn.problem import ITEMSIZE
 
 _BATCH = 8  # words of the filters that a thread loads together
 _QUAD = 4  # channels
@@ -49,38 +50,37 @@ def _copy_slab(variant: Variant):
     """
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
-    itemsize, elems = CHUNK_BYTES // variant.chunk, variant.copy_elems
+    itemsize, elems = ITEMSIZE[variant.dtype], variant.copy_elems
     integer, word, planar, chunk = ptx.INTEGER[32], ptx.WORD, variant.planar, variant.chunk
     copy_bytes, pitch, columns = elems * itemsize, variant.pitch, variant.columns
-    parts = chunk // elems  # copies of a pixel's channels
-    copies = columns // elems if planar else columns * parts  # of a line
-    lanes = min(variant.threads, 1 << (copies - 1).bit_length()) if planar else 32
+    parts = 1 if planar else chunk // elems  # copies of a pixel's channels
+    beside = elems if planar else 1  # pixels of a copy
+    lanes = min(variant.threads, 1 << (columns // elems - 1).bit_length()) if planar else 32
     step, placed, copy = variant.threads // lanes, _tile_place(variant.columns_log2), ptx_tile.COPY_ASYNC[copy_bytes]
-    lines_of_row = chunk if planar else 1
+    lines_of_row, further = chunk if planar else 1, lanes // parts * beside
+    further_bytes = further * itemsize if planar else further * pitch
 
     @ptx.inline
     def copied(image, tile, block, slab, f, thread):
         n, p, q = placed(tile, f)
-        top, left, first = integer(p - f.pad_h), integer(q - f.pad_w - f.lead), integer(block * chunk)
-        line, lane = integer(thread // lanes), integer(thread % lanes)
+        top, line, lane = integer(p - f.pad_h), integer(thread // lanes), integer(thread % lanes)
+        # A lane has one part of pixels that are a constant number of columns apart.
+        part, first = integer(lane % parts), integer(lane // parts * beside)
+        left, c_first = integer(q - f.pad_w - f.lead + first), integer(block * chunk + part * elems)
+        from_tile = integer(n * f.image_n + left * f.image_w)
+        to_lane = integer(slab + first * itemsize) if planar else integer(slab + first * pitch + part * copy_bytes)
         while line < f.in_rows * lines_of_row:
             row, inner = integer(line // lines_of_row), integer(line % lines_of_row)
-            h = integer(top + row)
-            of_line = h >= 0 and h < f.extent_h
-            from_ = integer(n * f.image_n + h * f.image_h)
-            to = integer(slab + row * f.row_bytes + inner * pitch)
-            i = lane
-            while i < copies:
-                if planar:
-                    c, w, at = integer(first + inner), integer(left + i * elems), integer(to + i * copy_bytes)
-                else:
-                    pixel, part = integer(i // parts), integer(i % parts)
-                    c, w = integer(first + part * elems), integer(left + pixel)
-                    at = integer(to + pixel * pitch + part * copy_bytes)
-                live = of_line and c < f.in_c and w >= 0 and w < f.extent_w
-                source = integer(from_ + c * f.image_c + w * f.image_w) if live else integer(0)
-                copy(word(at), ptx.address(image, source), integer(copy_bytes if live else 0))
-                i = integer(i + lanes)
+            h, c = integer(top + row), integer(c_first + inner)
+            of_line = h >= 0 and h < f.extent_h and c < f.in_c
+            source = integer(from_tile + h * f.image_h + c * f.image_c)
+            to = integer(to_lane + row * f.row_bytes + inner * pitch)
+            w, beyond = left, integer(left - first + columns)
+            while w < beyond:
+                live = of_line and w >= 0 and w < f.extent_w
+                copy(word(to), ptx.address(image, source if live else integer(0)), integer(copy_bytes if live else 0))
+                w, to = integer(w + further), integer(to + further_bytes)
+                source = integer(source + further * f.image_w)
             line = integer(line + step)
 
     return copied
@@ -144,8 +144,8 @@ def _matrix_rows(variant: Variant):
 
     integer, word, planar, pitch = ptx.INTEGER[32], ptx.WORD, variant.planar, variant.pitch
     groups, m_tiles, row_bytes, columns = variant.groups, variant.m_tiles, variant.filter_bytes, variant.columns
-    group_bytes = GROUP * CHUNK_BYTES // variant.chunk if planar else GROUP * pitch
-    multiply = ptx_head.row_products(variant.dtype, m_tiles, groups, group_bytes, planar)
+    group_bytes, halves = GROUP * 2 if planar else GROUP * pitch, variant.chunk // 16
+    multiply = ptx_head.row_products(variant.dtype, m_tiles, groups, halves, group_bytes, planar)
     store = ptx_head.store_rows(m_tiles, groups, variant.sums)
 
     @ptx.inline
@@ -155,7 +155,11 @@ def _matrix_rows(variant: Variant):
     @ptx.inline
     def multiplied(acc, places, slab, block, f, thread):
         lane, row = integer(thread & 31), integer(thread >> 5)
-        of_lane = integer(lane * pitch) if planar else integer((lane & 7) * pitch + (lane >> 3) * 16)
+        # Of four matrices, of eight channels each, the last two are those of the next group where a chunk has 16.
+        matrix = integer(lane >> 3 & 2 * halves - 1)
+        of_lane = integer((matrix * 8 + (lane & 7)) * pitch) if planar else integer((lane & 7) * pitch + matrix * 16)
+        if halves == 1:
+            of_lane = integer(of_lane + (lane >> 4) * group_bytes)
         pixels = integer(slab + row * f.row_bytes + of_lane)
         filters = integer(integer(ptx_tile.dynamic_shared()) + block * f.taps_h * row_bytes + lane * 16)
         r = integer(0)
@@ -184,8 +188,8 @@ def _pixel_sums(variant: Variant):
     integer, word, planar, pitch = ptx.INTEGER[32], ptx.WORD, variant.planar, variant.pitch
     pixels, columns, row_bytes = variant.pixels, variant.columns, variant.filter_bytes
     pixel_bytes, quad_bytes = (4, _QUAD * pitch) if planar else (pitch, _QUAD * 4)
-    multiply = ptx_head.quad_products(pixels, variant.filter_columns, planar)
-    store, threads = ptx_head.store_planes(pixels, variant.filter_columns, variant.sums), variant.threads
+    multiply = ptx_head.quad_products(pixels, variant.sums, pitch if planar else 0)
+    store, threads = ptx_head.store_planes(pixels, variant.sums), variant.threads
     quads, quad_filters = variant.chunk // _QUAD, _QUAD * variant.filter_columns * 4
 
     @ptx.inline
@@ -204,7 +208,7 @@ def _pixel_sums(variant: Variant):
         while r < f.taps_h:
             at, quad = row, integer(0)
             while quad < quads:
-                acc = multiply(acc, places[0], word(at), word(filters), integer(pitch))
+                acc = multiply(acc, places[0], word(at), word(filters))
                 at, filters = integer(at + quad_bytes), integer(filters + quad_filters)
                 quad = integer(quad + 1)
             row = integer(row + f.dilation_h * f.row_bytes)
@@ -224,35 +228,29 @@ def _store_outputs(variant: Variant):
     """Device function (y, tile, (bias, residual, alpha, beta), f, thread): the tile's outputs from its sums."""
     from nbdnn.kernels.cuda import epilogue, ptx, ptx_tile
 
-    integer, word, real = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"]
+    integer, word, real, load = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"], ptx_tile.LOAD_SHARED[1]
     columns, columns_log2, threads = variant.columns, variant.columns_log2, variant.threads
-    placed, store, load = (
-        _tile_place(columns_log2),
-        epilogue.store(variant.dtype, variant.epilogue),
-        ptx_tile.LOAD_SHARED[1],
-    )
+    placed, store = _tile_place(columns_log2), epilogue.store(variant.dtype, variant.epilogue)
+    filters, taps = variant.filters, variant.sums // variant.filters
 
     @ptx.inline
     def stored(y, tile, extra, f, thread):
         bias, residual, alpha, beta = extra
         n, p_first, q_first = placed(tile, f)
         sums = integer(integer(ptx_tile.dynamic_shared()) + f.sums_at + f.lead * 4)
-        plane_bytes = integer(f.plane * 4)
+        plane_bytes, tap_bytes = integer(f.plane * 4), integer(f.plane * filters * 4 + f.dilation_w * 4)
         output = thread
         while output < f.tile_rows << columns_log2:
             row, column = integer(output >> columns_log2), integer(output & (1 << columns_log2) - 1)
             p, q = integer(p_first + row), integer(q_first + column)
             if p < f.rows and q < f.columns:
-                of_pixel, k = integer(sums + (row * columns + column) * 4), integer(0)
+                of_pixel = integer(sums + (row * columns + column) * 4)
                 to = integer(n * f.out_n + p * f.out_h + q * f.out_w)
-                while k < f.out_c:
-                    at, total, s = integer(of_pixel + k * plane_bytes), real(0.0), integer(0)
-                    while s < f.taps_w:
-                        total = total + ptx_tile.float_of(load(word(at)))
-                        at = integer(at + f.out_c * plane_bytes + f.dilation_w * 4)
-                        s = integer(s + 1)
-                    store(total, alpha, beta, y, integer(to + k * f.out_k), bias, k, residual)
-                    k = integer(k + 1)
+                for k in range(filters):
+                    at, total = integer(of_pixel + k * plane_bytes), real(0.0)
+                    for s in range(taps):
+                        total = total + ptx_tile.float_of(load(word(at + s * tap_bytes)))
+                    store(total, alpha, beta, y, integer(to + k * f.out_k), bias, integer(k), residual)
             output = integer(output + threads)
 
     return stored

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import head_forward
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.head_records import CHUNK_BYTES, Head, Variant
+from nbdnn.kernels.cuda.head_records import Head, Variant
 from nbdnn.kernels.cuda.window_candidate import Planned
 from nbdnn.kernels.cuda.window_plan import Image, image
 from nbdnn.problem import ITEMSIZE
@@ -34,27 +34,28 @@ _MOST_SUMS = 112  # of a thread
 class Config(NamedTuple):
     """A tile has `rows` rows (about that many in float32) of `columns` outputs; blocks: of a multiprocessor at once.
 
-    stages: slabs of a block, of which one is read while others arrive.
+    stages: slabs of a block, of which one is read while others arrive. chunk_bytes: of a pixel in one.
     """
 
     rows: int
     columns: int
     stages: int
     blocks: int
+    chunk_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}/{self.blocks}s{self.stages}"
+        return f"{self.rows}x{self.columns}x{self.chunk_bytes}/{self.blocks}s{self.stages}"
 
 
 MMA = (
-    *(Config(8, 64, 2, 1), Config(8, 32, 2, 2), Config(8, 32, 3, 2), Config(16, 32, 2, 1), Config(8, 64, 3, 1)),
-    *(Config(16, 32, 3, 1), Config(4, 64, 2, 2), Config(4, 64, 3, 2), Config(4, 32, 3, 4), Config(8, 16, 2, 2)),
+    *(Config(8, 32, 2, 2, 64), Config(8, 64, 2, 2, 32), Config(16, 32, 2, 1, 64), Config(8, 32, 3, 2, 64)),
+    *(Config(16, 64, 2, 1, 32), Config(4, 64, 2, 4, 32), Config(8, 16, 2, 2, 64), Config(8, 32, 2, 2, 32)),
 )
 FMA = (
-    *(Config(4, 64, 2, 2), Config(12, 64, 2, 1), Config(8, 64, 2, 1), Config(8, 32, 2, 2), Config(12, 32, 2, 2)),
-    *(Config(4, 32, 2, 3), Config(4, 16, 2, 3)),
+    *(Config(12, 32, 2, 2, 32), Config(8, 32, 2, 2, 64), Config(4, 64, 2, 3, 32), Config(12, 64, 2, 1, 64)),
+    *(Config(8, 64, 2, 2, 32), Config(4, 32, 2, 3, 64), Config(8, 32, 2, 1, 32), Config(12, 64, 2, 1, 32)),
 )
-SMALLEST = Config(4, 64, 2, 1), Config(4, 16, 2, 1)
+SMALLEST = Config(4, 32, 2, 1, 64), Config(4, 16, 2, 1, 32)
 
 
 def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Planned:
@@ -65,7 +66,7 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Pla
     copy_elems = gcd(_COPY_BYTES, neighbours * itemsize, problem.align) // itemsize
     lead = -seen.pad[1] % copy_elems if planar else 0
     reach_h, reach_w = ((taps - 1) * d for taps, d in zip(seen.taps, seen.dilation, strict=True))
-    chunk = CHUNK_BYTES // itemsize
+    chunk = config.chunk_bytes // itemsize
     step = 8 if math == "mma" else copy_elems if planar else 1
     columns = aligned(config.columns + reach_w + lead, step)
     sums = seen.taps[1] * seen.group_out
@@ -77,9 +78,11 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Pla
         dtype=problem.dtype,
         math=math,
         planar=planar,
+        chunk=chunk,
         copy_elems=copy_elems,
         stages=config.stages,
         threads=threads,
+        filters=seen.group_out,
         sums=sums,
         columns=columns,
         columns_log2=config.columns.bit_length() - 1,

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from nbdnn.problem import ITEMSIZE
 
-CHUNK_BYTES = 64  # of a pixel's channels in a slab
 GROUP = 8  # pixels, columns of a matrix
 M_ROWS = 16  # sums of a pixel, rows of a matrix
 _VECTOR_BYTES = 16
@@ -16,17 +15,19 @@ _VECTOR_BYTES = 16
 class Variant(NamedTuple):
     """What a kernel is compiled for.
 
-    planar: whether pixels of a channel are neighbours, not channels. copy_elems: of one copy. sums: of a pixel, pairs
-    (s, k). columns: of a slab, also those beyond the tile's outputs, which are 2^columns_log2. pixels: that a thread of
-    the FMA units sums.
+    planar: whether pixels of a channel are neighbours, not channels. chunk: channels of a slab. copy_elems: of one
+    copy. filters: all. sums: of a pixel, pairs (s, k). columns: of a slab, also those beyond the tile's outputs, which
+    are 2^columns_log2. pixels: that a thread of the FMA units sums.
     """
 
     dtype: str
     math: str
     planar: bool
+    chunk: int
     copy_elems: int
     stages: int
     threads: int
+    filters: int
     sums: int
     columns: int
     columns_log2: int
@@ -34,15 +35,10 @@ class Variant(NamedTuple):
     epilogue: tuple[str, ...]
 
     @property
-    def chunk(self) -> int:
-        """Channels of a slab."""
-        return CHUNK_BYTES // ITEMSIZE[self.dtype]
-
-    @property
     def pitch(self) -> int:
         """Bytes from a pixel (planar: a channel) of a slab to the next: an odd number of vectors, so that eight of them
         lie in different banks."""
-        bytes_ = self.columns * ITEMSIZE[self.dtype] if self.planar else CHUNK_BYTES
+        bytes_ = (self.columns if self.planar else self.chunk) * ITEMSIZE[self.dtype]
         return (ceil(bytes_ / _VECTOR_BYTES) | 1) * _VECTOR_BYTES
 
     @property
@@ -68,7 +64,7 @@ class Variant(NamedTuple):
     @property
     def held_sums(self) -> int:
         """Of a thread."""
-        return 4 * self.m_tiles * self.groups if self.math == "mma" else self.pixels * self.filter_columns
+        return 4 * self.m_tiles * self.groups if self.math == "mma" else self.pixels * self.sums
 
 
 class Head(NamedTuple):
