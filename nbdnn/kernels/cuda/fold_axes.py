@@ -26,6 +26,7 @@ from nbdnn.problem import DEFAULT_ALIGN, ITEMSIZE, LAYOUTS
 from nbdnn.problem_conv import FILTER_LAYOUTS, ConvProblem
 
 CHUNK_BYTES = 16
+MOST_FACTOR, MOST_OF_A_ROW = 127, 16383  # elements of an axis, and of a row of columns and channels, in a place
 FEW = 16  # channels from which on a base that takes them as they are wastes little
 _PAYS = 1.3  # times as cheap, where the base takes the problem as it is
 _KNOWN = 256
@@ -152,10 +153,10 @@ def _ways(problem: ConvProblem, axis: int) -> list[tuple[Axis, Axis]]:
     ways = [(Axis(1, 1, 0, extent), Axis(1, 1, 0, taps))]
     if problem.dilation[axis] > 1:
         return ways
-    if stride > 1:
+    if 1 < stride <= MOST_FACTOR:
         left = -(-taps // stride)
         ways.append((Axis(stride, stride, before, outputs - 1 + left), Axis(stride, stride, 0, left)))
-    if taps not in (1, stride) and problem.op != "conv_bwd_data":
+    if taps not in (1, stride) and taps <= MOST_FACTOR and problem.op != "conv_bwd_data":
         ways.append((Axis(taps, stride, before, outputs), Axis(taps, taps, 0, 1)))
     return ways
 

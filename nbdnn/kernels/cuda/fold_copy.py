@@ -21,15 +21,15 @@ from typing import NamedTuple
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.division import reciprocal
-from nbdnn.kernels.cuda.fold_axes import CHUNK_BYTES, Axis, kept
+from nbdnn.kernels.cuda.fold_axes import CHUNK_BYTES, MOST_OF_A_ROW, Axis, kept
 from nbdnn.kernels.cuda.fold_kernel import THREADS, Fields, Variant, Way, fold_kernel
 from nbdnn.kernels.cuda.launch import NULL, Launch
 from nbdnn.kernels.spatial import spatial3
 from nbdnn.problem import ITEMSIZE
 
-_MIN_BLOCKS = 3
+_MIN_BLOCKS = 4  # of a multiprocessor: at most 64 registers
 _MOST_PASSES = 8  # places of a thread
-_BLOCKS_OF_A_MULTIPROCESSOR = 8  # below which threads have fewer places
+_BLOCKS_OF_A_MULTIPROCESSOR = 16  # below which threads have fewer places
 
 
 class Tensor(NamedTuple):
@@ -90,7 +90,7 @@ def _in_rows(tensor: Tensor) -> Tensor:
     if axes == kept((d, h, w)):
         d, h, w = 1, 1, d * h * w
         axes, by, planar = kept((1, 1, w)), [0, 0, by[2]], True
-    elif not planar and by_c == 1 and (by[2] == c or w == 1):
+    elif not planar and by_c == 1 and (by[2] == c or w == 1) and axes[2].factor * c <= MOST_OF_A_ROW:
         across = axes[2]
         axes = (*axes[:2], Axis(across.factor * c, across.step * c, across.pad * c, across.places))
         c, w, by_c, by, planar = 1, w * c, 0, [*by[:2], 1], True

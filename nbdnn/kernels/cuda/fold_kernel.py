@@ -1,19 +1,22 @@
 """The kernel that folds tensors into chunks of channels, or unfolds one: what `fold_copy.py` launches.
 
 A thread works out once where the runs of its chunk lie from a place's first element on, and walks from place to place.
-Of a place that lies inside whole no element is asked for its own; for one beyond a border the tensor's first is read,
-and thrown away: no load waits for a branch. Source: own.
+Whether a run is inside on all axes is one comparison of words. For one beyond a border the tensor's first element is
+read, and thrown away: no load waits for a branch. Source: own.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from nbdnn.kernels.cuda.fold_axes import CHUNK_BYTES
+from nbdnn.kernels.cuda.fold_axes import CHUNK_BYTES, MOST_FACTOR
 from nbdnn.problem import ITEMSIZE
 
 THREADS = 256
-_OUTSIDE = -(1 << 30)
+# A word has a run's digits on depth, height and width in 7, 7 and 14 bits. The bit above each stays set in a difference
+# of two such words, of which the first has it, where the digit's is not negative.
+_AT_D, _AT_H, _GUARDS = 23, 15, 1 << 30 | 1 << 22 | 1 << 14
+_OUTSIDE = MOST_FACTOR << _AT_H
 
 
 class Way(NamedTuple):
@@ -155,16 +158,27 @@ def _copy(variant: Variant, way: Way):
             return c, d, h, w
 
     @ptx.inline
-    def find_runs(channel, at, ds, hs, ws, f):
-        """Where the runs of a chunk lie from a place's first element on, in elements and on each axis; those that do
-        not exist at it, and outside."""
+    def packed(d, h, w):
+        return integer(integer(d << _AT_D) | integer(h << _AT_H) | w)
+
+    @ptx.inline
+    def find_runs(channel, at, words, f):
+        """Where the runs of a chunk lie from a place's first element on, in elements and on each axis."""
         for i in range(runs):
             own = integer(channel + i * run)
             c, d, h, w = digits(own, f)
             at[i] = integer(c * f.by_c + integer(d * f.by_d + integer(h * f.by_h + w * f.by_w)))
-            ds[i], hs[i], ws[i] = d, h, w
-            if own >= f.channels:
-                at[i], hs[i] = integer(0), integer(_OUTSIDE)
+            words[i] = packed(d, h, w) if own < f.channels else integer(_OUTSIDE)
+
+    @ptx.inline
+    def bounds(n, d, h, w, f):
+        """Words of the first and the last digits that are inside, where a place begins; of an impossible pair."""
+        least_d, last_d = integer(max(-d, 0)), integer(min(f.extent_d - d, f.fold_d) - 1)
+        least_h, last_h = integer(max(-h, 0)), integer(min(f.extent_h - h, f.fold_h) - 1)
+        least_w, last_w = integer(max(-w, 0)), integer(min(f.extent_w - w, f.fold_w) - 1)
+        if n < f.extent_n and least_d <= last_d and least_h <= last_h and least_w <= last_w:
+            return packed(least_d, least_h, least_w), integer(packed(last_d, last_h, last_w) | _GUARDS)
+        return integer(1), integer(_GUARDS)
 
     @ptx.inline
     def place_of(number, f):
@@ -183,9 +197,8 @@ def _copy(variant: Variant, way: Way):
         number, channel = integer(of_places * f.place_lanes + lane), integer(chunk * chunk_elems)
         if lane >= f.place_lanes or chunk >= f.chunks:
             number = f.numbers
-        at, ds = ptx.cuda.local.array(runs, integer), ptx.cuda.local.array(runs, integer)
-        hs, ws = ptx.cuda.local.array(runs, integer), ptx.cuda.local.array(runs, integer)
-        find_runs(channel, at, ds, hs, ws, f)
+        at, words = ptx.cuda.local.array(runs, integer), ptx.cuda.local.array(runs, integer)
+        find_runs(channel, at, words, f)
         elements = integer(f.chunks * chunk_elems)
         while number < f.numbers:
             n, d, h, w = place_of(number, f)
@@ -198,33 +211,25 @@ def _copy(variant: Variant, way: Way):
                 integer(w * f.step_w - f.pad_w),
             )
             start = integer(f.start + n * f.by_n + integer(d * f.by_d + integer(h * f.by_h + w * f.by_w)))
-            if n >= f.extent_n:
-                h = integer(_OUTSIDE)
-            whole = d >= 0 and integer(d + f.fold_d) <= f.extent_d and h >= 0 and integer(h + f.fold_h) <= f.extent_h
-            whole = whole and w >= 0 and integer(w + f.fold_w) <= f.extent_w
-            move(tensor, copy, (start, to, within), (d, h, w), (at, ds, hs, ws), whole, beta, f)
+            move(tensor, copy, (start, to, within), (at, words, bounds(n, d, h, w, f)), beta)
             number = integer(number + f.step)
 
     return copy_block
 
 
-def _inside(deep: bool):
-    """Device function (corner, run, places of the runs, integers): whether a run is inside of the tensor."""
+def _inside():
+    """Device function (run, runs): whether it is inside of the tensor."""
     from nbdnn.kernels.cuda import ptx
 
     integer = ptx.INTEGER[32]
 
     @ptx.inline
-    def flat(corner, i, places, f):
-        _, h, w = corner
-        _, _, hs, ws = places
-        return ptx.inside(integer(h + hs[i]), f.extent_h) & ptx.inside(integer(w + ws[i]), f.extent_w)
+    def inside(i, runs):
+        _, words, (least, last) = runs
+        above, below = integer(integer(words[i] | _GUARDS) - least), integer(last - words[i])
+        return integer(above & below & _GUARDS) == _GUARDS
 
-    @ptx.inline
-    def solid(corner, i, places, f):
-        return flat(corner, i, places, f) & ptx.inside(integer(corner[0] + places[1][i]), f.extent_d)
-
-    return solid if deep else flat
+    return inside
 
 
 def _fold_chunk(variant: Variant, run: int):
@@ -232,7 +237,7 @@ def _fold_chunk(variant: Variant, run: int):
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, word, store = ptx.INTEGER[32], ptx.WORD, ptx.STORE[4]
-    inside, low = _inside(variant.deep), ptx_tile.PAIR_HALVES[0]
+    inside, low = _inside(), ptx_tile.PAIR_HALVES[0]
     runs, words = CHUNK_BYTES // ITEMSIZE[variant.dtype] // run, run * ITEMSIZE[variant.dtype] // 4
     load, load_element = ptx.LOAD_CONSTANT.get(words), ptx.load_constant
 
@@ -271,16 +276,12 @@ def _fold_chunk(variant: Variant, run: int):
     store_chunk = store_words if words else store_halves
 
     @ptx.inline
-    def fold_chunk(tensor, copy, at, corner, places, whole, beta, f):
+    def fold_chunk(tensor, copy, at, found, beta):
         start, to, _ = at
         parts = ptx.cuda.local.array(8, word)
-        if whole:
-            for i in range(runs):
-                load_run(parts, i, tensor, integer(start + places[0][i]), places[2][i] >= 0)
-        else:
-            for i in range(runs):
-                wanted = inside(corner, i, places, f)
-                load_run(parts, i, tensor, integer(start + places[0][i]) if wanted else integer(0), wanted)
+        for i in range(runs):
+            wanted = inside(i, found)
+            load_run(parts, i, tensor, integer(start + found[0][i]) if wanted else integer(0), wanted)
         store_chunk(copy, to, parts)
 
     return fold_chunk
@@ -293,7 +294,7 @@ def _unfold_chunk(variant: Variant, run: int):
     integer, word, load = ptx.INTEGER[32], ptx.WORD, ptx.LOAD_CONSTANT[4]
     element, widen, narrow = ptx.ELEMENT[variant.dtype], ptx.WIDEN[variant.dtype], ptx.NARROW[variant.dtype]
     none = ptx.REAL["f32"](0.0)
-    inside, load_element = _inside(variant.deep), ptx.load_constant
+    inside, load_element = _inside(), ptx.load_constant
     runs, words = CHUNK_BYTES // ITEMSIZE[variant.dtype] // run, run * ITEMSIZE[variant.dtype] // 4
     store = ptx.STORE.get(words)
 
@@ -316,27 +317,22 @@ def _unfold_chunk(variant: Variant, run: int):
     store_run = {4: store_four, 2: store_two, 1: store_one, 0: store_half}[words]
 
     @ptx.inline
-    def unfold_chunk(tensor, copy, at, corner, places, whole, beta, f):
+    def unfold_chunk(tensor, copy, at, found, beta):
         start, to, within = at
         a, b, c, d = load(copy, to if within else integer(0))
         parts = ptx.cuda.local.array(4, word)
         parts[0], parts[1] = a if within else word(0), b if within else word(0)
         parts[2], parts[3] = c if within else word(0), d if within else word(0)
-        if whole:
-            for i in range(runs):
-                if places[2][i] >= 0:
-                    store_run(tensor, integer(start + places[0][i]), parts, i)
-        else:
-            for i in range(runs):
-                if inside(corner, i, places, f):
-                    store_run(tensor, integer(start + places[0][i]), parts, i)
+        for i in range(runs):
+            if inside(i, found):
+                store_run(tensor, integer(start + found[0][i]), parts, i)
 
     @ptx.inline
-    def add_chunk(tensor, copy, at, corner, places, whole, beta, f):
+    def add_chunk(tensor, copy, at, found, beta):
         start, to, within = at
         for i in range(runs):
-            if inside(corner, i, places, f):
-                place = integer(start + places[0][i])
+            if inside(i, found):
+                place = integer(start + found[0][i])
                 held = widen(load_element(copy, integer(to + i) if within else integer(0)))
                 tensor[place] = narrow((held if within else none) + beta * widen(tensor[place]))
 
