@@ -76,6 +76,16 @@ ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("3-D", "n4c64d16h56w56:k128t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", ALL, EVERY),
     ("3-D", "n1c32d64h64w64:k32t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", ALL, EVERY),
     ("3-D depthwise", "n4c64d16h56w56:k64t3r3s3:p1x1x1:u1x1x1:d1x1x1:g64", ALL, PLAIN),
+    ("few filters", "n8c64h256w256:k3r3s3:p1x1:u1x1:d1x1:g1", ALL, EVERY),
+    ("few filters", "n8c32h256w256:k1r5s5:p2x2:u1x1:d1x1:g1", ALL, EVERY),
+    ("few filters", "n4c64h256w256:k3r7s7:p3x3:u1x1:d1x1:g1", ALL, EVERY),
+    ("few filters", "n2c16d64h64w64:k2t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", ALL, EVERY),
+    ("few channels", "n32c3h224w224:k64r3s3:p1x1:u1x1:d1x1:g1", (DATA,), EVERY),
+    ("few channels", "n2c3d32h224w224:k64t7r7s7:p3x3x3:u2x2x2:d1x1x1:g1", (FWD, FILTER), EVERY),
+    ("patches", "n32c3h224w224:k768r16s16:p0x0:u16x16:d1x1:g1", (FWD, FILTER), EVERY),
+    ("patches", "n32c3h224w224:k96r4s4:p0x0:u4x4:d1x1:g1", (FWD, FILTER), EVERY),
+    ("odd channels", "n128c20h12w12:k50r5s5:p0x0:u1x1:d1x1:g1", ALL, EVERY),
+    ("odd channels", "n16c35h60w60:k51r3s3:p1x1:u1x1:d1x1:g1", ALL, EVERY),
     ("fused", "n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:e:bias+relu", (FWD,), EVERY),
 )
 _TORCH = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}

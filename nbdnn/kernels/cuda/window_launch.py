@@ -50,8 +50,7 @@ def forward(problem: ConvProblem, math: str, config: Config, device: Gpu) -> Pla
     seen = image(problem)
     # So many that beside the sums of a thread there are registers for its loads.
     fma_filters = _FMA_FILTERS if seen.group_in < QUAD else _FMA_FILTERS // 2
-    few = math == "fma" and seen.group_out <= QUAD
-    filters = QUAD if few else unit_filters(seen.group_out, fma_filters if math == "fma" else _MMA_FILTERS)
+    filters = unit_filters(seen.group_out, fma_filters if math == "fma" else _MMA_FILTERS)
     chunks = ceil(seen.group_out / filters)
     units, slabs = units_of_block(seen, chunks, config.units)
     form = shape(seen, problem, math, slabs)
