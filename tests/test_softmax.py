@@ -226,3 +226,10 @@ def test_rows_by_narrower_vectors(op: str, vector_bytes: int, device: Cpu) -> No
         for algorithm in ("accurate", "log"):
             problem = parse(f"{op}:{dtype}:n11c{length}h1w1:{algorithm}:channel:nchw")
             check(registry.candidate(f"{op}/cpu/rows"), problem, NoConfig(), narrower)
+
+
+@pytest.mark.parametrize("candidate", ["columns", "rows"])
+@pytest.mark.parametrize("op", OPS)
+def test_sums_of_millions_keep_their_digits(op: str, candidate: str, device: Cpu) -> None:
+    problem = parse(f"{op}:f32:n1c5000003h1w1:log:channel:nchw")
+    check(registry.candidate(f"{op}/cpu/{candidate}"), problem, NoConfig(), device)

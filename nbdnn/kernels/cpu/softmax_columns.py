@@ -9,7 +9,7 @@
                  turned about the diagonal into a worker's scratch, and back
 
 Traffic: every array once from memory, from where a strip's elements go to a worker's scratch (`softmax_vector.py`).
-Sums in the compute type, in the order of the elements; exp is good to 2 ulp. Source: own.
+Sums in the compute type, in the order of the elements, of long columns by parts; exp is good to 2 ulp. Source: own.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from nbdnn.problem_softmax import SoftmaxProblem
 _APART, _WIDEST, _TURNED = (8, 4, 2, 1), 16, (4, 2, 1)
 _FIRST_LEVEL_BYTES, _SECOND_LEVEL_SHARE = 32 << 10, 0.25
 _LONGEST_SHORT_ROW = 32
+_FEW = 4096  # elements of a column that are added one after the other
 _TASKS_PER_THREAD = 8
 _NS_PER_ELEM = {"columns": 0.25, "short_rows": 0.4}  # one thread: priors for the guess
 
@@ -45,10 +46,10 @@ _FIELDS = record("length", "inner", "width", "blocks", "rows", "scratch", "scrat
 
 
 @cache
-def _columns_task(dtype: str, algorithm: str, forward: bool, vl: int, vectors: int):
+def _columns_task(dtype: str, algorithm: str, forward: bool, vl: int, vectors: int, few: bool):
     """`width` neighbouring columns of an image."""
     i64, at, itemsize = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype]
-    passes = (forward_columns if forward else backward_columns)(dtype, algorithm, vl, vectors)
+    passes = (forward_columns if forward else backward_columns)(dtype, algorithm, vl, vectors, few)
 
     def softmax_columns(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
@@ -65,7 +66,8 @@ def _columns_task(dtype: str, algorithm: str, forward: bool, vl: int, vectors: i
         start = (outer * f.length * f.inner + block * f.width) * itemsize
         passes(width, pointers[2] + start, pointers[0] + start, pointers[1] + start, f.inner * itemsize, f.length)
 
-    return compile_task(softmax_columns if forward else gradient_columns, (dtype, algorithm, forward, vl, vectors))
+    key = dtype, algorithm, forward, vl, vectors, few
+    return compile_task(softmax_columns if forward else gradient_columns, key)
 
 
 @cache
@@ -104,7 +106,7 @@ def _short_rows_task(dtype: str, algorithm: str, forward: bool, vl: int, vectors
     """A run of short rows, turned; those that a worker's scratch has beyond the last one are of no account."""
     compute = DEFAULT_COMPUTE[dtype]
     i64, at, itemsize, pitch = pointer("i64"), struct(_FIELDS), ITEMSIZE[dtype], vectors * vl * ITEMSIZE[compute]
-    passes = (forward_columns if forward else backward_columns)(compute, algorithm, vl, vectors)
+    passes = (forward_columns if forward else backward_columns)(compute, algorithm, vl, vectors, True)
     to_lines, from_lines = _turned(dtype, vl, vectors, known)
     at_once = vectors * vl
 
@@ -192,7 +194,7 @@ class Columns(_LaneByLane):
         width = ceil(ceil(inner / wanted) / (vectors * vl)) * vectors * vl
         blocks = ceil(inner / width)
         ctx = _record(scratch, length=length, inner=inner, width=width, blocks=blocks, rows=0)
-        task = _columns_task(problem.dtype, problem.algorithm, forward, vl, vectors)
+        task = _columns_task(problem.dtype, problem.algorithm, forward, vl, vectors, length <= _FEW)
         return Program([Phase(task, outer * blocks, ctx)], [scratch.memory])
 
 

@@ -37,6 +37,7 @@ from nbdnn.kernels.cpu.vector import (
 from nbdnn.problem import DEFAULT_COMPUTE
 
 _LINE_BYTES, _ELEMENTS_AHEAD = 64, 8
+_PART = 1024  # elements whose sum is added to the total
 _MOST_ODD = 5  # parts that each give something to each of as many vectors
 
 
@@ -102,6 +103,26 @@ class _Strip:
         for register, value in zip(registers, values, strict=True):
             self.builder.store(value.value, register)
 
+    def sums(self, length, few: bool, terms: Callable[..., Sequence[Lanes]]) -> list[Lanes]:
+        """Of terms(i) for all i of a column, by parts unless they are `few`: a sum of millions, one after the other,
+        would lose what each of them adds."""
+        total, builder, nothing = self.registers(0.0), self.builder, constant(self.wide, 0.0)
+
+        def part(first, last) -> list[Lanes]:
+            registers = self.registers(0.0)
+            self.set(registers, [self.lanes(nothing)] * self.count)
+            with cgutils.for_range_slice(builder, first, last, I64(1)) as (i, _):
+                self.set(registers, [a + b for a, b in zip(self.values(registers), terms(i), strict=True)])
+            return self.values(registers)
+
+        if few:
+            return part(I64(0), length)
+        with cgutils.for_range_slice(builder, I64(0), length, I64(_PART)) as (first, _):
+            beyond = builder.add(first, I64(_PART))
+            last = builder.select(builder.icmp_signed("<", beyond, length), beyond, length)
+            self.set(total, [a + b for a, b in zip(self.values(total), part(first, last), strict=True)])
+        return self.values(total)
+
 
 def _strips(builder, dtype: str, vl: int, vectors: int, n, body: Callable[[_Strip], None]) -> None:
     """body(strip) for n columns: strips of `vectors` vectors, then of one; the last ends with them, or is masked."""
@@ -119,11 +140,11 @@ def _strips(builder, dtype: str, vl: int, vectors: int, n, body: Callable[[_Stri
 
 
 @cache
-def forward_columns(dtype: str, algorithm: str, vl: int, vectors: int):
+def forward_columns(dtype: str, algorithm: str, vl: int, vectors: int, few: bool):
     """Intrinsic (n, y, x, step, kept, length): softmax of n columns.
 
     Elements of a column lie `step` bytes apart; y may be x. kept: room for `length` x `vectors` vectors of the compute
-    type.
+    type. few: whether sums are made one element after the other.
     """
     is_log, shifts = algorithm == "log", algorithm != "fast"
 
@@ -134,7 +155,7 @@ def forward_columns(dtype: str, algorithm: str, vl: int, vectors: int):
             return builder.add(start, builder.mul(i, step))
 
         def softmax(strip: _Strip) -> None:
-            most, total = strip.registers(float("-inf")), strip.registers(0.0)
+            most = strip.registers(float("-inf"))
             if shifts:
                 with cgutils.for_range(builder, length) as loop:
                     strip.ask(x, loop.index, step, length)
@@ -142,17 +163,19 @@ def forward_columns(dtype: str, algorithm: str, vl: int, vectors: int):
                     strip.keep(values, kept, loop.index)
                     strip.set(most, [larger(*pair) for pair in zip(values, strip.values(most), strict=True)])
             shift = strip.values(most)
-            with cgutils.for_range(builder, length) as loop:
+
+            def powers_of(i) -> list[Lanes]:
                 if shifts:
-                    values = [a - b for a, b in zip(strip.kept(kept, loop.index), shift, strict=True)]
+                    values = [a - b for a, b in zip(strip.kept(kept, i), shift, strict=True)]
                 else:
-                    strip.ask(x, loop.index, step, length)
-                    values = strip.read(line(x, loop.index))
+                    strip.ask(x, i, step, length)
+                    values = strip.read(line(x, i))
                 powers = [power(value, is_small=shifts) for value in values]
                 if not is_log:
-                    strip.keep(powers, kept, loop.index)
-                strip.set(total, [a + b for a, b in zip(strip.values(total), powers, strict=True)])
-            sums = strip.values(total)
+                    strip.keep(powers, kept, i)
+                return powers
+
+            sums = strip.sums(length, few, powers_of)
             rest = [logarithm(each) if is_log else 1.0 / each for each in sums]
             with cgutils.for_range(builder, length) as loop:
                 strip.ask(y, loop.index, step, length, writes=True)
@@ -174,8 +197,8 @@ def forward_columns(dtype: str, algorithm: str, vl: int, vectors: int):
 
 
 @cache
-def backward_columns(dtype: str, algorithm: str, vl: int, vectors: int):
-    """Intrinsic (n, dx, dy, y, step, length): the gradient of n columns; dx may be dy."""
+def backward_columns(dtype: str, algorithm: str, vl: int, vectors: int, few: bool):
+    """Intrinsic (n, dx, dy, y, step, length): the gradient of n columns; dx may be dy. few: as of the forward."""
     is_log = algorithm == "log"
 
     def codegen(context, builder, sig, args):
@@ -185,14 +208,13 @@ def backward_columns(dtype: str, algorithm: str, vl: int, vectors: int):
             return builder.add(start, builder.mul(i, step))
 
         def gradient(strip: _Strip) -> None:
-            total = strip.registers(0.0)
-            with cgutils.for_range(builder, length) as loop:
-                strip.ask(dy, loop.index, step, length)
-                strip.ask(y, loop.index, step, length)
-                shares, values = strip.read(line(dy, loop.index)), strip.read(line(y, loop.index))
-                terms = shares if is_log else [a * b for a, b in zip(shares, values, strict=True)]
-                strip.set(total, [a + b for a, b in zip(strip.values(total), terms, strict=True)])
-            sums = strip.values(total)
+            def terms(i) -> list[Lanes]:
+                strip.ask(dy, i, step, length)
+                strip.ask(y, i, step, length)
+                shares, values = strip.read(line(dy, i)), strip.read(line(y, i))
+                return shares if is_log else [a * b for a, b in zip(shares, values, strict=True)]
+
+            sums = strip.sums(length, few, terms)
             with cgutils.for_range(builder, length) as loop:
                 strip.ask(dx, loop.index, step, length, writes=True)
                 both = zip(strip.read(line(dy, loop.index)), strip.read(line(y, loop.index)), sums, strict=True)
