@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable
-from math import inf
+from math import inf, prod
 from typing import NamedTuple, Protocol, TypeVar
 
 from nbdnn.candidate import YES, Support
@@ -130,7 +130,11 @@ class ByWindows(LaunchedCandidate[ConfigT]):
             flops_per_s = self.shares.fma * fma_flops_per_s(device, "f32")
         else:
             flops_per_s = self.shares.tensor * tensor_flops_per_s(device, problem.dtype, math == "tf32")
-        moved_us = problem.min_bytes / (self.shares.copy * copy_bytes_per_s(device)) * 1e6
+        # The image is read for each set of filters that a block has; of groups each has its own.
+        _, *others = self.plan(problem, config, device).grid
+        again = max(0.0, prod(others) / problem.groups - 1)
+        moved_bytes = problem.min_bytes + again * problem.operands[1 if exchanged(problem) else 0].size_bytes
+        moved_us = moved_bytes / (self.shares.copy * copy_bytes_per_s(device)) * 1e6
         launches = 2 if self.op == "conv_bwd_filter" else 1
         return launches * _LAUNCH_US + max(self.flops(problem) / flops_per_s * 1e6, moved_us)
 
