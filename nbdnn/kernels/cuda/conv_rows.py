@@ -13,7 +13,7 @@ from nbdnn.kernels.cuda import rows_launch, rows_phases_launch
 from nbdnn.kernels.cuda.rows_launch import CONFIGS, SMALLEST, Config
 from nbdnn.kernels.cuda.rows_plan import refusal
 from nbdnn.kernels.cuda.window_candidate import ByWindows, Planned, Shares
-from nbdnn.kernels.cuda.window_plan import exchanged, image
+from nbdnn.kernels.cuda.window_plan import exchanged, image, without_few
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
@@ -39,14 +39,9 @@ class ByRows(ByWindows[Config]):
         return CONFIGS[self.op][self.units_math(problem)]
 
     def refused(self, problem: ConvProblem) -> str:
-        if reason := super().refused(problem):
+        if reason := super().refused(problem) or without_few(problem, _MOST_CHANNELS):
             return reason
         seen = image(problem)
-        if seen.groups > 1 or not 1 <= seen.group_in <= _MOST_CHANNELS:
-            wanted = f"this kernel takes windows of 1 to {_MOST_CHANNELS} in one"
-            return f"{problem.c} channels and {problem.k} filters in {problem.groups} groups, {wanted}"
-        if seen.group_out < 1:
-            return f"{problem.c} channels and {problem.k} filters, this kernel takes 1 and more"
         run = problem.filter[1] * (seen.group_in if seen.image_last else 1)
         if run > _MOST_RUN:
             return f"{run} neighbours of a window, this kernel takes {_MOST_RUN}"

@@ -9,7 +9,7 @@ traffic and their order of summation.
 from __future__ import annotations
 
 from nbdnn.kernels.cuda.window_launch import Windowed
-from nbdnn.kernels.cuda.window_plan import QUAD, image
+from nbdnn.kernels.cuda.window_plan import QUAD, without_few
 from nbdnn.problem_conv import ConvProblem
 
 
@@ -19,15 +19,7 @@ class Stem(Windowed):
     algorithm = "stem"
 
     def refused(self, problem: ConvProblem) -> str:
-        if reason := super().refused(problem):
-            return reason
-        seen = image(problem)
-        if seen.groups > 1 or not 1 <= seen.group_in <= QUAD:
-            wanted = f"this kernel takes windows of 1 to {QUAD} in one"
-            return f"{problem.c} channels and {problem.k} filters in {problem.groups} groups, {wanted}"
-        if seen.group_out < 1:
-            return f"{problem.c} channels and {problem.k} filters, this kernel takes 1 and more"
-        return ""
+        return super().refused(problem) or without_few(problem, QUAD)
 
 
 FWD, FWD_TF32 = Stem("conv_fwd"), Stem("conv_fwd", "tf32")

@@ -20,6 +20,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import head_forward
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.head_records import Head, Variant
+from nbdnn.kernels.cuda.rows_plan import aligned
 from nbdnn.kernels.cuda.window_candidate import Planned
 from nbdnn.kernels.cuda.window_plan import Image, image
 from nbdnn.problem import ITEMSIZE
@@ -120,7 +121,3 @@ def refusal(seen: Image, problem: ConvProblem) -> str:
     if (bytes_ := gcd(_COPY_BYTES, neighbours * ITEMSIZE[problem.dtype], problem.align)) < 4:
         return f"neighbours in the image are multiples of {bytes_} bytes, this kernel copies 4 or more"
     return ""
-
-
-def aligned(count: int, to: int) -> int:
-    return -(-count // to) * to

@@ -107,6 +107,15 @@ def image(problem: ConvProblem) -> Image:
     )
 
 
+def without_few(problem: ConvProblem, most: int) -> str:
+    """Why windows are not of 1 to `most` channels in one group, with the numbers; or ''."""
+    seen = image(problem)
+    if seen.groups > 1 or not 1 <= seen.group_in <= most or seen.group_out < 1:
+        wanted = f"this kernel takes windows of 1 to {most} in one"
+        return f"{problem.c} channels and {problem.k} filters in {problem.groups} groups, {wanted}"
+    return ""
+
+
 def _strides(shape: tuple[int, ...], channels_last: bool) -> tuple[int, ...]:
     n, c, _, h, w = tensor_strides(shape, channels_last)
     return n, c, h, w
