@@ -54,8 +54,15 @@ def edges(op: str) -> list[SoftmaxProblem]:
     # Long rows of whole vectors, of which a thread holds many; the last threads have one less.
     long = product(("f32", "f16", "bf16"), ALGORITHMS, (4104, 32008))
     problems += [SoftmaxProblem(op, dtype, 3, c, (1, 1), algorithm, "channel", "nchw") for dtype, algorithm, c in long]
+    # Rows that begin anywhere among the 16 bytes of a vector: in a warp, of a warp, of a block, of several blocks.
+    anywhere = product(
+        ("f32", "f16", "bf16"), ("log", "accurate"), ((9, 121), (9, 1001), (5, 2002), (3, 4100), (3, 50257))
+    )
+    problems += [
+        SoftmaxProblem(op, dtype, n, c, (1, 1), algorithm, "channel", "nchw") for dtype, algorithm, (n, c) in anywhere
+    ]
     # Rows in parts, of which the last is short.
-    parts = product(("f32", "f64", "bf16"), ALGORITHMS)
+    parts = product(("f32", "f64", "f16", "bf16"), ALGORITHMS)
     problems += [
         SoftmaxProblem(op, dtype, 2, 70001, (1, 1), algorithm, "channel", "nchw") for dtype, algorithm in parts
     ]

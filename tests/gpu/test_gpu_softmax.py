@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from cells import check
 from gpus import DEVICE
 from libraries import library
 
 from nbdnn import driver
+from nbdnn.candidate import NoConfig
 from nbdnn.dispatch import registry
+from nbdnn.kernels.cuda import softmax_parts
 from nbdnn.problem import parse
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +25,8 @@ pytestmark = pytest.mark.gpu
         (4, 1100, 1, 1),
         (4, 3000, 1, 1),
         (2, 33000, 1, 1),
+        (4, 1101, 1, 1),
+        (3, 33003, 1, 1),
         (2, 70001, 1, 1),
         (3, 500, 5, 7),
         (2, 1000, 28, 8),
@@ -46,3 +53,12 @@ def test_rows_far_below_zero(shape: tuple[int, ...], algorithm: str) -> None:
                 torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6, msg=f"{candidate.id} {config}")
                 seen.add(candidate.id)
     assert len(seen) >= 2
+
+
+@pytest.mark.parametrize("algorithm", ["accurate", "log"])
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+def test_parts_of_several_tiles(dtype: str, algorithm: str) -> None:
+    """As of rows of millions: by kernels for a GPU of one multiprocessor."""
+    for candidate in (softmax_parts.FWD, softmax_parts.BWD):
+        problem = parse(f"{candidate.op}:{dtype}:n2c70001h1w1:{algorithm}:channel:nchw")
+        check(candidate, problem, NoConfig(), replace(DEVICE, sms=1))

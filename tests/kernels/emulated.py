@@ -132,6 +132,7 @@ class Thread:
         self.answer: Any = None
         self.started: list[Callable[[], None]] = []  # copies, and those of each group that was committed
         self.groups: list[list[Callable[[], None]]] = []
+        self.arrivals = 0  # at barriers of its cluster
         self.static_words = 0  # of shared memory, that its arrays took
         self._others = greenlet.getcurrent()
         self._own = greenlet.greenlet(body)
@@ -166,6 +167,8 @@ class Block:
         self.collectives: dict[str, Callable[[list], Sequence]] = {}
         self.shared: list[Word] = []
         self.moved = False
+        self.together: list[tuple[tuple[int, int, int], list[Word], list[Thread]]] = []  # place, shared memory, threads
+        self.arrivals = 0  # of all threads at barriers of clusters
         self._dynamic_words = 0
 
     def run(self, kernel: Callable, arguments: list, launch: Launch, places: Sequence[tuple[int, int, int]]) -> None:
@@ -173,6 +176,7 @@ class Block:
         self._dynamic_words = -(-launch.dynamic_shared_bytes // 4)
         numbers, body = range(launch.source.threads), lambda: kernel(*arguments)
         blocks = [(place, [nan] * self._dynamic_words, [Thread(i, body) for i in numbers]) for place in places]
+        self.together, self.arrivals = blocks, 0
         while blocks:
             self.moved = False
             for self.place, self.shared, threads in blocks:
@@ -239,7 +243,7 @@ class Block:
 
 
 def run(block: Block, launch: Launch, operands: Sequence[Memory], workspace: Memory, scalars: tuple = SCALARS) -> None:
-    """All blocks of a launch: one after the other, or all at once where that is what it asks for."""
+    """All blocks of a launch: cluster by cluster, or all at once where that is what it asks for."""
     kernel, types = launch.source.builder(*launch.source.specialised_on)
     records = [each for each in types if hasattr(each, "_make")]
     integers = iter(launch.integers)
@@ -254,8 +258,9 @@ def run(block: Block, launch: Launch, operands: Sequence[Memory], workspace: Mem
     pointers = map(pointer, launch.pointers, types[len(maps) :])
     arguments = [*maps, *pointers, *(scalars if launch.scalars else ()), *fields]
     places = [(x, y, z) for z, y, x in product(*map(range, reversed(launch.grid)))]
-    for together in [places] if launch.cooperative else [[place] for place in places]:
-        block.run(kernel, arguments, launch, together)
+    at_once = len(places) if launch.cooperative else launch.cluster  # blocks of a cluster are neighbours along x
+    for first in range(0, len(places), at_once):
+        block.run(kernel, arguments, launch, places[first : first + at_once])
 
 
 def _launched(

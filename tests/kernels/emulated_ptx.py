@@ -20,6 +20,7 @@ from emulated_head import HeadWords
 from emulated_local import BnWords, GridWords, LocalWords
 from emulated_pool import RollingWords, TapWords
 from emulated_tma import TmaWords, WgmmaWords
+from emulated_tuples import ClusterWords, TupleWords
 from emulated_vector import PoolWords, RowWords, VectorWords
 from guarded import NUMPY_DTYPE
 
@@ -398,6 +399,8 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     monkeypatch.setitem(package.__dict__, "ptx_vector_rows", RowWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_grid", GridWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_bn", BnWords)
+    monkeypatch.setitem(package.__dict__, "ptx_tuples", TupleWords(words))
+    monkeypatch.setitem(package.__dict__, "ptx_cluster", ClusterWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_tma", TmaWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_wgmma", WgmmaWords(block))
     for module in _BUILDERS:

@@ -20,6 +20,7 @@ from nbdnn.kernels.cuda import (
     softmax_columns,
     softmax_direct,
     softmax_parts,
+    softmax_parts_vectors,
     softmax_plan,
     softmax_rows,
     softmax_staged,
@@ -34,6 +35,9 @@ KERNELS = (
     "bf16:n1048576c16h1w1:accurate:channel:nchw",  # two lanes a row
     "f16:n4096c32000h1w1:log:channel:nchw",  # a block, or a cluster of blocks, a row
     "bf16:n512c131072h1w1:fast:channel:nchw",  # the longest rows
+    "f16:n4096c50257h1w1:log:channel:nchw",  # rows that begin anywhere
+    "f32:n4096c50257h1w1:accurate:channel:nchw",
+    "bf16:n1c30000000h1w1:log:channel:nchw",  # rows in parts
     "f32:n32c21h128w128:log:channel:nhwc",  # vectors of one element, in registers and from shared memory
     "bf16:n32c21h128w128:accurate:channel:nhwc",
     "bf16:n32c1000h28w28:accurate:channel:nchw",
@@ -138,16 +142,67 @@ def test_rows_that_do_not_divide_into_vectors() -> None:
     assert softmax_direct.FWD.supports(narrow, H200).ok
 
 
+def test_whole_vectors_between_edges_are_for_arrays_that_begin_at_some() -> None:
+    """And for rows of threads enough for the elements beside them; the guess is for them where rows are long."""
+    for candidate in (softmax_rows.FWD, softmax_rows.BWD):
+        for text, least in (("f16:n4096c50257h1w1", 16), ("f32:n4096c50257h1w1", 8), ("bf16:n99c1002h1w1", 16)):
+            problem = parse(f"{candidate.op}:{text}:log:channel:nchw")
+            edged = [config for config in candidate.every(problem, H200) if config.edges]
+            assert edged and all(config.threads * config.blocks >= least for config in edged)
+            assert candidate.configs(problem, H200)[0].edges
+        for text in ("f16:n99c1001h1w1:log:channel:nchw:a8", "f16:n99c1000h1w1:log:channel:nchw"):
+            assert not any(config.edges for config in candidate.every(parse(f"{candidate.op}:{text}"), H200))
+
+
 @pytest.mark.parametrize("algorithm", ["accurate", "fast", "log"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_rows_in_parts(dtype: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three parts, the last of them short; of one row whose powers are 0 but in that."""
+@pytest.mark.parametrize(
+    ("align", "length", "sms"), [(4, 4501, 132), (16, 4501, 132), (16, 4096, 132), (16, 9001, 1), (16, 6150, 1)]
+)
+def test_rows_in_parts(
+    align: int, length: int, sms: int, dtype: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By elements and by vectors, of several parts or of one or two of several tiles, of which the last is short or
+    has only elements beside vectors; of one row whose powers are 0 but there."""
     monkeypatch.setattr(softmax_parts, "_LEAST_ELEMS", 1)
-    block = emulated_ptx.install(monkeypatch)
+    monkeypatch.setattr(softmax_parts_vectors, "VECTORS", 1)
+    block, device = emulated_ptx.install(monkeypatch), replace(H200, sms=sms)
     for candidate in (softmax_parts.FWD, softmax_parts.BWD):
-        problem = parse(f"{candidate.op}:{dtype}:n2c4501h1w1:{algorithm}:channel:nchw")
-        assert candidate.supports(problem, H200).ok
+        text = f"{dtype}:n2c{length}h1w1:{algorithm}:channel:nchw" + (":a4" if align == 4 else "")
+        problem = parse(f"{candidate.op}:{text}")
+        assert candidate.supports(problem, device).ok
         given = values(problem, "normal")
         if candidate is softmax_parts.FWD:
-            given["x"][1, :4200] = -200
-        emulated.assert_near(candidate, problem, NoConfig(), given, H200, block)
+            given["x"][1, : length - 300] = -200
+        emulated.assert_near(candidate, problem, NoConfig(), given, device, block)
+
+
+# (dtype, algorithm, threads and blocks of a row, its elements): every rest that whole vectors leave.
+ROWS = (
+    ("f16", "log", (64, 1), 8 * 100 + 1),  # a block a row, of two vectors a thread
+    ("f16", "accurate", (16, 1), 8 * 30 + 2),  # rows side by side in a warp
+    ("bf16", "accurate", (32, 1), 8 * 40 + 3),  # a warp a row
+    ("bf16", "log", (256, 2), 8 * 600 + 5),  # a cluster a row
+    ("f16", "fast", (64, 1), 8 * 64 + 6),
+    ("bf16", "log", (16, 1), 8 * 8 + 7),
+    ("f16", "log", (32, 1), 8 * 50 + 4),
+    ("f32", "log", (8, 1), 4 * 10 + 1),
+    ("f32", "accurate", (128, 1), 4 * 150 + 2),
+    ("f32", "accurate", (256, 2), 4 * 513 + 3),
+)
+
+
+@pytest.mark.parametrize(("dtype", "algorithm", "held_by", "length"), ROWS)
+def test_rows_that_begin_anywhere(
+    dtype: str, algorithm: str, held_by: tuple[int, int], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine of them: each begins at another element of a vector than the one before it. Powers of 0 at their edges."""
+    block = emulated_ptx.install(monkeypatch)
+    for candidate in (softmax_rows.FWD, softmax_rows.BWD):
+        problem = parse(f"{candidate.op}:{dtype}:n9c{length}h1w1:{algorithm}:channel:nchw")
+        config = softmax_rows.Config(*held_by, edges=True)
+        assert config in candidate.every(problem, H200)
+        given = values(problem, "normal")
+        if candidate is softmax_rows.FWD and algorithm != "fast":
+            given["x"][1, :7] = given["x"][2, -7:] = given["x"][3, : length // 2] = -200
+        emulated.assert_near(candidate, problem, config, given, H200, block)

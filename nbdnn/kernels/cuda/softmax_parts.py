@@ -5,40 +5,35 @@
     dx[i] = (dy[i] - sum of the parts' sums of dy[j] * y[j]) * y[i]                    log: as in `softmax_direct.py`
 
 A block a part; a second kernel merges what the parts of its row came to, each block for itself, and writes its part.
+Both go by vectors of 16 bytes (`softmax_parts_vectors.py`) where arrays begin at multiples of that, or else, and in
+float64, by elements, as here.
 
 Traffic: x twice (dy and y twice), the second time from the second-level cache where it holds them. Sums in the compute
-type in a fixed order; exp and log are libdevice's, good to 2 ulp. Source: own; the merged sums are those of the online
-normaliser, arXiv:1805.02867.
+type in a fixed order; exp is libdevice's, good to 2 ulp, or by vectors the hardware's, off by 2^-22 and by what a
+difference of float32 is. Source: own; the merged sums are those of the online normaliser, arXiv:1805.02867.
 """
 
 from __future__ import annotations
 
 import math
 from math import ceil
-from typing import NamedTuple
 
 from nbdnn.candidate import YES, NoConfig, Support
 from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import softmax_parts_vectors as by_vectors
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.kernels.cuda.softmax_direct import Variant, combined_rows
+from nbdnn.kernels.cuda.softmax_direct import Variant
+from nbdnn.kernels.cuda.softmax_merged import Parts, merging
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_softmax import SoftmaxProblem
 
 _THREADS, _AT_ONCE = 256, 8  # elements that a thread has on their way
 _PART_ELEMS = _THREADS * _AT_ONCE
 _LEAST_ELEMS = 32 * _PART_ELEMS  # of a row: shorter ones have faster kernels
-_BLOCKS_PER_SM = 8
+_BLOCKS_PER_SM, _BLOCKS_OF_VECTORS = 8, 4
 _LAUNCH_US, _NEXT_US, _SHARE_OF_COPY = 3.0, 2.5, 0.7
-
-
-class _Parts(NamedTuple):
-    """parts: of a row, of `part` elements each but the last."""
-
-    length: int
-    parts: int
-    part: int
 
 
 def _kernel(*specialised_on):
@@ -49,7 +44,7 @@ def _kernel(*specialised_on):
     compute = DEFAULT_COMPUTE[v.dtype]
     real, integer, widen, narrow = ptx.REAL[compute], ptx.INTEGER[64], ptx.WIDEN[v.dtype], ptx.NARROW[v.dtype]
     is_log, shifts, nothing = v.algorithm == "log", v.algorithm != "fast", real(-math.inf)
-    _, maximum, total = combined_rows(v)
+    rescaled, merged, of_row = merging(v, forward)
 
     @ptx.inline
     def begin_of(f):
@@ -59,19 +54,6 @@ def _kernel(*specialised_on):
         end = start + f.part
         first = row * f.length
         return first + start + ptx.thread_x(), first + (end if end < f.length else f.length), row * f.parts
-
-    @ptx.inline
-    def rescaled(powers, shift, by):
-        """Powers that were shifted, shifted by more."""
-        return powers * (math.exp(shift - by) if shift > nothing else real(0.0))
-
-    @ptx.inline
-    def merged(shift, powers):
-        """Of all threads: the largest shift, and the sum of the powers shifted by that."""
-        if not shifts:
-            return real(0.0), total(powers)
-        most = maximum(shift)
-        return most, total(rescaled(powers, shift, most))
 
     def sum_parts(x, y, sums, f):
         i, end, _ = begin_of(f)
@@ -99,29 +81,10 @@ def _kernel(*specialised_on):
                     if i + k * _THREADS < end:
                         powers = powers + math.exp(values[k] - by)
             i = i + _PART_ELEMS
-        if forward:
-            shift, powers = merged(shift, powers)
-        else:
-            powers = total(powers)
+        shift, powers = merged(shift, powers)
         if ptx.thread_x() == 0:
             part = 2 * integer(ptx.block_x())
             sums[part], sums[part + 1] = shift, powers
-
-    @ptx.inline
-    def of_row(sums, first, parts):
-        """What all parts of a row come to."""
-        shift, powers, part = nothing if shifts and forward else real(0.0), real(0.0), integer(ptx.thread_x())
-        while part < parts:
-            of_part, more = sums[2 * (first + part)], sums[2 * (first + part) + 1]
-            if shifts and forward:
-                by = of_part if of_part > shift else shift
-                powers, shift = rescaled(powers, shift, by) + rescaled(more, of_part, by), by
-            else:
-                powers = powers + more
-            part = part + _THREADS
-        if forward:
-            return merged(shift, powers)
-        return shift, total(powers)
 
     def write_parts(x, y, out, sums, f):
         i, end, first = begin_of(f)
@@ -150,7 +113,7 @@ def _kernel(*specialised_on):
                         out[at] = narrow((value - scale) * others[k])
             i = i + _PART_ELEMS
 
-    data, reals, record = ptx.pointer(v.dtype), ptx.pointer(compute), ptx.record(_Parts, 64)
+    data, reals, record = ptx.pointer(v.dtype), ptx.pointer(compute), ptx.record(Parts, 64)
     return (write_parts, (data, data, data, reals, record)) if is_last else (sum_parts, (data, data, reals, record))
 
 
@@ -185,8 +148,12 @@ class InParts(LaunchedCandidate[NoConfig]):
         variant = Variant(problem.dtype, problem.algorithm, _THREADS)
 
         def launch(is_last: bool, pointers: tuple[int, ...]) -> Launch:
+            source = Source(_kernel, (*variant, forward, is_last), _THREADS)
+            if _has_vectors(problem):
+                kernel = by_vectors.write_kernel if is_last else by_vectors.sum_kernel
+                source = Source(kernel, (*variant, forward), _THREADS, _BLOCKS_OF_VECTORS)
             return Launch(
-                source=Source(_kernel, (*variant, forward, is_last), _THREADS),
+                source=source,
                 grid=(problem.rows[0] * integers.parts, 1, 1),
                 pointers=pointers,
                 scalars="",
@@ -197,11 +164,18 @@ class InParts(LaunchedCandidate[NoConfig]):
         return [launch(False, (*inputs, WORKSPACE)), launch(True, (*inputs, len(problem.operands) - 1, WORKSPACE))]
 
 
-def _parts(problem: SoftmaxProblem, device: Gpu) -> _Parts:
+def _has_vectors(problem: SoftmaxProblem) -> bool:
+    return problem.dtype != "f64" and problem.align >= by_vectors.VECTOR_BYTES
+
+
+def _parts(problem: SoftmaxProblem, device: Gpu) -> Parts:
     rows, length, _ = problem.rows
-    wanted = max(1, min(ceil(length / _PART_ELEMS), ceil(_BLOCKS_PER_SM * device.sms / max(1, rows))))
-    part = ceil(length / wanted / _PART_ELEMS) * _PART_ELEMS
-    return _Parts(length, ceil(length / part), part)
+    step, blocks = _PART_ELEMS, _BLOCKS_PER_SM
+    if _has_vectors(problem):
+        step, blocks = by_vectors.tile_elems(problem.dtype, _THREADS), _BLOCKS_OF_VECTORS
+    wanted = max(1, min(ceil(length / step), ceil(blocks * device.sms / max(1, rows))))
+    part = ceil(length / wanted / step) * step
+    return Parts(length, ceil(length / part), part)
 
 
 FWD, BWD = InParts("softmax_fwd"), InParts("softmax_bwd")

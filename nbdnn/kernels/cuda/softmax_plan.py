@@ -26,10 +26,10 @@ _LAUNCH_US = 2.0
 _MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond the last row
 LINE_BYTES = 128
 # Priors for the guess, from an H200: bytes that a multiprocessor needs under way and those beyond which more of them
-# gain nothing; what lines cut short cost, a byte; each vector of a thread, doubling of a cluster, and blocks of a
-# cluster that are alone on their multiprocessors.
+# gain nothing; what lines cut short cost, a byte; vectors of less than 16 bytes, as many more as there are; each vector
+# of a thread, doubling of a cluster, and blocks of a cluster that are alone on their multiprocessors.
 _LATENCY_BYTES, _ENOUGH_BYTES = 4 << 10, 128 << 10
-_LINE_COST, _VECTOR_COST, _CLUSTER_COST, _ALONE_COST = 6.0, 0.005, 0.03, 0.06
+_LINE_COST, _NARROW_COST, _VECTOR_COST, _CLUSTER_COST, _ALONE_COST = 6.0, 0.15, 0.005, 0.03, 0.06
 
 
 def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
@@ -38,6 +38,16 @@ def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
     while elems % lanes:
         lanes //= 2
     return lanes
+
+
+def most_lanes(problem: SoftmaxProblem) -> int:
+    """Elements of 16 bytes."""
+    return _VECTOR_BYTES // ITEMSIZE[problem.dtype]
+
+
+def has_edges(problem: SoftmaxProblem) -> bool:
+    """Whether rows begin between two multiples of 16 bytes of arrays that begin at one."""
+    return problem.align >= _VECTOR_BYTES and problem.rows[1] % most_lanes(problem) > 0
 
 
 def refused_rows(problem: SoftmaxProblem) -> str:
@@ -79,11 +89,12 @@ def resident_blocks(threads: int, registers_a_thread: int) -> int:
 
 class Shape(NamedTuple):
     """What a kernel's time depends on: bytes of each input that a block holds, neighbours that its threads load with
-    one instruction, and vectors a thread."""
+    one instruction, vectors a thread and their bytes."""
 
     held_bytes: float
     line_bytes: float
     vectors: int
+    vector_bytes: int = _VECTOR_BYTES
 
 
 def kernel_us(problem: SoftmaxProblem, device: Gpu, launch: Launch, shape: Shape) -> float:
@@ -91,6 +102,7 @@ def kernel_us(problem: SoftmaxProblem, device: Gpu, launch: Launch, shape: Shape
     resident = min(launch.source.min_blocks, ceil(prod(launch.grid) / device.sms))
     under_way = min(resident * shape.held_bytes * (len(problem.operands) - 1), _ENOUGH_BYTES)
     share = _LATENCY_BYTES / under_way + _LINE_COST / min(shape.line_bytes, LINE_BYTES)
+    share += _NARROW_COST * (_VECTOR_BYTES / shape.vector_bytes - 1)
     share += _VECTOR_COST * shape.vectors + _CLUSTER_COST * log2(launch.cluster)
     share += _ALONE_COST * (launch.cluster > 1 and resident == 1)
     return _LAUNCH_US + problem.min_bytes / copy_bytes_per_s(device) * 1e6 * (1 + share)
