@@ -29,7 +29,7 @@ LINE_BYTES = 128
 # gain nothing; what lines cut short cost, a byte; vectors of less than 16 bytes, as many more as there are; each vector
 # of a thread, doubling of a cluster, and blocks of a cluster that are alone on their multiprocessors.
 _LATENCY_BYTES, _ENOUGH_BYTES = 4 << 10, 128 << 10
-_LINE_COST, _NARROW_COST, _VECTOR_COST, _CLUSTER_COST, _ALONE_COST = 6.0, 0.15, 0.005, 0.03, 0.06
+_LINE_COST, _NARROW_COST, _VECTOR_COST, _CLUSTER_COST, _ALONE_COST = 6.0, 0.05, 0.005, 0.03, 0.06
 
 
 def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:

@@ -35,7 +35,9 @@ _WARP, _MOST_THREADS = 32, 1024
 _CLUSTERS = (1, 2, 4, 8)  # blocks; all GPUs that have clusters have these
 _CLUSTER_CAPABILITY, _CLUSTER_THREADS = (9, 0), 256  # threads of a block of a cluster, at least
 _MOST_VECTORS = 16  # of a thread
-_EDGE_REGISTERS = 12  # of a thread, for the element beside its vectors
+# Of a thread with an element beside its vectors, more than without: of logarithms of 16 bits; else, where the estimate
+# without has some to spare.
+_EDGE_REGISTERS, _EDGE_REGISTERS_SPARED = 12, -7
 
 
 class _Fields(NamedTuple):
@@ -204,12 +206,8 @@ class Rows(LaunchedCandidate[Config]):
         return YES
 
     def configs(self, problem: SoftmaxProblem, device: Gpu) -> tuple[Config, ...]:
-        """The best of those without edges among them: nobody has seen from which length on edges pay."""
         guesses = [(self.estimate(problem, config, device), config) for config in self.every(problem, device)]
-        chosen = plan.worth_measuring(guesses, kind=lambda config: config)
-        plain = [guess for guess in guesses if not guess[1].edges]
-        best = (min(plain)[1],) if plain else ()
-        return tuple(dict.fromkeys((*chosen, *best)))
+        return plan.worth_measuring(guesses, kind=lambda config: config)
 
     def every(self, problem: SoftmaxProblem, device: Gpu) -> list[Config]:
         """The configs whose threads have registers for their rows."""
@@ -235,7 +233,10 @@ class Rows(LaunchedCandidate[Config]):
     def _resident(self, problem: SoftmaxProblem, config: Config) -> int:
         """Blocks that a multiprocessor holds at once."""
         registers = plan.registers(problem, _vectors(problem, config) * _lanes(problem, config), 1)
-        return plan.resident_blocks(block_threads(config), registers + _EDGE_REGISTERS * config.edges)
+        if config.edges:
+            logs = problem.op == "softmax_fwd" and problem.algorithm == "log" and problem.dtype != "f32"
+            registers += _EDGE_REGISTERS if logs else _EDGE_REGISTERS_SPARED
+        return plan.resident_blocks(block_threads(config), registers)
 
     def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
         (launch,) = self.launches(problem, config, device)
