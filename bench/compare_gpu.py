@@ -146,7 +146,7 @@ def rows(texts: Sequence[str], arithmetics: Sequence[str]) -> list[Row]:
             for arithmetic in dtypes:
                 dtype = "f32" if arithmetic == "tf32" else arithmetic
                 shape, _, epilogue = geometry.partition(":e:")
-                layout = "ncdhw" if "t3" in shape else "nchw"
+                layout = "ncdhw" if "d" in shape.partition(":")[0] else "nchw"
                 text = f"{op}:{dtype}:{shape}:cross:{layout}" + (f":e:{epilogue}" if epilogue else "")
                 row = Row(group, parse(text), arithmetic)
                 named = not texts or any(part in f"{group} {row.name}" for part in texts)
