@@ -28,11 +28,11 @@ def method_us(problem: ConvProblem, device: Gpu, place: int, tf32: bool = False,
     kind, channels = "bf16" if tf32 else problem.dtype, problem.c // problem.groups
     is_pointwise = kind in _TURNED and max(problem.filter, default=1) == 1 and max(problem.stride, default=1) == 1
     share = _SHARE_OF_POINTS if is_pointwise else _SHARE[kind]
-    if problem.groups == 1 and channels >= _FEW_CHANNELS:
+    if problem.groups == 1 and min(channels, problem.k) >= _FEW_CHANNELS:
         products_us = problem.flops / tensor_flops_per_s(device, problem.dtype, tf32) * 1e6
         busy_us = max(products_us / share, problem.min_bytes / copy_bytes_per_s(device) / _SHARE_OF_COPY * 1e6)
     else:
-        # Few channels fill no matrix: stems and grouped layers reached about 0.1 of the floor.
+        # Few channels or filters fill no matrix: first, last and grouped layers reached about 0.1 of the floor.
         busy_us = floor_us(problem, device, tf32) / (share / 4 if channels > 1 else share)
     if kind in _TURNED and not problem.channels_last and not is_pointwise:
         busy_us += 2 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
