@@ -16,6 +16,7 @@ _ROWS = (
     ("n8192c1024h1w1", "accurate", "channel", ("nchw",)),
     ("n4096c32000h1w1", "accurate", "channel", ("nchw",)),
     ("n4096c32000h1w1", "log", "channel", ("nchw",)),
+    ("n4096c50257h1w1", "log", "channel", ("nchw",)),
     ("n65536c128h1w1", "accurate", "channel", ("nchw",)),
     ("n1048576c16h1w1", "accurate", "channel", ("nchw",)),
     ("n512c131072h1w1", "accurate", "channel", ("nchw",)),

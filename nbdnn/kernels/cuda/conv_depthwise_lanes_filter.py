@@ -28,6 +28,8 @@ from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.problem_conv import ConvProblem
 
 _MOST_TAPS = 49  # whose sums stay in registers
+# Registers of a thread beside what it keeps by name; who keeps less than that few gets no more, for the sake of threads.
+_OTHERS, _FEW = 24, 80
 _BLOCKS = 4  # of a multiprocessor, two of them at once
 _SUM_US = 2.0  # of the second kernel
 
@@ -62,7 +64,8 @@ class _Variant(NamedTuple):
     def min_blocks(self) -> int:
         rows, columns = self.tile[:2]
         kept = self.taps + rows * columns + columns + self.taps_w - 1
-        return plan.min_blocks(self.tile.threads, kept + 24, self.shared_bytes)
+        registers = kept + _OTHERS if kept >= _FEW else min(kept + _OTHERS, _FEW)
+        return plan.min_blocks(self.tile.threads, registers, self.shared_bytes)
 
     @property
     def instructions(self) -> int:
