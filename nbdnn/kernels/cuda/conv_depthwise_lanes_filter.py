@@ -28,7 +28,7 @@ from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.problem_conv import ConvProblem
 
 _MOST_TAPS = 49  # whose sums stay in registers
-# Registers of a thread beside what it keeps by name; who keeps less than that few gets no more, for the sake of threads.
+# Registers of a thread beside what it keeps; who keeps less than that few gets no more, for the sake of threads.
 _OTHERS, _FEW = 24, 80
 _BLOCKS = 4  # of a multiprocessor, two of them at once
 _SUM_US = 2.0  # of the second kernel
