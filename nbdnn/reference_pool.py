@@ -74,12 +74,12 @@ def _forward(problem: PoolProblem, operands: Arrays, index: _Index) -> tuple[np.
 def _backward(problem: PoolProblem, operands: Arrays, index: _Index) -> tuple[np.ndarray, np.ndarray]:
     """Every window that covers a position gives it its gradient, a share of it, or nothing."""
     total, squares = np.zeros(len(index[0])), np.zeros(len(index[0]))
-    windows = 0
-    for at, inside in _windows(problem, index):
-        windows += 1
+    met = list(_windows(problem, index))
+    windows, chosen_by = len(met), _choices(problem, operands["x"], [at for at, _ in met]) if problem.is_max else []
+    for number, (at, inside) in enumerate(met):
         term = operands["dy"][at].astype(np.float64)
         if problem.is_max:
-            chosen = _maxima(problem, operands["x"], at)[1]
+            chosen = chosen_by[number]
             inside = inside & np.all([a == b for a, b in zip(chosen, index[2:], strict=True)], axis=0)
         else:
             term = term * _scale(problem, at)
@@ -124,6 +124,15 @@ def _maxima(problem: PoolProblem, x: np.ndarray, index: _Index) -> tuple[np.ndar
         best = np.where(better, value, best)
         chosen = [np.where(better, a, before) for a, before in zip(at[2:], chosen, strict=True)]
     return best, chosen
+
+
+def _choices(problem: PoolProblem, x: np.ndarray, met: list[_Index]) -> list[list[np.ndarray]]:
+    """Where the maxima of windows are, list by list: each window is searched once."""
+    numbers = [np.ravel_multi_index(at, problem.y_shape) for at in met]
+    every, places = np.unique(np.concatenate(numbers), return_inverse=True)
+    chosen = _maxima(problem, x, tuple(np.unravel_index(every, problem.y_shape)))[1]
+    ends = np.cumsum([len(each) for each in numbers])[:-1]
+    return [[axis[of] for axis in chosen] for of in np.split(places.reshape(-1), ends)]
 
 
 def _scale(problem: PoolProblem, index: _Index) -> np.ndarray:
