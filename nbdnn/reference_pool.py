@@ -12,7 +12,7 @@ a few eps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from math import prod
 
@@ -74,12 +74,12 @@ def _forward(problem: PoolProblem, operands: Arrays, index: _Index) -> tuple[np.
 def _backward(problem: PoolProblem, operands: Arrays, index: _Index) -> tuple[np.ndarray, np.ndarray]:
     """Every window that covers a position gives it its gradient, a share of it, or nothing."""
     total, squares = np.zeros(len(index[0])), np.zeros(len(index[0]))
-    met = list(_windows(problem, index))
-    windows, chosen_by = len(met), _choices(problem, operands["x"], [at for at, _ in met]) if problem.is_max else []
-    for number, (at, inside) in enumerate(met):
+    windows, choice = 0, _choices(problem, operands["x"], index) if problem.is_max else None
+    for at, inside in _windows(problem, index):
+        windows += 1
         term = operands["dy"][at].astype(np.float64)
-        if problem.is_max:
-            chosen = chosen_by[number]
+        if choice:
+            chosen = choice(at)
             inside = inside & np.all([a == b for a, b in zip(chosen, index[2:], strict=True)], axis=0)
         else:
             term = term * _scale(problem, at)
@@ -126,13 +126,20 @@ def _maxima(problem: PoolProblem, x: np.ndarray, index: _Index) -> tuple[np.ndar
     return best, chosen
 
 
-def _choices(problem: PoolProblem, x: np.ndarray, met: list[_Index]) -> list[list[np.ndarray]]:
-    """Where the maxima of windows are, list by list: each window is searched once."""
-    numbers = [np.ravel_multi_index(at, problem.y_shape) for at in met]
-    every, places = np.unique(np.concatenate(numbers), return_inverse=True)
+def _choices(problem: PoolProblem, x: np.ndarray, index: _Index) -> Callable[[_Index], list[np.ndarray]]:
+    """Where the maxima of windows that may cover the positions are: a function of windows, each of which is searched
+    once."""
+    asked = np.zeros(problem.y_shape, bool)
+    for at, _ in _windows(problem, index):
+        asked[at] = True
+    every = np.flatnonzero(asked)
     chosen = _maxima(problem, x, tuple(np.unravel_index(every, problem.y_shape)))[1]
-    ends = np.cumsum([len(each) for each in numbers])[:-1]
-    return [[axis[of] for axis in chosen] for of in np.split(places.reshape(-1), ends)]
+
+    def choice(at: _Index) -> list[np.ndarray]:
+        places = np.searchsorted(every, np.ravel_multi_index(at, problem.y_shape))
+        return [axis[places] for axis in chosen]
+
+    return choice
 
 
 def _scale(problem: PoolProblem, index: _Index) -> np.ndarray:

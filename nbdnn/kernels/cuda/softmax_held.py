@@ -169,12 +169,7 @@ class WholeVectors:
         return self._words.hidden(self._held)
 
     def gather(self, formula: Callable, combine: Callable, inputs: int) -> Callable:
-        return self._words.gather(
-            self._held,
-            formula,
-            combine,
-            inputs,
-        )
+        return self._words.gather(self._held, formula, combine, inputs)
 
 
 class BetweenEdges:
