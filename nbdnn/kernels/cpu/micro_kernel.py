@@ -162,23 +162,22 @@ def micro_kernel(
 def tile_product(
     dtype: str, mr: int, nv: int, vl: int, a_step: int | None, b_step: int | None, accumulate: bool, a_dtype: str = ""
 ):
-    """Compiled-in function (vectors, ...): the `micro_kernel` of mr rows by 1, 2, 3 or nv <= 4 vectors."""
-    one, two, three, full = (
-        micro_kernel(dtype, mr, min(v, nv), vl, a_step, b_step, accumulate, a_dtype or dtype) for v in (1, 2, 3, nv)
-    )
+    """Compiled-in function (vectors, ...): the `micro_kernel` of mr rows by 1 to nv vectors."""
+    micro = micro_kernel(dtype, mr, nv, vl, a_step, b_step, accumulate, a_dtype or dtype)
+    fewer = tile_product(dtype, mr, nv - 1, vl, a_step, b_step, accumulate, a_dtype) if nv > 1 else micro
+
+    @njit(**DEVICE)
+    def one(vectors, a_rows, a_offsets, b, b_offsets, k_len, tile, pitch):
+        micro(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
 
     @njit(**DEVICE)
     def product(vectors, a_rows, a_offsets, b, b_offsets, k_len, tile, pitch):
         if vectors == nv:
-            full(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
-        elif vectors == 1:
-            one(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
-        elif vectors == 2:
-            two(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
+            micro(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
         else:
-            three(a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
+            fewer(vectors, a_rows, a_offsets, b, b_offsets, k_len, tile, pitch)
 
-    return product
+    return product if nv > 1 else one
 
 
 @cache

@@ -1,0 +1,313 @@
+"""Convolution to few channels: forward of few filters with stride 1, bwd_data of few channels, groups, 2-D, 3-D.
+
+    acc[row, o, column] += sum over k = (c, t, r, s) of  w[o, k] * low[c, t, row + r, column + s]      o <= 12
+
+A task keeps the sums of a strip of output rows, all of them, in the first-level cache, and lets the channels pass by,
+a few at a time: their rows are copied once, widened and with zeros beyond the borders (turned, where channels lie side
+by side), and read once a tap, by as many vectors of columns as registers hold.
+
+              all columns                            few channels              next ones
+    acc   +----------------+              low    +------------------+    +------------------+
+    row   | o = 0          |   +=   taps of      | rows of the strip|    |                  |
+          | o = 1          |                     | and of the taps  |    |                  |
+          +----------------+                     +------------------+    +------------------+
+
+Kernels whose strips have all channels at once (`pixel_gemm`) hold two rows of 64 channels of 256 columns in the
+second-level cache, which overlap by another two.
+
+Traffic: x from memory once, and again where strips overlap; its copy is written once and read a tap at a time, the sums
+read and written once for some channels, all in cache; y once. Accumulates in float32 (float64), one rounding a step, in
+the order of k. Source: own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from math import ceil
+
+import numpy as np
+from numba import njit
+
+from nbdnn.candidate import YES, Candidate, Support
+from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, kernel_us
+from nbdnn.kernels.cpu.epilogue import store_kind, tile_store
+from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, gather_values, geometry
+from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
+from nbdnn.kernels.cpu.pack import copy_bytes, pack_phase, packed_bytes
+from nbdnn.kernels.cpu.rows import ask_for, convert_row, transpose, zero_fill
+from nbdnn.kernels.cpu.scratch import own_pages
+from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
+
+_LOW_BYTES = 32 << 10  # of the channels that pass by together
+_STRIP_ROWS = 16
+_TASKS_PER_THREAD = 4
+_TURN_NS = 0.18  # an element of channels that lie side by side
+
+# Vectors of a register tile for 1, 2, ... outputs: mr*nv + nv + 1 of 32 vector registers, or of 16.
+_VECTORS = {"avx512": (8, 8, 7, 6, 5, 4, 3, 3, 3, 2, 2, 2), "other": (8, 5, 3, 3, 2, 2, 1, 1, 1, 1, 1, 1)}
+_MOST_OUTPUTS = len(_VECTORS["other"])
+
+_PARAMS = record(
+    *GATHER_FIELDS,
+    *("strips", "strip_rows", "low_h", "low_w", "span_w", "low_rows", "low_pitch", "depth_offsets", "low_offsets"),
+    *("step_channels", "taps", "packed_offset", "copy_bytes", "panel_bytes", "worker_offset", "worker_bytes"),
+    *("low_bytes", "channel_offsets", "lane_offsets", "kind"),
+)
+
+
+@cache
+def _lower_channels(dtype: str, vl: int):
+    """Compiled-in function (image, low, ctx, depth, first row, rows, channels): low[c, t, row, column], zero beyond the
+    borders, from the channel on that image is the address of."""
+    compute = DEFAULT_COMPUTE[dtype]
+    i64, fill, params_at = pointer("i64"), zero_fill(compute), struct(_PARAMS)
+    widen_row, turn = convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
+    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
+
+    @njit(**DEVICE)
+    def lower(image, low, ctx, depth, first_row, rows, channels):
+        f = params_at(ctx)
+        line_bytes = f.low_pitch * acc_bytes
+        plane_bytes = f.low_rows * line_bytes
+        channel_bytes = f.taps_d * plane_bytes
+        used_rows = rows + f.low_rows - f.strip_rows
+        start, end = min(max(0, -f.low_w), f.low_pitch), min(f.low_pitch, max(0, f.extent_w - f.low_w))
+        run = channels if f.in_w != 1 else 1  # at a time: one where columns lie side by side
+        for c in range(0, channels, run):
+            for t in range(f.taps_d):
+                d = depth * f.in_step_d + i64(f.depth_offsets)[t]
+                for row in range(used_rows):
+                    h = first_row + f.low_h + row
+                    to = low + c * channel_bytes + t * plane_bytes + row * line_bytes
+                    inside = 0 <= d < f.extent_d and 0 <= h < f.extent_h and start < end
+                    for cc in range(run):
+                        fill(to + cc * channel_bytes, start if inside else f.low_pitch)
+                        if inside:
+                            fill(to + cc * channel_bytes + end * acc_bytes, f.low_pitch - end)
+                    if inside:
+                        at = image + (c * f.in_c + d * f.in_d + h * f.in_h + (f.low_w + start) * f.in_w) * itemsize
+                        if f.in_w == 1:
+                            ask_for(at + f.step_channels * f.in_c * itemsize, (end - start) * itemsize)
+                            widen_row(to + start * acc_bytes, at, end - start)
+                        else:
+                            turn(to + start * acc_bytes, channel_bytes, at, f.in_w * itemsize, end - start, run)
+
+    return lower
+
+
+@cache
+def _strip_task(dtype: str, mr: int, nv: int, vl: int):
+    """One strip of rows of one depth of one group of one image: index = ((n*groups + g)*depth + d)*strips + strip."""
+    compute = DEFAULT_COMPUTE[dtype]
+    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
+    i64, args_at, params_at, row_bytes = pointer("i64"), struct(ARGS), struct(_PARAMS), stack(mr * 8)
+    lower, store, clear = _lower_channels(dtype, vl), tile_store(dtype, compute, vl), zero_fill(compute)
+    product, copy_row = tile_product(compute, mr, nv, vl, mr * acc_bytes, None, True), convert_row(compute, compute, vl)
+
+    def strip(args, ctx, index, worker):
+        a, pointers, f = args_at(args), i64(args), params_at(ctx)
+        first_row, rest = index % f.strips * f.strip_rows, index // f.strips
+        depth, rest = rest % f.count_d, rest // f.count_d
+        n, g = rest // f.groups, rest % f.groups
+        rows = min(f.strip_rows, f.count_h - first_row)
+        low = a.workspace + f.worker_offset + worker * f.worker_bytes
+        acc, row_slot = low + f.low_bytes, row_bytes()
+        # Rows follow each other with the columns that only taps read between them, whose sums nobody wants.
+        vectors = (rows * f.low_pitch - f.span_w + vl - 1) // vl
+        tiles, pitch = (vectors + nv - 1) // nv, vectors * vl * acc_bytes
+        clear(acc, mr * vectors * vl)
+        image = pointers[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize
+        panel = a.workspace + f.packed_offset + worker * f.copy_bytes + g * f.panel_bytes
+        for c in range(0, f.c_in, f.step_channels):
+            channels = min(f.step_channels, f.c_in - c)
+            lower(image + c * f.in_c * itemsize, low, ctx, depth, first_row, rows, channels)
+            for m in range(mr):
+                i64(row_slot)[m] = panel + (c * f.taps * mr + m) * acc_bytes
+            for tile in range(tiles):
+                # The vectors are shared out evenly: a tile of one vector would wait for its own multiply-adds.
+                start, end = tile * vectors // tiles, (tile + 1) * vectors // tiles
+                shift = start * vl * acc_bytes
+                product(
+                    end - start, row_slot, 0, low + shift, f.low_offsets, channels * f.taps, acc + shift, pitch
+                )  # fmt: skip
+        out = n * f.out_n + g * f.out_g + (f.start_d + depth * f.out_step_d) * f.out_d + f.start_w * f.out_w
+        bias = pointers[f.bias_pointer] + g * f.c_out * itemsize if f.bias_pointer >= 0 else 0
+        for i in range(rows):
+            for m in range(mr):
+                copy_row(low + m * f.count_w * acc_bytes, acc + m * pitch + i * f.low_pitch * acc_bytes, f.count_w)
+            line = (out + (f.start_h + (first_row + i) * f.out_step_h) * f.out_h) * itemsize
+            residual = pointers[f.residual_pointer] + line if f.residual_pointer >= 0 else 0
+            flags = (f.activation, bias, 1, 0, residual, f.read_out)
+            store(
+                low, f.count_w, mr, f.count_w, pointers[f.out_pointer] + line, f.channel_offsets, f.lane_offsets,
+                f.kind, flags, a.alpha, a.beta,
+            )  # fmt: skip
+
+    return compile_task(strip, (dtype, mr, nv, vl), fastmath=FASTMATH)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a gather is cut into strips of rows, and how many channels pass by together."""
+
+    strip_rows: int
+    strips: int
+    tasks: int
+    step_channels: int
+    low_rows: int
+    low_pitch: int
+    low_bytes: int
+    acc_bytes: int
+
+
+def _plan(geo: Geometry, gather: Gather, acc_bytes: int, device: Cpu) -> _Plan:
+    height, vl = gather.h.count, device.vector_bytes // acc_bytes
+    outer = geo.n * geo.groups * gather.d.count
+    strips = max(1, min(height, max(ceil(height / _STRIP_ROWS), ceil(device.threads * _TASKS_PER_THREAD / outer))))
+    rows = ceil(height / strips)
+    low_rows = rows + gather.h.span
+    low_pitch = gather.w.count + gather.w.span
+    channel_bytes = max(1, len(gather.d.taps)) * low_rows * low_pitch * acc_bytes
+    # Channels that lie side by side are turned by vectors.
+    least = vl if geo.in_strides[5] != 1 else 1
+    step = min(geo.c_in, max(least, _LOW_BYTES // channel_bytes // least * least))
+    strips = ceil(height / rows)
+    return _Plan(
+        strip_rows=rows,
+        strips=strips,
+        tasks=outer * strips,
+        step_channels=step,
+        low_rows=low_rows,
+        low_pitch=low_pitch,
+        # The last vector reads beyond its rows; what is stored lies here as well.
+        low_bytes=own_pages(max(step * channel_bytes, geo.c_out * gather.w.count * acc_bytes) + vl * acc_bytes),
+        acc_bytes=own_pages(geo.c_out * ceil(rows * low_pitch / vl) * vl * acc_bytes),
+    )
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The workspace: packed filters of all gathers, then the rows and sums of each worker."""
+
+    geo: Geometry
+    plans: tuple[_Plan, ...]
+    packed_offsets: tuple[int, ...]
+    worker_offset: int
+    worker_bytes: int
+    total_bytes: int
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of(cls, problem: ConvProblem, device: Cpu) -> _Layout:
+        geo, acc_bytes = geometry(problem), ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+        plans = tuple(_plan(geo, gather, acc_bytes, device) for gather in geo.gathers)
+        sizes = [packed_bytes(geo, gather, problem.dtype, geo.c_out, device) for gather in geo.gathers]
+        worker_offset, worker_bytes = own_pages(sum(sizes)), max(plan.low_bytes + plan.acc_bytes for plan in plans)
+        return cls(
+            geo,
+            plans,
+            tuple(sum(sizes[:i]) for i in range(len(sizes))),
+            worker_offset,
+            worker_bytes,
+            worker_offset + device.threads * worker_bytes,
+        )
+
+
+class FewOutputs(Candidate[Config, Cpu]):
+    """Sums of few outputs that stay in cache while the channels pass by."""
+
+    provider, algorithm, algo = "cpu", "few_outputs", "small"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: ConvProblem, device: Cpu) -> Support:
+        outputs = (problem.k if self.op == "conv_fwd" else problem.c) // problem.groups
+        if outputs > _MOST_OUTPUTS:
+            return Support(False, f"{outputs} channels of outputs: the sums of at most {_MOST_OUTPUTS} are kept")
+        if self.op == "conv_fwd" and set(problem.stride[-2:]) != {1}:
+            return Support(False, f"stride {problem.stride}: neighbours are to read neighbours")
+        return YES
+
+    def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
+        outputs = geometry(problem).c_out
+        return (Config(outputs, _VECTORS.get(device.isa, _VECTORS["other"])[outputs - 1]),)
+
+    def workspace_bytes(self, problem: ConvProblem, config: Config, device: Cpu) -> int:
+        return _Layout.of(problem, device).total_bytes
+
+    def estimate(self, problem: ConvProblem, config: Config, device: Cpu) -> float:
+        layout, vl = _Layout.of(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        geo, total = layout.geo, 0.0
+        copy_ns = COPY_NS if geo.in_strides[5] == 1 else _TURN_NS
+        for gather, plan in zip(geo.gathers, layout.plans, strict=True):
+            taps = len(gather.d.taps) * len(gather.h.taps) * len(gather.w.taps)
+            vectors = plan.tasks * ceil(plan.strip_rows * plan.low_pitch / vl) * geo.c_in
+            lowered = plan.tasks * plan.low_rows * plan.low_pitch * geo.c_in * len(gather.d.taps)
+            stored = geo.n * geo.groups * geo.c_out * gather.pixels
+            side_ns = lowered * copy_ns + stored * (COPY_NS if self._kind(problem, geo, gather) else GATHER_NS)
+            total += kernel_us(device, vectors * max(1, taps) * (geo.c_out + 1), side_ns, plan.tasks, 2)
+        return total
+
+    def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
+        layout = _Layout.of(problem, device)
+        geo, dtype, acc_bytes = layout.geo, problem.dtype, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+        phases: list[Phase] = []
+        keep: list[np.ndarray] = []
+        task = _strip_task(dtype, config.mr, config.nv, device.lanes(DEFAULT_COMPUTE[dtype]))
+        for gather, plan, packed_offset in zip(geo.gathers, layout.plans, layout.packed_offsets, strict=True):
+            pack, arrays = pack_phase(geo, gather, dtype, geo.c_out, packed_offset, device)
+            low_offsets = _low_offsets(gather, plan, acc_bytes)
+            depth_offsets = np.array([offset for _, offset in gather.d.taps], np.int64)
+            channels = np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2]
+            lanes = np.arange(gather.w.count, dtype=np.int64) * (gather.w.out_step * geo.out_strides[5])
+            keep += [*arrays, low_offsets, depth_offsets, channels, lanes]
+            taps = low_offsets.size // plan.step_channels
+            ctx = filled(
+                _PARAMS,
+                **gather_values(problem, geo, gather),
+                strips=plan.strips,
+                strip_rows=plan.strip_rows,
+                low_h=gather.h.low,
+                low_w=gather.w.low,
+                span_w=gather.w.span,
+                low_rows=plan.low_rows,
+                low_pitch=plan.low_pitch,
+                depth_offsets=depth_offsets.ctypes.data,
+                low_offsets=low_offsets.ctypes.data,
+                step_channels=plan.step_channels,
+                taps=taps,
+                packed_offset=packed_offset,
+                copy_bytes=copy_bytes(geo, gather, dtype, geo.c_out),
+                panel_bytes=geo.c_in * taps * geo.c_out * acc_bytes,
+                worker_offset=layout.worker_offset,
+                worker_bytes=layout.worker_bytes,
+                low_bytes=plan.low_bytes,
+                channel_offsets=channels.ctypes.data,
+                lane_offsets=lanes.ctypes.data,
+                kind=self._kind(problem, geo, gather),
+            )
+            phases += [pack, Phase(task, plan.tasks, ctx)]
+        return Program(phases, keep)
+
+    @staticmethod
+    def _kind(problem: ConvProblem, geo: Geometry, gather: Gather) -> int:
+        return store_kind(problem, gather.w.out_step * geo.out_strides[5] == 1)
+
+
+def _low_offsets(gather: Gather, plan: _Plan, acc_bytes: int) -> np.ndarray:
+    """Byte offset in the copied rows of each k = (c, t, r, s)."""
+    plane = plan.low_rows * plan.low_pitch
+    rows, columns = ([offset - axis.low for _, offset in axis.taps] for axis in (gather.h, gather.w))
+    planes = np.arange(plan.step_channels * len(gather.d.taps))[:, None, None] * plane
+    within = np.array(rows, np.int64)[:, None] * plan.low_pitch + np.array(columns, np.int64)
+    return ((planes + within) * acc_bytes).astype(np.int32).reshape(-1)
+
+
+FWD, BWD_DATA = FewOutputs("conv_fwd"), FewOutputs("conv_bwd_data")
