@@ -45,7 +45,7 @@ _LEAST_PIXELS = 48  # a block
 _AHEAD_BYTES = 4 << 10
 
 # Pixels of a register tile for 1, 2, ... vectors of outputs: mr*nv + nv + 1 of 32 vector registers, or of 16.
-_PIXELS = {"avx512": (14, 12, 8, 6), "other": (12, 6, 4)}
+_PIXELS = {"avx512": (14, 12, 8, 6, 5), "other": (12, 6, 4)}
 
 _PARAMS = record(
     *("in_pointer", "out_pointer", *EPILOGUE_FIELDS, "pixels", "block_pixels", "blocks", "chunk_panels", "panels"),
