@@ -33,10 +33,32 @@ from nbdnn.dispatch import dispatcher
 from nbdnn.dispatch.timing import settle
 from nbdnn.dispatch.tuner import tune
 from nbdnn.problem import Problem
-from nbdnn.problem_conv import ConvProblem
+from nbdnn.problem_conv import ConvProblem, conv
 from nbdnn.workloads import Layer, workload
 
 BATCH_S = 10e-3
+# Layers that the two networks lack, for every pass: shapes as a problem's text has them.
+OTHERS = {
+    "last layer, 1 filter": "n2c64h256w256:k1r3s3:p1x1:u1x1:d1x1:g1",
+    "last layer, 3 filters": "n2c64h256w256:k3r3s3:p1x1:u1x1:d1x1:g1",
+    "last layer, 5x5": "n1c32h256w256:k1r5s5:p2x2:u1x1:d1x1:g1",
+    "last layer, 21 classes": "n4c64h128w128:k21r1s1:p0x0:u1x1:d1x1:g1",
+    "decoder, 4x4 of stride 2": "n8c3h64w64:k64r4s4:p1x1:u2x2:d1x1:g1",
+    "super-resolution, 12 filters": "n1c32h180w320:k12r3s3:p1x1:u1x1:d1x1:g1",
+    "first layer, 7x7": "n8c3h224w224:k64r7s7:p3x3:u2x2:d1x1:g1",
+    "first layer, 3x3": "n8c3h224w224:k64r3s3:p1x1:u1x1:d1x1:g1",
+    "LeNet 1": "n128c3h32w32:k6r5s5:p0x0:u1x1:d1x1:g1",
+    "LeNet 2": "n128c6h14w14:k16r5s5:p0x0:u1x1:d1x1:g1",
+    "patches 4x4": "n8c3h224w224:k96r4s4:p0x0:u4x4:d1x1:g1",
+    "patches 16x16": "n4c3h224w224:k768r16s16:p0x0:u16x16:d1x1:g1",
+    "32 groups": "n4c128h28w28:k128r3s3:p1x1:u1x1:d1x1:g32",
+    "dilation 2": "n4c256h33w33:k256r3s3:p2x2:u1x1:d2x2:g1",
+    "dilation 12": "n1c256h33w33:k256r3s3:p12x12:u1x1:d12x12:g1",
+    "depthwise 5x5": "n4c240h28w28:k240r5s5:p2x2:u1x1:d1x1:g240",
+    "depthwise 7x7": "n4c96h56w56:k96r7s7:p3x3:u1x1:d1x1:g96",
+    "1x7": "n4c192h17w17:k192r1s7:p0x3:u1x1:d1x1:g1",
+    "one axis": "n4c128h1w1000:k128r1s3:p0x1:u1x1:d1x1:g1",
+}
 _PATIENCE = 5
 Call = Callable[[], object]
 
@@ -206,6 +228,12 @@ def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
         gradients = [n for n in convolutions(name, 8, train=True) if n.problem.op != "conv_fwd" and wanted(n.problem)]
         return lambda comparison, section: comparison.against_torch(section, some(gradients))
 
+    def others(op: str) -> list[Layer]:
+        return [Layer(conv(f"{op}:f32:{shape}:cross:nchw"), name, 1) for name, shape in OTHERS.items()]
+
+    def of_others(op: str):
+        return lambda comparison, section: comparison.against_torch(section, some(others(op)))
+
     def sixteen_bit(dtype: torch.dtype):
         return lambda comparison, section: comparison.against_float32(section, dtype, some(convolutions("resnet50", 1)))
 
@@ -217,6 +245,9 @@ def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
         "resnet50 backward 3x3, batch 8": backward("resnet50", lambda p: p.filter == (3, 3)),
         "resnet50 backward 1x1, batch 8": backward("resnet50", lambda p: p.filter == (1, 1)),
         "mobilenet_v2 backward depthwise, batch 8": backward("mobilenet_v2", lambda p: p.is_depthwise),
+        "others, forward": of_others("conv_fwd"),
+        "others, backward to the image": of_others("conv_bwd_data"),
+        "others, backward to the filter": of_others("conv_bwd_filter"),
         "resnet50 bfloat16 against float32, batch 1": sixteen_bit(torch.bfloat16),
         "resnet50 float16 against float32, batch 1": sixteen_bit(torch.float16),
         "guess against best, resnet50 and mobilenet_v2": lambda comparison, section: comparison.guess(

@@ -25,6 +25,7 @@ def _cpu_conv() -> _Lists:
         conv_depthwise_filter,
         conv_direct,
         conv_few_outputs,
+        conv_few_outputs_filter,
         conv_fft,
         conv_filter_gemm,
         conv_filter_strips,
@@ -69,6 +70,7 @@ def _cpu_conv() -> _Lists:
         "conv_bwd_filter": (
             conv_depthwise_filter.BWD_FILTER,
             conv_winograd_filter.BWD_FILTER,
+            conv_few_outputs_filter.BWD_FILTER,
             conv_filter_strips.BWD_FILTER,
             conv_filter_gemm.BWD_FILTER,
             conv_fft.BWD_FILTER_TILING,

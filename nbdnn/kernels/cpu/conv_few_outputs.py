@@ -27,18 +27,18 @@ from functools import cache, lru_cache
 from math import ceil
 
 import numpy as np
-from numba import njit
 
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
+from nbdnn.kernels.cpu.lower_planes import LOW_FIELDS, lower_planes
 from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
 from nbdnn.kernels.cpu.pack import copy_bytes, pack_phase, packed_bytes
-from nbdnn.kernels.cpu.rows import ask_for, convert_row, transpose, zero_fill
+from nbdnn.kernels.cpu.rows import convert_row, zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -54,51 +54,20 @@ _VECTORS = {"avx512": (8, 8, 7, 6, 5, 4, 3, 3, 3, 2, 2, 2), "other": (8, 5, 3, 3
 _MOST_OUTPUTS = len(_VECTORS["other"])
 
 _PARAMS = record(
-    *GATHER_FIELDS,
-    *("strips", "strip_rows", "low_h", "low_w", "span_w", "low_rows", "low_pitch", "depth_offsets", "low_offsets"),
-    *("step_channels", "taps", "packed_offset", "copy_bytes", "panel_bytes", "worker_offset", "worker_bytes"),
+    *dict.fromkeys((*GATHER_FIELDS, *LOW_FIELDS)),
+    *(
+        "strips",
+        "span_w",
+        "low_offsets",
+        "taps",
+        "packed_offset",
+        "copy_bytes",
+        "panel_bytes",
+        "worker_offset",
+        "worker_bytes",
+    ),
     *("low_bytes", "channel_offsets", "lane_offsets", "kind"),
 )
-
-
-@cache
-def _lower_channels(dtype: str, vl: int):
-    """Compiled-in function (image, low, ctx, depth, first row, rows, channels): low[c, t, row, column], zero beyond the
-    borders, from the channel on that image is the address of."""
-    compute = DEFAULT_COMPUTE[dtype]
-    i64, fill, params_at = pointer("i64"), zero_fill(compute), struct(_PARAMS)
-    widen_row, turn = convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
-    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
-
-    @njit(**DEVICE)
-    def lower(image, low, ctx, depth, first_row, rows, channels):
-        f = params_at(ctx)
-        line_bytes = f.low_pitch * acc_bytes
-        plane_bytes = f.low_rows * line_bytes
-        channel_bytes = f.taps_d * plane_bytes
-        used_rows = rows + f.low_rows - f.strip_rows
-        start, end = min(max(0, -f.low_w), f.low_pitch), min(f.low_pitch, max(0, f.extent_w - f.low_w))
-        run = channels if f.in_w != 1 else 1  # at a time: one where columns lie side by side
-        for c in range(0, channels, run):
-            for t in range(f.taps_d):
-                d = depth * f.in_step_d + i64(f.depth_offsets)[t]
-                for row in range(used_rows):
-                    h = first_row + f.low_h + row
-                    to = low + c * channel_bytes + t * plane_bytes + row * line_bytes
-                    inside = 0 <= d < f.extent_d and 0 <= h < f.extent_h and start < end
-                    for cc in range(run):
-                        fill(to + cc * channel_bytes, start if inside else f.low_pitch)
-                        if inside:
-                            fill(to + cc * channel_bytes + end * acc_bytes, f.low_pitch - end)
-                    if inside:
-                        at = image + (c * f.in_c + d * f.in_d + h * f.in_h + (f.low_w + start) * f.in_w) * itemsize
-                        if f.in_w == 1:
-                            ask_for(at + f.step_channels * f.in_c * itemsize, (end - start) * itemsize)
-                            widen_row(to + start * acc_bytes, at, end - start)
-                        else:
-                            turn(to + start * acc_bytes, channel_bytes, at, f.in_w * itemsize, end - start, run)
-
-    return lower
 
 
 @cache
@@ -107,7 +76,7 @@ def _strip_task(dtype: str, mr: int, nv: int, vl: int):
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     i64, args_at, params_at, row_bytes = pointer("i64"), struct(ARGS), struct(_PARAMS), stack(mr * 8)
-    lower, store, clear = _lower_channels(dtype, vl), tile_store(dtype, compute, vl), zero_fill(compute)
+    lower, store, clear = lower_planes(dtype, vl), tile_store(dtype, compute, vl), zero_fill(compute)
     product, copy_row = tile_product(compute, mr, nv, vl, mr * acc_bytes, None, True), convert_row(compute, compute, vl)
 
     def strip(args, ctx, index, worker):
@@ -126,7 +95,7 @@ def _strip_task(dtype: str, mr: int, nv: int, vl: int):
         panel = a.workspace + f.packed_offset + worker * f.copy_bytes + g * f.panel_bytes
         for c in range(0, f.c_in, f.step_channels):
             channels = min(f.step_channels, f.c_in - c)
-            lower(image + c * f.in_c * itemsize, low, ctx, depth, first_row, rows, channels)
+            lower(image + c * f.in_c * itemsize, low, f, depth, first_row, rows, channels)
             for m in range(mr):
                 i64(row_slot)[m] = panel + (c * f.taps * mr + m) * acc_bytes
             for tile in range(tiles):
@@ -162,6 +131,7 @@ class _Plan:
     step_channels: int
     low_rows: int
     low_pitch: int
+    plane_elems: int
     low_bytes: int
     acc_bytes: int
 
@@ -173,7 +143,8 @@ def _plan(geo: Geometry, gather: Gather, acc_bytes: int, device: Cpu) -> _Plan:
     rows = ceil(height / strips)
     low_rows = rows + gather.h.span
     low_pitch = gather.w.count + gather.w.span
-    channel_bytes = max(1, len(gather.d.taps)) * low_rows * low_pitch * acc_bytes
+    plane_elems = low_rows * low_pitch + vl  # the last vector reads beyond the rows
+    channel_bytes = max(1, len(gather.d.taps)) * plane_elems * acc_bytes
     # Channels that lie side by side are turned by vectors.
     least = vl if geo.in_strides[5] != 1 else 1
     step = min(geo.c_in, max(least, _LOW_BYTES // channel_bytes // least * least))
@@ -185,8 +156,9 @@ def _plan(geo: Geometry, gather: Gather, acc_bytes: int, device: Cpu) -> _Plan:
         step_channels=step,
         low_rows=low_rows,
         low_pitch=low_pitch,
-        # The last vector reads beyond its rows; what is stored lies here as well.
-        low_bytes=own_pages(max(step * channel_bytes, geo.c_out * gather.w.count * acc_bytes) + vl * acc_bytes),
+        plane_elems=plane_elems,
+        # What is stored lies here as well.
+        low_bytes=own_pages(max(step * channel_bytes, geo.c_out * gather.w.count * acc_bytes)),
         acc_bytes=own_pages(geo.c_out * ceil(rows * low_pitch / vl) * vl * acc_bytes),
     )
 
@@ -249,7 +221,7 @@ class FewOutputs(Candidate[Config, Cpu]):
         for gather, plan in zip(geo.gathers, layout.plans, strict=True):
             taps = len(gather.d.taps) * len(gather.h.taps) * len(gather.w.taps)
             vectors = plan.tasks * ceil(plan.strip_rows * plan.low_pitch / vl) * geo.c_in
-            lowered = plan.tasks * plan.low_rows * plan.low_pitch * geo.c_in * len(gather.d.taps)
+            lowered = plan.tasks * plan.plane_elems * geo.c_in * len(gather.d.taps)
             stored = geo.n * geo.groups * geo.c_out * gather.pixels
             side_ns = lowered * copy_ns + stored * (COPY_NS if self._kind(problem, geo, gather) else GATHER_NS)
             total += kernel_us(device, vectors * max(1, taps) * (geo.c_out + 1), side_ns, plan.tasks, 2)
@@ -279,6 +251,7 @@ class FewOutputs(Candidate[Config, Cpu]):
                 span_w=gather.w.span,
                 low_rows=plan.low_rows,
                 low_pitch=plan.low_pitch,
+                plane_elems=plan.plane_elems,
                 depth_offsets=depth_offsets.ctypes.data,
                 low_offsets=low_offsets.ctypes.data,
                 step_channels=plan.step_channels,
@@ -303,9 +276,8 @@ class FewOutputs(Candidate[Config, Cpu]):
 
 def _low_offsets(gather: Gather, plan: _Plan, acc_bytes: int) -> np.ndarray:
     """Byte offset in the copied rows of each k = (c, t, r, s)."""
-    plane = plan.low_rows * plan.low_pitch
     rows, columns = ([offset - axis.low for _, offset in axis.taps] for axis in (gather.h, gather.w))
-    planes = np.arange(plan.step_channels * len(gather.d.taps))[:, None, None] * plane
+    planes = np.arange(plan.step_channels * len(gather.d.taps))[:, None, None] * plan.plane_elems
     within = np.array(rows, np.int64)[:, None] * plan.low_pitch + np.array(columns, np.int64)
     return ((planes + within) * acc_bytes).astype(np.int32).reshape(-1)
 

@@ -1,0 +1,69 @@
+"""Lowering for kernels with columns in the lanes: some channels of a strip of rows, widened and zero-padded, in planes.
+
+For one image, group and output depth, and a strip of output rows,
+
+    low[c, t, row, column] = in[c, depth*step + offset(t), first_row + low_h + row, low_w + column]
+
+with zeros beyond the borders, and behind the last row of each plane. A row follows the one before at once, so that the
+outputs of a strip are one run, with those that nobody wants between rows. The input may have any layout.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from numba import njit
+
+from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.rows import ask_for, convert_row, transpose, zero_fill
+from nbdnn.kernels.cpu.vector import pointer, record
+from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
+
+# What lowering reads of a record. step_channels: how far ahead the next ones are that pass by.
+LOW_FIELDS = (
+    *("in_c", "in_d", "in_h", "in_w", "extent_d", "extent_h", "extent_w", "in_step_d", "taps_d", "depth_offsets"),
+    *("low_h", "low_w", "low_rows", "low_pitch", "plane_elems", "strip_rows", "step_channels"),
+)
+_LOW = record(*LOW_FIELDS)
+
+
+@cache
+def lower_planes(dtype: str, vl: int):
+    """Compiled-in function (image, low, f, depth, first row, rows, channels): the formula of the module for `channels`
+    channels of which `image` is the address of the first. f has LOW_FIELDS."""
+    compute = DEFAULT_COMPUTE[dtype]
+    i64, fill = pointer("i64"), zero_fill(compute)
+    widen_row, turn = convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
+    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
+
+    @njit(**DEVICE)
+    def lower(image, low, f, depth, first_row, rows, channels):
+        line_bytes, plane_bytes = f.low_pitch * acc_bytes, f.plane_elems * acc_bytes
+        channel_bytes = f.taps_d * plane_bytes
+        used_rows = rows + f.low_rows - f.strip_rows
+        start, end = min(max(0, -f.low_w), f.low_pitch), min(f.low_pitch, max(0, f.extent_w - f.low_w))
+        run = channels if f.in_w != 1 else 1  # at a time: one where columns lie side by side
+        for c in range(0, channels, run):
+            for t in range(f.taps_d):
+                d = depth * f.in_step_d + i64(f.depth_offsets)[t]
+                plane = low + c * channel_bytes + t * plane_bytes
+                for cc in range(run):
+                    behind = plane + cc * channel_bytes + used_rows * line_bytes
+                    fill(behind, f.plane_elems - f.low_rows * f.low_pitch)
+                for row in range(used_rows):
+                    h, to = first_row + f.low_h + row, plane + row * line_bytes
+                    inside = 0 <= d < f.extent_d and 0 <= h < f.extent_h and start < end
+                    for cc in range(run):
+                        fill(to + cc * channel_bytes, start if inside else f.low_pitch)
+                        if inside:
+                            fill(to + cc * channel_bytes + end * acc_bytes, f.low_pitch - end)
+                    if not inside:
+                        continue
+                    at = image + (c * f.in_c + d * f.in_d + h * f.in_h + (f.low_w + start) * f.in_w) * itemsize
+                    if f.in_w == 1:
+                        ask_for(at + f.step_channels * f.in_c * itemsize, (end - start) * itemsize)
+                        widen_row(to + start * acc_bytes, at, end - start)
+                    else:
+                        turn(to + start * acc_bytes, channel_bytes, at, f.in_w * itemsize, end - start, run)
+
+    return lower
