@@ -76,6 +76,8 @@ ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("3-D", "n4c64d16h56w56:k128t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", ALL, EVERY),
     ("3-D", "n1c32d64h64w64:k32t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", ALL, EVERY),
     ("3-D depthwise", "n4c64d16h56w56:k64t3r3s3:p1x1x1:u1x1x1:d1x1x1:g64", ALL, PLAIN),
+    ("videos", "n4c64d16h56w56:k144t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1", ALL, EVERY),
+    ("videos", "n4c144d16h56w56:k64t3r1s1:p1x0x0:u1x1x1:d1x1x1:g1", ALL, EVERY),
     ("few filters", "n8c64h256w256:k3r3s3:p1x1:u1x1:d1x1:g1", ALL, EVERY),
     ("few filters", "n8c32h256w256:k1r5s5:p2x2:u1x1:d1x1:g1", ALL, EVERY),
     ("few filters", "n4c64h256w256:k3r7s7:p3x3:u1x1:d1x1:g1", ALL, EVERY),

@@ -190,6 +190,14 @@ EDGES_FOLDED = (
     Edge("n1c2d9h14w17:k20t7r7s7:p3x3x3:u2x2x2:d1x1x1:g1", "the first layer of a network in 3-D"),
     Edge("n2c2d4h8w13:k10t2r4s4:p0x0x0:u2x4x4:d1x1x1:g1", "patches in 3-D, one column unread"),
 )
+# Over three axes, of which the filter sees two or one; posed in both layouts, in float32 and bfloat16 on GPUs.
+EDGES_FLAT = (
+    Edge("n2c64d3h9w11:k72t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1", "every depth an image, a remainder of filters"),
+    Edge("n2c32d9h3w5:k24t3r1s1:p1x0x0:u1x1x1:d2x1x1:g1", "every depth a row, dilated"),
+    Edge("n2c40d3h7w8:k40t1r3s3:p0x1x1:u1x1x1:d1x1x1:g40", "depthwise, every depth an image"),
+    Edge("n1c3d4h13w24:k32t1r7s7:p0x3x3:u1x2x2:d1x1x1:g1", "a first layer, every depth an image"),
+    Edge("n2c16d3h5w6:k16t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "1x1x1: rows of all pixels of a depth"),
+)
 # Posed in bfloat16 in both layouts on CPUs, some of which multiply pairs of channels.
 EDGES_PAIRS = (
     Edge("n1c70h9w11:k66r3s3:p4x4:u1x1:d4x4:g1", "dilated, so many pairs that taps beside the image are left out"),
@@ -211,6 +219,8 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
     problems = _of_all(op)
     if kind == "cuda":
         problems += _of_matrices(op) + _of_first_layers(op) + _of_last_layers(op) + _of_bands(op) + _of_folds(op)
+        flat = [_posed(op, "f32", edge, layout) for edge in EDGES_FLAT for layout in ("ncdhw", "ndhwc")]
+        problems += [*flat, *(replace(posed, dtype="bf16", compute="") for posed in flat)]
         problems += [
             replace(p, dtype="bf16", compute="")
             for p in problems
