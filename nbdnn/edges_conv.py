@@ -204,11 +204,12 @@ EDGES_PAIRS = (
     Edge("n2c64h6w7:k48r1s1:p0x0:u1x1:d1x1:g1", "pairs that are read where they lie, vectors of outputs"),
     Edge("n1c17h5w9:k33r2s3:p1x1:u2x1:d1x1:g1", "an odd channel at the end of either side"),
 )
-# Few outputs, in float32 and both layouts on CPUs, which let the channels pass by a few at a time.
-EDGES_PASSING = (
-    Edge("n1c20h21w130:k3r3s3:p1x1:u1x1:d1x1:g1", "strips of rows, steps of channels with a remainder of both"),
+# What CPUs take in strips of rows; posed in both layouts, in float32.
+EDGES_STRIPS = (
+    Edge("n1c20h21w130:k3r3s3:p1x1:u1x1:d1x1:g1", "few outputs, channels that pass by in steps, a remainder"),
     Edge("n1c3h41w262:k20r3s3:p1x1:u2x2:d1x1:g1", "the same of a gradient whose columns are every second one"),
     Edge("n1c2d4h20w70:k18t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", "the same in 3-D"),
+    Edge("n1c24h37w29:k20r3s3:p3x2:u1x1:d3x2:g1", "dilated: tiles of every third row, of which the last strip has one"),
 )
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
 
@@ -231,7 +232,7 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
         problems += [_posed(op, "bf16", edge, layout) for edge in EDGES_PAIRS for layout in ("nchw", "nhwc")]
         grouped, ends = _posed(op, "f32", ODD_GROUPS, "nhwc"), tuple(_epilogues(op)[-1].split("+"))
         problems += [replace(grouped, mode="conv"), replace(grouped, epilogue=ends)]
-        for edge in (*EDGES_LAST, *EDGES_PASSING):
+        for edge in (*EDGES_LAST, *EDGES_STRIPS):
             layouts = ("nchw", "nhwc") if _ndim(edge) == 2 else ("ncdhw", "ndhwc")
             problems += [_posed(op, "f32", edge, layout) for layout in layouts]
         last = [_posed(op, dtype, EDGES_LAST[0], layout) for dtype in ("f32", "f16") for layout in ("nchw", "nhwc")]

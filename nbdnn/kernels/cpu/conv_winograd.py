@@ -13,8 +13,9 @@ in second-level cache. Where U is large and used by one group of tiles only, as 
 task that multiplies transforms it, too, a few channels at a time, so that it never leaves that cache.
 
 Multiplications an output: (m+2)^2 / m^2 of stride 1 (2.25 for m = 4), (2m+1)^2 / m^2 of stride 2 (5.06), instead of 9.
-Depth taps (3-D) are further input channels. Error: of the order of eps * sqrt(C) times the largest root sum of squares
-in the image. Source: Lavin and Gray, arXiv:1509.09308; stride 2 as in cook_toom.py.
+Depth taps (3-D) are further input channels. Of a dilated filter a tile has every d-th row and column, and those
+between are further tiles. Error: of the order of eps * sqrt(C) times the largest root sum of squares in the image.
+Source: Lavin and Gray, arXiv:1509.09308; stride 2 as in cook_toom.py.
 """
 
 from __future__ import annotations
@@ -125,13 +126,16 @@ def _input_task(dtype: str, vl: int, m: int, stride: int):
         above, first = strip // f.strips, strip % f.strips * f.strip_rows
         n, depth, rows = above // f.count_d, above % f.count_d, min(f.strip_rows, f.tile_rows - first)
         low = a.workspace + f.strip_offset + worker * f.strip_bytes
-        lower(i64(args)[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize, low, ctx, depth, first, rows)
+        image = i64(args)[f.in_pointer] + (n * f.in_n + g * f.in_g) * itemsize
+        lower(image, low, ctx, depth, first, (rows + f.gap_h - 1) // f.gap_h * f.gap_h)
         number = (above * f.tile_rows + first) * f.tile_columns - f.first_tile
         v = a.workspace + f.v_offset + (g * f.chunk_tiles + number) * f.v_pitch
         for i in range(rows):
+            row = i // f.gap_h * step * f.gap_h + i % f.gap_h
             for j in range(f.tile_columns):
+                column = j // f.gap_w * step * f.gap_w + j % f.gap_w
                 for t in range(f.taps_d):
-                    pixel = ((t * f.low_rows + i * step) * f.low_columns + j * step) * f.c_in
+                    pixel = ((t * f.low_rows + row) * f.low_columns + column) * f.c_in
                     # The lanes beyond the last channel are overwritten by the next depth tap, or never read.
                     for c in range(0, f.c_in, vl):
                         transform(
@@ -194,9 +198,16 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: boo
     @njit(**DEVICE)
     def tile_place(f, number):
         """(image, depth, first row, first column) of a tile's outputs."""
-        column, above = number % f.tile_columns * m, number // f.tile_columns
-        row, above = above % f.tile_rows * m, above // f.tile_rows
+        j, above = number % f.tile_columns, number // f.tile_columns
+        i, above = above % f.tile_rows, above // f.tile_rows
+        row, column = i // f.gap_h * m * f.gap_h + i % f.gap_h, j // f.gap_w * m * f.gap_w + j % f.gap_w
         return above // f.count_d, above % f.count_d, row, column
+
+    @njit(**DEVICE)
+    def kept(f, row, column):
+        """Rows and columns that a tile has of the image."""
+        rows, columns = (f.image_rows - row - 1) // f.gap_h + 1, (f.image_columns - column - 1) // f.gap_w + 1
+        return min(m, rows), min(m, columns)
 
     @njit(**DEVICE)
     def finish_pixels(f, products, line, number, tiles, vectors, first, lanes, out, flags, alpha, beta):
@@ -204,12 +215,12 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: boo
         offsets = offset_slots()
         for i in range(tiles):
             n, depth, row, column = tile_place(f, number + i)
-            rows, columns = min(m, f.image_rows - row), min(m, f.image_columns - column)
+            rows, columns = kept(f, row, column)
             at = n * f.out_n + depth * f.out_d + row * f.out_h + column * f.out_w
             whole = f.finished and alpha == 1.0 and rows == m and columns == m and lanes == vectors * vl
             if whole:
                 to = out + (at + first * f.out_c) * itemsize
-                row_bytes, column_bytes = f.out_h * itemsize, f.out_w * itemsize
+                row_bytes, column_bytes = f.gap_h * f.out_h * itemsize, f.gap_w * f.out_w * itemsize
             else:
                 to, row_bytes, column_bytes = line, m * pitch, pitch
             for lane in range(0, vectors * vl * acc_bytes, vl * acc_bytes):
@@ -219,27 +230,29 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: boo
                 continue
             for r in range(rows):
                 for s in range(columns):
-                    i64(offsets)[s] = at + r * f.out_h + s * f.out_w
+                    i64(offsets)[s] = at + r * f.gap_h * f.out_h + s * f.gap_w * f.out_w
                 source, channels = line + r * m * pitch, f.channel_offsets + 8 * first
                 store(source, lanes_full, columns, lanes, out, offsets, channels, f.contiguous, flags, alpha, beta)
 
     @njit(**DEVICE)
     def finish_rows(f, products, line, number, tiles, vectors, first, lanes, out, flags, alpha, beta):
-        """Outputs of one row lie side by side: a few tiles of a row at a time, turned."""
+        """Outputs of one row lie side by side: a few tiles of a row at a time, turned; one where it has gaps."""
         offsets, turned, i = offset_slots(), line + m * run_pixels * pitch, 0
         while i < tiles:
             n, depth, row, column = tile_place(f, number + i)
-            run = min(min(run_pixels // m, tiles - i), f.tile_columns - column // m)
+            run = min(min(run_pixels // m, tiles - i), f.tile_columns - column // m) if f.gap_w == 1 else 1
             for j in range(run):
                 for lane in range(0, vectors * vl * acc_bytes, vl * acc_bytes):
                     source, to = products + (i + j) * pitch + lane, line + j * m * pitch + lane
                     transform(source, f.product_rows, f.product_columns, to, run_pixels * pitch, pitch)
-            columns = min(run * m, f.image_columns - column)
-            for r in range(min(m, f.image_rows - row)):
+            rows, columns = kept(f, row, column)
+            if f.gap_w == 1:
+                columns = min(run * m, f.image_columns - column)
+            for r in range(rows):
                 turn(turned, run_pixels * acc_bytes, line + r * run_pixels * pitch, pitch, columns, lanes)
-                at = n * f.out_n + depth * f.out_d + (row + r) * f.out_h
+                at = n * f.out_n + depth * f.out_d + (row + r * f.gap_h) * f.out_h
                 for s in range(columns):
-                    i64(offsets)[s] = at + (column + s) * f.out_w
+                    i64(offsets)[s] = at + (column + s * f.gap_w) * f.out_w
                 channels = f.channel_offsets + 8 * first
                 store(turned, run_pixels, lanes, columns, out, channels, offsets, f.contiguous, flags, alpha, beta)
             i += run
@@ -293,8 +306,8 @@ class Winograd(Candidate[NoConfig, Cpu]):
             return Support(False, f"stride {problem.stride[-2:]} is neither (1, 1) nor (2, 2)")
         if self.op == "conv_bwd_data" and any(u != 1 for u in problem.stride):
             return Support(False, f"stride {problem.stride} is not 1")
-        if any(d != 1 for d in problem.dilation[-2:]):
-            return Support(False, f"dilation {problem.dilation} is not 1")
+        if problem.stride[-1] > 1 and any(d != 1 for d in problem.dilation[-2:]):
+            return Support(False, f"stride {problem.stride} with dilation {problem.dilation}: one of them is 1")
         return YES
 
     def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> int:

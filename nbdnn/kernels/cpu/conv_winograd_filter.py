@@ -5,7 +5,8 @@
 The roles of filter and output are exchanged against the forward: dy is the filter, the 3x3 result the output, and the
 sum over tiles is the reduction. Images are taken in sets whose transforms fit in the workspace; for each set one phase
 transforms x to V[xi, c, tile], one transforms dy to D[xi, panel, tile, k], and one adds the products to M[xi, c, k];
-a last phase transforms M back and stores it. Accumulates in float32 (float64). Error: of the order of
+a last phase transforms M back and stores it. Of a dilated filter every d-th row and column of x and dy are an image of
+their own. Accumulates in float32 (float64). Error: of the order of
 eps * sqrt(tiles) times the largest root sum of squares of the result. Source: Lavin and Gray, arXiv:1509.09308, with
 the points of cook_toom.py.
 """
@@ -31,6 +32,7 @@ from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
 from nbdnn.kernels.cpu.rows import every_step, transpose, zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
+from nbdnn.kernels.cpu.winograd_plan import tiles_along
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
@@ -46,8 +48,8 @@ _INPUT_NS, _OUTPUT_NS = 0.9, 0.45
 
 _PARAMS = record(
     *("first_image", "images", "groups", "c_group", "k_group", "x_n", "x_c", "x_h", "x_w", "y_n", "y_k", "y_h", "y_w"),
-    *("extent_h", "extent_w", "count_h", "count_w", "low_h", "low_w", "tile_rows", "tile_columns", "tiles", "chunk"),
-    *("x_rows", "x_columns", "dy_rows", "dy_columns", "product_rows", "product_columns"),
+    *("extent_h", "extent_w", "count_h", "count_w", "low_h", "low_w", "gap_h", "gap_w", "tile_columns"),
+    *("tiles", "chunk", "x_rows", "x_columns", "dy_rows", "dy_columns", "product_rows", "product_columns"),
     *("v_offset", "v_pitch", "v_xi_bytes", "d_offset", "d_panel_bytes", "panels", "blocks", "m_offset", "m_xi_bytes"),
     *("m_panel_bytes", "worker_offset", "worker_bytes", "w_k", "w_c", "store_offsets", "adjacent", "read_out"),
 )
@@ -80,9 +82,15 @@ def _lower_lines(dtype: str, vl: int):
     return lower_lines
 
 
+@njit(**DEVICE)
+def of_phase(extent, first, gap):
+    """How many of the positions first, first + gap, ... lie within the extent."""
+    return max(0, (extent - first + gap - 1) // gap)
+
+
 @cache
 def _input_task(dtype: str, vl: int):
-    """V of one channel: index = channel."""
+    """V of one channel: index = channel. Of a dilated filter every gap-th row and column make an image of their own."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     args_at, params_at, lower_lines = struct(ARGS), struct(_PARAMS), _lower_lines(dtype, vl)
@@ -93,16 +101,26 @@ def _input_task(dtype: str, vl: int):
         lines, width = a.workspace + f.worker_offset + worker * f.worker_bytes, f.tile_columns + 1
         to = a.workspace + f.v_offset
         to += index // f.c_group * _PLANES * f.v_xi_bytes + index % f.c_group * f.v_pitch
-        for n in range(f.images):
+        for part in range(f.images * f.gap_h * f.gap_w):
+            n, row, column = part // (f.gap_h * f.gap_w), part // f.gap_w % f.gap_h, part % f.gap_w
+            # Of every gap-th row and column those from `row` and `column` on, counted from the first inside the image.
+            top, left = (row + f.low_h) // f.gap_h, (column + f.low_w) // f.gap_w
+            skipped_h, skipped_w = row + f.low_h - top * f.gap_h, column + f.low_w - left * f.gap_w
+            extent_h, extent_w = of_phase(f.extent_h, skipped_h, f.gap_h), of_phase(f.extent_w, skipped_w, f.gap_w)
             image = a.p0 + ((f.first_image + n) * f.x_n + index * f.x_c) * itemsize
-            for i in range(f.tile_rows):
-                top, pitch = i * _M + f.low_h, f.x_h * itemsize
-                lower_lines(lines, image, pitch, f.x_w, top, f.low_w, _ALPHA, width, f.extent_h, f.extent_w)
+            image += (skipped_h * f.x_h + skipped_w * f.x_w) * itemsize
+            tile_rows = (of_phase(f.count_h, row, f.gap_h) + _M - 1) // _M
+            tile_columns = (of_phase(f.count_w, column, f.gap_w) + _M - 1) // _M
+            for i in range(tile_rows):
+                lower_lines(
+                    lines, image, f.gap_h * f.x_h * itemsize, f.gap_w * f.x_w, top + i * _M, left, _ALPHA, width,
+                    extent_h, extent_w,
+                )  # fmt: skip
                 # The lanes beyond a row of tiles are overwritten by the next row.
-                for j in range(0, f.tile_columns, vl):
+                for j in range(0, tile_columns, vl):
                     source, target = lines + j * acc_bytes, to + j * acc_bytes
                     transform(source, f.x_rows, f.x_columns, target, _ALPHA * f.v_xi_bytes, f.v_xi_bytes)
-                to += f.tile_columns * acc_bytes
+                to += tile_columns * acc_bytes
 
     return compile_task(transform_x, (dtype, vl), fastmath=FASTMATH)
 
@@ -126,21 +144,25 @@ def _gradient_task(dtype: str, vl: int):
         channels = min(vl, f.k_group - first)
         to = a.workspace + f.d_offset + (g * _PLANES * f.panels + first // lanes) * f.d_panel_bytes
         to += first % lanes * acc_bytes
-        for n in range(f.images):
+        for part in range(f.images * f.gap_h * f.gap_w):
+            n, row, column = part // (f.gap_h * f.gap_w), part // f.gap_w % f.gap_h, part % f.gap_w
             image = a.p1 + ((f.first_image + n) * f.y_n + (g * f.k_group + first) * f.y_k) * itemsize
-            for i in range(f.tile_rows):
+            image += (row * f.y_h + column * f.y_w) * itemsize
+            count_h, count_w = of_phase(f.count_h, row, f.gap_h), of_phase(f.count_w, column, f.gap_w)
+            tile_columns, pitch, step = (count_w + _M - 1) // _M, f.gap_h * f.y_h * itemsize, f.gap_w * f.y_w
+            for i in range(0, count_h, _M):
                 for k in range(channels):
-                    at, pitch, lines = image + k * f.y_k * itemsize, f.y_h * itemsize, line + k * line_bytes
-                    lower_lines(lines, at, pitch, f.y_w, i * _M, 0, _M, width, f.count_h, f.count_w)
-                for j in range(0, width, vl):
+                    at, lines = image + k * f.y_k * itemsize, line + k * line_bytes
+                    lower_lines(lines, at, pitch, step, i, 0, _M, width, count_h, count_w)
+                for j in range(0, tile_columns, vl):
                     for k in range(channels):
                         source, target = line + k * line_bytes + j * acc_bytes, planes + k * vl * acc_bytes
                         transform(source, f.dy_rows, f.dy_columns, target, _ALPHA * plane, plane)
-                    tiles = min(vl, width - j)
+                    tiles = min(vl, tile_columns - j)
                     for xi in range(_PLANES):
                         panel = to + xi * f.panels * f.d_panel_bytes + j * lanes * acc_bytes
                         turn(panel, lanes * acc_bytes, planes + xi * plane, vl * acc_bytes, channels, tiles)
-                to += width * lanes * acc_bytes
+                to += tile_columns * lanes * acc_bytes
 
     return compile_task(transform_dy, (dtype, vl), fastmath=FASTMATH)
 
@@ -210,10 +232,10 @@ def _store_task(dtype: str, vl: int):
 
 @dataclass(frozen=True)
 class _Plan:
-    """Tiles of an image, images of a set, and the workspace."""
+    """Tiles of an image and of its longest row, images of a set, and the workspace."""
 
     gather: Gather
-    tile_rows: int
+    image_tiles: int
     tile_columns: int
     images: int
     chunk: int
@@ -237,11 +259,13 @@ def _plan(problem: ConvProblem, device: Cpu) -> _Plan:
     acc_bytes, vl = ITEMSIZE[compute], device.lanes(compute)
     (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
     c_group, k_group, lanes = problem.c // problem.groups, problem.k // problem.groups, _NV * vl
-    tile_rows, tile_columns = ceil(gather.h.count / _M), ceil(gather.w.count / _M)
+    gap_h, gap_w = problem.dilation
+    image_tiles = tiles_along(gather.h.count, _M, gap_h) * tiles_along(gather.w.count, _M, gap_w)
+    tile_columns = ceil(gather.w.count / (_M * gap_w))
     panels = ceil(k_group / lanes)
     tile_bytes = _PLANES * problem.groups * (c_group + panels * lanes) * acc_bytes
-    images = max(1, min(problem.n, _SET_BYTES // (tile_rows * tile_columns * tile_bytes)))
-    tiles = images * tile_rows * tile_columns
+    images = max(1, min(problem.n, _SET_BYTES // (image_tiles * tile_bytes)))
+    tiles = images * image_tiles
     v_pitch = (ceil(tiles / vl) + 1) * vl * acc_bytes
     v_xi_bytes = c_group * v_pitch + 64  # a cache line more, or all planes would fall into the same cache sets
     d_panel_bytes = tiles * lanes * acc_bytes + 64
@@ -255,7 +279,7 @@ def _plan(problem: ConvProblem, device: Cpu) -> _Plan:
     worker_offset = own_pages(m_offset + problem.groups * _PLANES * m_xi_bytes)
     return _Plan(
         gather=gather,
-        tile_rows=tile_rows,
+        image_tiles=image_tiles,
         tile_columns=tile_columns,
         images=images,
         chunk=max(64, int(device.l2_bytes * _CHUNK_SHARE) // (lanes * acc_bytes)),
@@ -282,8 +306,8 @@ class WinogradFilter(Candidate[NoConfig, Cpu]):
     def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         if problem.filter != (3, 3):
             return Support(False, f"the filter is {'x'.join(map(str, problem.filter))}, not 3x3")
-        if {*problem.stride, *problem.dilation} != {1}:
-            return Support(False, f"stride {problem.stride} and dilation {problem.dilation} are not 1")
+        if set(problem.stride) != {1}:
+            return Support(False, f"stride {problem.stride} is not 1")
         return YES
 
     def workspace_bytes(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> int:
@@ -291,7 +315,7 @@ class WinogradFilter(Candidate[NoConfig, Cpu]):
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         plan, vl = _plan(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        tiles = problem.n * plan.tile_rows * plan.tile_columns * _PLANES
+        tiles = problem.n * plan.image_tiles * _PLANES
         c_group, k_group = problem.c // problem.groups, problem.k // problem.groups
         fmas = problem.groups * tiles * ceil(c_group / _MR) * _MR * ceil(k_group / vl)
         side_ns = tiles * (problem.c + problem.k) * _INPUT_NS + _PLANES * problem.c * k_group * _OUTPUT_NS
@@ -345,7 +369,9 @@ def _parameters(problem: ConvProblem, plan: _Plan, tables: dict[str, np.ndarray]
         **{f"extent_{name}": axis.in_extent for name, axis in axes.items()},
         **{f"count_{name}": axis.count for name, axis in axes.items()},
         **{f"low_{name}": axis.low for name, axis in axes.items()},
-        **sizes | {"images": images, "tiles": images * plan.tile_rows * plan.tile_columns},
+        **sizes | {"images": images, "tiles": images * plan.image_tiles},
+        gap_h=problem.dilation[0],
+        gap_w=problem.dilation[1],
         first_image=first,
         groups=problem.groups,
         c_group=problem.c // problem.groups,

@@ -34,7 +34,7 @@ FILTER = record(
 PARAMS = record(
     *LOW_FIELDS,
     *("first_strip", "chunk_strips", "first_tile", "chunk_tiles", "group_tiles", "tile_groups"),
-    *("tile_rows", "tile_columns", "image_rows", "image_columns"),
+    *("tile_rows", "tile_columns", "image_rows", "image_columns", "gap_h", "gap_w"),
     *("load_rows", "load_columns", "product_rows", "product_columns", "channel_offsets", "contiguous", "finished"),
     *("u_offset", "u_group_bytes", "u_plane_bytes", "u_planes", "panels", "panel_bytes", "k_len", "k_step", "filters"),
     *("all_groups", "v_offset", "v_xi_bytes", "v_pitch", "m_xi_bytes", "line_offset"),
@@ -79,11 +79,16 @@ def tile_of(m: int, stride: int) -> Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """Strips that are lowered, chunks of them, tiles that are multiplied together; byte sizes and offsets."""
+    """Strips that are lowered, chunks of them, tiles that are multiplied together; byte sizes and offsets.
+
+    Of a dilated filter a tile has every gaps-th row and column, and is followed by the one that begins a pixel further
+    on, until the next ones begin where these tiles end.
+    """
 
     geo: Geometry
     tile: Tile
     lowering: Gather
+    gaps: tuple[int, int]
     nv: int
     panels: int
     tile_rows: int
@@ -142,6 +147,12 @@ def _round_up(value: int, multiple: int) -> int:
     return ceil(value / multiple) * multiple
 
 
+def tiles_along(pixels: int, m: int, gap: int) -> int:
+    """Tiles along an axis that have at least one of its pixels."""
+    whole, rest = divmod(pixels, m * gap)
+    return whole * gap + min(rest, gap)
+
+
 @lru_cache(maxsize=256)
 def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Cpu) -> Plan:
     geo, tile = geometry(problem), tile_of(m, problem.stride[-1])
@@ -151,15 +162,17 @@ def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Cpu) 
     vectors = max(1, ceil(geo.c_out / vl))
     panels = ceil(vectors / most_vectors)
     nv = ceil(vectors / panels)
-    tile_rows, tile_columns = ceil(gather.h.count / m), ceil(gather.w.count / m)
+    gap_h, gap_w = problem.dilation[-2:]
+    tile_rows, tile_columns = tiles_along(gather.h.count, m, gap_h), tiles_along(gather.w.count, m, gap_w)
     step, k_len = m * tile.stride, geo.c_in * len(gather.d.taps)
-    low_columns = (tile_columns - 1) * step + tile.inputs
+    beyond = tile.inputs - step  # rows that a tile shares with the next
+    low_columns = _round_up(tile_columns, gap_w) * step + beyond * gap_w
     row_bytes = max(1, len(gather.d.taps) * low_columns * geo.c_in * acc_bytes)
-    fits = max(1, (int(device.l2_bytes * _STRIP_SHARE) // row_bytes - tile.inputs) // step + 1)
+    fits = max(1, (int(device.l2_bytes * _STRIP_SHARE) // row_bytes - beyond * gap_h) // step)
     wanted = device.threads * _TASKS_PER_THREAD
     strips = min(tile_rows, max(ceil(tile_rows / fits), ceil(wanted / (geo.n * geo.groups * gather.d.count))))
-    strip_rows = ceil(tile_rows / strips)
-    low_rows = (strip_rows - 1) * step + tile.inputs
+    strip_rows = _round_up(ceil(tile_rows / strips), gap_h)
+    low_rows = strip_rows * step + beyond * gap_h
 
     v_pitch = _round_up(k_len + vl - 1, vl) * acc_bytes
     total_strips = geo.n * gather.d.count * ceil(tile_rows / strip_rows)
@@ -201,7 +214,7 @@ def plan(problem: ConvProblem, m: int, mr: int, most_vectors: int, device: Cpu) 
         gather.d, replace(gather.h, in_step=step, count=tile_rows), replace(gather.w, in_step=step, count=tile_columns)
     )
     return Plan(
-        geo, tile, lowering, nv, panels,
+        geo, tile, lowering, (gap_h, gap_w), nv, panels,
         tile_rows, tile_columns, strip_rows, low_rows, low_columns, chunk_strips, group_tiles, k_len, k_step,
         fused, u_offset, u_plane_bytes, v_offset, v_pitch, v_xi_bytes, m_xi_bytes,
         worker_offset, worker, worker_offset + device.threads * worker,
@@ -248,13 +261,13 @@ def tile_parameters(
     """(ctx of one chunk, the arrays that it needs alive)."""
     geo, tile, acc_bytes = plan.geo, plan.tile, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     (gather,) = geo.gathers
-    pixel_bytes, products = geo.c_in * acc_bytes, np.arange(tile.products)
-    kind = store_kind(problem, 1 in geo.out_strides[2::3])
+    pixel_bytes, products, (gap_h, gap_w) = geo.c_in * acc_bytes, np.arange(tile.products), plan.gaps
+    kind = store_kind(problem, geo.out_strides[2] == 1 or geo.out_strides[5] == gap_w == 1)
     tile_groups = ceil(chunk.tiles / plan.group_tiles)
     tables = {
         "depth_offsets": np.array([offset for _, offset in gather.d.taps], np.int64),
-        "load_rows": np.arange(tile.inputs) * plan.low_columns * pixel_bytes,
-        "load_columns": np.arange(tile.inputs) * pixel_bytes,
+        "load_rows": np.arange(tile.inputs) * gap_h * plan.low_columns * pixel_bytes,
+        "load_columns": np.arange(tile.inputs) * gap_w * pixel_bytes,
         "product_rows": products * tile.products * plan.m_xi_bytes,
         "product_columns": products * plan.m_xi_bytes,
         "channel_offsets": np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2],
@@ -281,6 +294,8 @@ def tile_parameters(
         tile_rows=plan.tile_rows,
         image_rows=gather.h.count,
         image_columns=gather.w.count,
+        gap_h=gap_h,
+        gap_w=gap_w,
         group_tiles=plan.group_tiles,
         tile_groups=tile_groups,
         # A worker finds in its caches what it transformed itself.
