@@ -35,7 +35,7 @@ from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.lower_planes import LOW_FIELDS, lower_planes
+from nbdnn.kernels.cpu.lower_planes import LINE_NS, LOW_FIELDS, element_ns, lower_planes
 from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
 from nbdnn.kernels.cpu.pack import copy_bytes, pack_phase, packed_bytes
 from nbdnn.kernels.cpu.rows import convert_row, zero_fill
@@ -47,7 +47,6 @@ from nbdnn.problem_conv import ConvProblem
 _LOW_BYTES = 32 << 10  # of the channels that pass by together
 _STRIP_ROWS = 16
 _TASKS_PER_THREAD = 4
-_TURN_NS = 0.18  # an element of channels that lie side by side
 
 # Vectors of a register tile for 1, 2, ... outputs: mr*nv + nv + 1 of 32 vector registers, or of 16.
 _VECTORS = {"avx512": (8, 8, 7, 6, 5, 4, 3, 3, 3, 2, 2, 2), "other": (8, 5, 3, 3, 2, 2, 1, 1, 1, 1, 1, 1)}
@@ -217,13 +216,15 @@ class FewOutputs(Candidate[Config, Cpu]):
     def estimate(self, problem: ConvProblem, config: Config, device: Cpu) -> float:
         layout, vl = _Layout.of(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
         geo, total = layout.geo, 0.0
-        copy_ns = COPY_NS if geo.in_strides[5] == 1 else _TURN_NS
+        copy_ns = element_ns(geo.c_in, geo.in_strides[5] == 1)
         for gather, plan in zip(geo.gathers, layout.plans, strict=True):
             taps = len(gather.d.taps) * len(gather.h.taps) * len(gather.w.taps)
             vectors = plan.tasks * ceil(plan.strip_rows * plan.low_pitch / vl) * geo.c_in
             lowered = plan.tasks * plan.plane_elems * geo.c_in * len(gather.d.taps)
             stored = geo.n * geo.groups * geo.c_out * gather.pixels
-            side_ns = lowered * copy_ns + stored * (COPY_NS if self._kind(problem, geo, gather) else GATHER_NS)
+            lines = plan.tasks * (plan.low_rows * geo.c_in * len(gather.d.taps) + plan.strip_rows)
+            side_ns = lowered * copy_ns + lines * LINE_NS
+            side_ns += stored * (COPY_NS if self._kind(problem, geo, gather) else GATHER_NS)
             total += kernel_us(device, vectors * max(1, taps) * (geo.c_out + 1), side_ns, plan.tasks, 2)
         return total
 

@@ -27,11 +27,11 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
 from nbdnn.kernels.cpu.correlate import correlate
-from nbdnn.kernels.cpu.cost import COPY_NS, kernel_us
+from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, geometry, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.lower_planes import LOW_FIELDS, lower_planes
+from nbdnn.kernels.cpu.lower_planes import LINE_NS, LOW_FIELDS, element_ns, lower_planes
 from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages, whole_lines
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
@@ -43,7 +43,6 @@ _DY_BYTES = 64 << 10  # of dy in a strip
 _STRIP_ROWS = 16
 _TASKS_PER_THREAD = 4
 _TILE_NS = 60.0  # of adding up lanes
-_TURN_NS = 0.18  # an element of channels that lie side by side
 
 _MOST_FILTERS = 12
 _MOST_TAPS = 24  # of a row: a tile has all of them
@@ -244,10 +243,11 @@ class FewOutputsFilter(Candidate[Config, Cpu]):
         tiles = strips * ceil(dw_rows / config.rows) * ceil(plan.k / config.filters)
         vectors = ceil(plan.strip_rows * plan.low_pitch / vl)
         loads_and_products = taps * config.rows * (config.filters + 1) + config.filters
-        copies = strips * (
-            plan.c * len(plan.gather.d.taps) * plan.plane_elems + plan.blocks * plan.k * plan.dy_plane_elems
-        )
-        side_ns = copies * (COPY_NS if problem.layout in ("nchw", "ncdhw") else _TURN_NS) + tiles * _TILE_NS
+        planes = plan.c * len(plan.gather.d.taps)
+        copies = strips * (planes * plan.plane_elems + plan.blocks * plan.k * plan.dy_plane_elems)
+        lines = strips * (planes * plan.low_rows + plan.blocks * plan.k * plan.strip_rows)
+        planar = problem.layout in ("nchw", "ncdhw")
+        side_ns = copies * element_ns(plan.c, planar) + lines * LINE_NS + tiles * _TILE_NS
         tasks = plan.splits * plan.blocks * problem.groups
         return kernel_us(device, tiles * vectors * loads_and_products, side_ns, tasks, 2)
 

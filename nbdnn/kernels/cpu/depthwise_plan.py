@@ -32,7 +32,7 @@ TILE_PIXELS, _TILE_BYTES = 64, 8 << 10  # interleaved pixels finished before the
 PIXELS = 4  # of an interleaved tile: with 2 or 3 vectors they hide the latency of multiply-add
 EDGE_VECTORS = 4  # of a single pixel, for the same reason
 _TASKS_PER_THREAD = 8
-_NS_PER_BYTE = 0.05  # of the operands, one thread
+_NS_PER_BYTE = 0.02  # of the operands, one thread
 # What does not lie in second-level cache is asked for this far ahead in its row: from memory up to 1.3 times as fast.
 # The next row, which the hardware does not foresee either, would push the present one out of first-level cache.
 AHEAD_BYTES = 4 << 10
@@ -191,7 +191,7 @@ def depthwise_us(problem: ConvProblem, device: Cpu) -> float:
     """The guess: groups keep the multiply-adds busy, as long as a row of their taps is unrolled."""
     vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
     group = problem.c // problem.groups
-    efficiency = 0.3 if group == 1 else 0.6 if problem.filter[-1] * group <= _MOST_UNROLLED else 0.12
+    efficiency = 0.6 if group == 1 or problem.filter[-1] * group <= _MOST_UNROLLED else 0.12
     return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=efficiency)
 
 

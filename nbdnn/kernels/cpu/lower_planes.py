@@ -15,8 +15,9 @@ from functools import cache
 from numba import njit
 
 from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.cost import COPY_NS
 from nbdnn.kernels.cpu.rows import ask_for, convert_row, transpose, zero_fill
-from nbdnn.kernels.cpu.vector import pointer, record
+from nbdnn.kernels.cpu.vector import pointer
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 
 # What lowering reads of a record. step_channels: how far ahead the next ones are that pass by.
@@ -24,7 +25,14 @@ LOW_FIELDS = (
     *("in_c", "in_d", "in_h", "in_w", "extent_d", "extent_h", "extent_w", "in_step_d", "taps_d", "depth_offsets"),
     *("low_h", "low_w", "low_rows", "low_pitch", "plane_elems", "strip_rows", "step_channels"),
 )
-_LOW = record(*LOW_FIELDS)
+# Nanoseconds a line that is copied or stored, and an element of channels that lie side by side.
+LINE_NS = 8.0
+_TURN_NS, _TURNED_TOGETHER = 0.18, 8
+
+
+def element_ns(channels: int, planar: bool) -> float:
+    """What copying an element costs, where so many channels of a group may be turned together."""
+    return COPY_NS if planar else _TURN_NS * max(1.0, _TURNED_TOGETHER / channels)
 
 
 @cache
