@@ -225,6 +225,17 @@ def test_depthwise_takes_groups_of_few_channels(op: str, device: Cpu) -> None:
             assert support.ok, f"{dtype}:{shape}: {support.reason}"
 
 
+@pytest.mark.parametrize("op", CONV_OPS)
+def test_strips_of_few_outputs_are_not_beyond_32_bits(op: str, device: Cpu) -> None:
+    candidate = registry.candidate(f"{op}/cpu/few_outputs")
+    for width, fits in ((40_000, True), (500_000_000, False)):
+        for layout in ("nchw", "nhwc"):
+            problem = parse(f"{op}:f32:n1c2h4w{width}:k2r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}")
+            support = candidate.supports(problem, device)
+            assert support.ok == fits, f"{problem}: {support.reason}"
+            assert fits or "bytes: offsets are 32 bits" in support.reason
+
+
 # Of recurrent networks: dtypes, hidden extents, and ends of the text; in every mode, with and without a tape.
 _EVERY_END = "uni:linear uni:skip bi:linear bi:linear:a8"
 _OF_RNN = {

@@ -54,18 +54,8 @@ _MOST_OUTPUTS = len(_VECTORS["other"])
 
 _PARAMS = record(
     *dict.fromkeys((*GATHER_FIELDS, *LOW_FIELDS)),
-    *(
-        "strips",
-        "span_w",
-        "low_offsets",
-        "taps",
-        "packed_offset",
-        "copy_bytes",
-        "panel_bytes",
-        "worker_offset",
-        "worker_bytes",
-    ),
-    *("low_bytes", "channel_offsets", "lane_offsets", "kind"),
+    *("strips", "span_w", "low_offsets", "taps", "packed_offset", "copy_bytes", "panel_bytes"),
+    *("worker_offset", "worker_bytes", "low_bytes", "channel_offsets", "lane_offsets", "kind"),
 )
 
 
@@ -204,6 +194,9 @@ class FewOutputs(Candidate[Config, Cpu]):
             return Support(False, f"{outputs} channels of outputs: the sums of at most {_MOST_OUTPUTS} are kept")
         if self.op == "conv_fwd" and set(problem.stride[-2:]) != {1}:
             return Support(False, f"stride {problem.stride}: neighbours are to read neighbours")
+        low_bytes = max(plan.low_bytes for plan in _Layout.of(problem, device).plans)
+        if low_bytes >= 1 << 31:
+            return Support(False, f"a strip of rows has {low_bytes} bytes: offsets are 32 bits")
         return YES
 
     def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:

@@ -224,6 +224,8 @@ class FewOutputsFilter(Candidate[Config, Cpu]):
             return Support(False, f"stride {problem.stride}: neighbours are to meet neighbours")
         if problem.filter[-1] > _MOST_TAPS:
             return Support(False, f"a row of {problem.filter[-1]} taps: {_MOST_TAPS} sums are kept")
+        if (strip_bytes := _plan(problem, device).worker_bytes) >= 1 << 31:
+            return Support(False, f"a strip of rows has {strip_bytes} bytes: offsets are 32 bits")
         return YES
 
     def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
