@@ -35,7 +35,7 @@ from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.lower_planes import LINE_NS, LOW_FIELDS, element_ns, lower_planes
+from nbdnn.kernels.cpu.lower_planes import LINE_NS, LOW_FIELDS, element_ns, low_values, lower_planes
 from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
 from nbdnn.kernels.cpu.pack import copy_bytes, pack_phase, packed_bytes
 from nbdnn.kernels.cpu.rows import convert_row, zero_fill
@@ -230,25 +230,19 @@ class FewOutputs(Candidate[Config, Cpu]):
         for gather, plan, packed_offset in zip(geo.gathers, layout.plans, layout.packed_offsets, strict=True):
             pack, arrays = pack_phase(geo, gather, dtype, geo.c_out, packed_offset, device)
             low_offsets = _low_offsets(gather, plan, acc_bytes)
-            depth_offsets = np.array([offset for _, offset in gather.d.taps], np.int64)
+            lowering, depth_offsets = low_values(
+                gather, geo.in_strides[2:], plan.strip_rows, plan.low_pitch, plan.plane_elems, plan.step_channels
+            )
             channels = np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2]
             lanes = np.arange(gather.w.count, dtype=np.int64) * (gather.w.out_step * geo.out_strides[5])
             keep += [*arrays, low_offsets, depth_offsets, channels, lanes]
             taps = low_offsets.size // plan.step_channels
             ctx = filled(
                 _PARAMS,
-                **gather_values(problem, geo, gather),
+                **gather_values(problem, geo, gather) | lowering,
                 strips=plan.strips,
-                strip_rows=plan.strip_rows,
-                low_h=gather.h.low,
-                low_w=gather.w.low,
                 span_w=gather.w.span,
-                low_rows=plan.low_rows,
-                low_pitch=plan.low_pitch,
-                plane_elems=plan.plane_elems,
-                depth_offsets=depth_offsets.ctypes.data,
                 low_offsets=low_offsets.ctypes.data,
-                step_channels=plan.step_channels,
                 taps=taps,
                 packed_offset=packed_offset,
                 copy_bytes=copy_bytes(geo, gather, dtype, geo.c_out),

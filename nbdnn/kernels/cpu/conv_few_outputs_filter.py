@@ -29,9 +29,10 @@ from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
 from nbdnn.kernels.cpu.correlate import correlate
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
-from nbdnn.kernels.cpu.geometry import Gather, geometry, tensor_strides
+from nbdnn.kernels.cpu.geometry import Gather, Geometry, geometry, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.lower_planes import LINE_NS, LOW_FIELDS, element_ns, lower_planes
+from nbdnn.kernels.cpu.lower_planes import LINE_NS, LOW_FIELDS, element_ns, low_values, lower_planes
+from nbdnn.kernels.cpu.pack import filter_offsets
 from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages, whole_lines
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
@@ -142,6 +143,7 @@ def _store_task(dtype: str, vl: int):
 class _Plan:
     """How the pixels are cut into strips of rows and these into splits, and what a worker has of a strip."""
 
+    geo: Geometry
     gather: Gather
     k: int
     c: int
@@ -168,7 +170,8 @@ class _Plan:
 def _plan(problem: ConvProblem, device: Cpu) -> _Plan:
     compute = DEFAULT_COMPUTE[problem.dtype]
     acc_bytes, vl = ITEMSIZE[compute], device.lanes(compute)
-    (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
+    geo = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout=""))
+    (gather,) = geo.gathers
     k, c = problem.k // problem.groups, problem.c // problem.groups
     low_pitch = gather.w.count + gather.w.span
     most_rows = min(_STRIP_ROWS, max(1, _DY_BYTES // (k * low_pitch * acc_bytes)))
@@ -188,6 +191,7 @@ def _plan(problem: ConvProblem, device: Cpu) -> _Plan:
     split_bytes = own_pages(problem.k * c * prod(problem.filter) * acc_bytes)
     worker_bytes = own_pages(low_offset + step * channel_bytes)
     return _Plan(
+        geo=geo,
         gather=gather.in_image_order(),
         k=k,
         c=c,
@@ -258,41 +262,15 @@ class FewOutputsFilter(Candidate[Config, Cpu]):
         gather, (x, dy, dw), acc_bytes = plan.gather, problem.operands, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
         x_n, x_c, *x_axes = tensor_strides(x.shape, problem.channels_last)
         y_n, y_k, *y_axes = tensor_strides(dy.shape, problem.y_channels_last)
-        depth_offsets = np.array([offset for _, offset in gather.d.taps], np.int64)
-        at_depth = np.zeros(1, np.int64)
-        low_x = filled(
-            _LOW,
-            in_c=x_c,
-            **{f"in_{name}": stride for name, stride in zip("dhw", x_axes, strict=True)},
-            **{f"extent_{name}": axis.in_extent for name, axis in zip("dhw", gather, strict=True)},
-            in_step_d=gather.d.in_step,
-            taps_d=depth_offsets.size,
-            depth_offsets=depth_offsets.ctypes.data,
-            low_h=gather.h.low,
-            low_w=gather.w.low,
-            low_rows=plan.low_rows,
-            low_pitch=plan.low_pitch,
-            plane_elems=plan.plane_elems,
-            strip_rows=plan.strip_rows,
-            step_channels=plan.step_channels,
+        of_dy = Gather(*(replace(axis, taps=((0, 0),), in_step=1, in_extent=axis.count) for axis in gather))
+        x_values, x_depths = low_values(
+            gather, (x_c, *x_axes), plan.strip_rows, plan.low_pitch, plan.plane_elems, plan.step_channels
         )
-        low_dy = filled(
-            _LOW,
-            in_c=y_k,
-            **{f"in_{name}": stride for name, stride in zip("dhw", y_axes, strict=True)},
-            **{f"extent_{name}": axis.count for name, axis in zip("dhw", gather, strict=True)},
-            in_step_d=1,
-            taps_d=1,
-            depth_offsets=at_depth.ctypes.data,
-            low_h=0,
-            low_w=0,
-            low_rows=plan.strip_rows,
-            low_pitch=plan.low_pitch,
-            plane_elems=plan.dy_plane_elems,
-            strip_rows=plan.strip_rows,
-            step_channels=0,
+        dy_values, dy_depths = low_values(
+            of_dy, (y_k, *y_axes), plan.strip_rows, plan.low_pitch, plan.dy_plane_elems, 0
         )
-        row_offsets, lane_offsets = _row_offsets(plan, acc_bytes), _lane_offsets(plan, dw.strides)
+        low_x, low_dy = filled(_LOW, **x_values), filled(_LOW, **dy_values)
+        row_offsets, lane_offsets = _row_offsets(plan, acc_bytes), filter_offsets(plan.geo, gather).reshape(-1)
         columns = [offset for _, offset in gather.w.taps]
         ctx = filled(
             _PARAMS,
@@ -320,7 +298,7 @@ class FewOutputsFilter(Candidate[Config, Cpu]):
             Phase(multiply, plan.splits * plan.blocks * problem.groups, ctx),
             Phase(_store_task(problem.dtype, vl), problem.k, ctx),
         ]
-        return Program(phases, [low_x, low_dy, depth_offsets, at_depth, row_offsets, lane_offsets])
+        return Program(phases, [low_x, low_dy, x_depths, dy_depths, row_offsets, lane_offsets])
 
 
 def _row_offsets(plan: _Plan, acc_bytes: int) -> np.ndarray:
@@ -328,18 +306,6 @@ def _row_offsets(plan: _Plan, acc_bytes: int) -> np.ndarray:
     rows = np.array([offset - plan.gather.h.low for _, offset in plan.gather.h.taps], np.int64) * plan.low_pitch
     planes = np.arange(plan.step_channels * len(plan.gather.d.taps))[:, None] * plan.plane_elems
     return ((planes + rows) * acc_bytes).astype(np.int32).reshape(-1)
-
-
-def _lane_offsets(plan: _Plan, strides: tuple[int, ...]) -> np.ndarray:
-    """Where in dw[k] each sum (c, t, r, s) goes, the taps in the order of the image."""
-    _, w_c, *w_axes = strides
-    parts = [np.arange(plan.c) * w_c]
-    for axis, stride in zip(plan.gather[-len(w_axes) :], w_axes, strict=True):
-        parts.append(np.array([tap for tap, _ in axis.taps], np.int64) * stride)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total[..., None] + part
-    return total.astype(np.int64).reshape(-1)
 
 
 BWD_FILTER = FewOutputsFilter()

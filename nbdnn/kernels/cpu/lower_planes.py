@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
 from numba import njit
 
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.cost import COPY_NS
+from nbdnn.kernels.cpu.geometry import Gather
 from nbdnn.kernels.cpu.rows import ask_for, convert_row, transpose, zero_fill
 from nbdnn.kernels.cpu.vector import pointer
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -75,3 +77,25 @@ def lower_planes(dtype: str, vl: int):
                         turn(to + start * acc_bytes, channel_bytes, at, f.in_w * itemsize, end - start, run)
 
     return lower
+
+
+def low_values(
+    axes: Gather, strides: tuple[int, ...], strip_rows: int, pitch: int, plane_elems: int, step_channels: int
+) -> tuple[dict[str, int], np.ndarray]:
+    """The value of each of LOW_FIELDS, and the table that it points to. strides: of channels, depths, rows, columns."""
+    depth_offsets = np.array([offset for _, offset in axes.d.taps], np.int64)
+    values = {
+        **{f"in_{name}": stride for name, stride in zip("cdhw", strides, strict=True)},
+        **{f"extent_{name}": axis.in_extent for name, axis in zip("dhw", axes, strict=True)},
+        "in_step_d": axes.d.in_step,
+        "taps_d": len(axes.d.taps),
+        "depth_offsets": depth_offsets.ctypes.data,
+        "low_h": axes.h.low,
+        "low_w": axes.w.low,
+        "low_rows": strip_rows + axes.h.span,
+        "low_pitch": pitch,
+        "plane_elems": plane_elems,
+        "strip_rows": strip_rows,
+        "step_channels": step_channels,
+    }
+    return values, depth_offsets
