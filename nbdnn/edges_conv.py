@@ -211,6 +211,16 @@ EDGES_STRIPS = (
     Edge("n1c2d4h20w70:k18t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", "the same in 3-D"),
     Edge("n1c24h37w29:k20r3s3:p3x2:u1x1:d3x2:g1", "dilated: tiles of every third row, of which the last strip has one"),
 )
+# Windows side by side that fill the image, of whose gradient a CPU makes one product; posed in every way.
+EDGES_JOINED = (
+    Edge("n2c11h26w34:k21r2s2:p0x0:u2x2:d1x1:g1", "2x2: a network's way up, tiles of pixels across two rows"),
+    Edge("n2c3h16w24:k26r8s8:p0x0:u8x8:d1x1:g1", "patches of 8x8, all rows of a register tile in one run"),
+    Edge("n1c10h12w27:k14r3s3:p0x0:u3x3:d1x1:g2", "3x3 of two groups, runs that divide few tiles"),
+    Edge("n1c3h32w48:k19r16s16:p0x0:u16x16:d1x1:g1", "patches of 16x16, runs of whole vectors"),
+    Edge("n1c33h7w20:k70r7s5:p0x0:u7x5:d1x1:g1", "one row of windows, runs that no tile divides"),
+    Edge("n1c5h6w72:k9r1s4:p0x0:u1x4:d1x1:g1", "windows along one axis"),
+    Edge("n1c6d4h9w10:k7t2r3s2:p0x0x0:u2x3x2:d1x1x1:g1", "over three axes"),
+)
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
 
 
@@ -235,6 +245,7 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
         for edge in (*EDGES_LAST, *EDGES_STRIPS):
             layouts = ("nchw", "nhwc") if _ndim(edge) == 2 else ("ncdhw", "ndhwc")
             problems += [_posed(op, "f32", edge, layout) for layout in layouts]
+        problems += _of_joined(op)
         last = [_posed(op, dtype, EDGES_LAST[0], layout) for dtype in ("f32", "f16") for layout in ("nchw", "nhwc")]
         problems += [replace(posed, epilogue=ends) for posed in last]
     return list(dict.fromkeys(problems))
@@ -309,6 +320,22 @@ def _of_folds(op: str) -> list[ConvProblem]:
         in_f16 = _posed(op, "f16", edge, "nchw")
         problems += [replace(in_f16, epilogue=tuple(epilogue.split("+"))) for epilogue in _epilogues(op)[-2:]]
         problems += [replace(in_f16, y_layout="nhwc"), replace(in_f16, align=4)]
+    return problems
+
+
+def _of_joined(op: str) -> list[ConvProblem]:
+    """Those that a CPU joins, in both layouts and modes, and bfloat16; two with all other layouts, types and ends."""
+    problems = []
+    for edge in EDGES_JOINED:
+        layouts = ("nchw", "nhwc") if _ndim(edge) == 2 else ("ncdhw", "ndhwc")
+        both = [_posed(op, "f32", edge, layout) for layout in layouts]
+        problems += [*both, *(replace(posed, mode="conv") for posed in both)]
+        problems += [replace(posed, dtype="bf16", compute="") for posed in both]
+        if edge in EDGES_JOINED[:2]:
+            for posed, w_layout, y_layout in zip(both, ("krsc", "kcrs"), reversed(layouts), strict=True):
+                problems += [replace(posed, w_layout=w_layout), replace(posed, y_layout=y_layout)]
+                problems += [replace(posed, dtype=dtype, compute="") for dtype in ("f64", "f16")]
+                problems += [replace(posed, align=4), replace(posed, epilogue=tuple(_epilogues(op)[-1].split("+")))]
     return problems
 
 

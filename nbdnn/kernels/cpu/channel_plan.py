@@ -12,7 +12,8 @@ import numpy as np
 
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
-from nbdnn.kernels.cpu.geometry import Gather, Geometry, gather_values, geometry
+from nbdnn.kernels.cpu.geometry import Gather, Geometry, gather_values
+from nbdnn.kernels.cpu.joined import joined
 from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS
 from nbdnn.kernels.cpu.micro_kernel import Config
 from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, packed_bytes
@@ -33,7 +34,7 @@ _PADDING = 8  # of a table of pixels: the largest tile reads beyond its end
 PARAMS = record(
     *LOW_FIELDS,
     *("total_strips", "chunk_panels", "panels", "panel_bytes", "packed_offset", "copy_bytes", "in_place", "low_d"),
-    *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "contiguous", "finished"),
+    *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "run", "contiguous", "finished"),
     *("ahead_bytes", "in_offsets", "out_offsets", "worker_offset", "worker_bytes"),
     *("leaves_out", "tap_masks", "mask_blocks"),  # of each strip of a depth, and tile of it, the taps that are inside
 )
@@ -139,7 +140,7 @@ class Layout:
 
 @lru_cache(maxsize=256)
 def layout_of(problem: ConvProblem, config: Config, device: Cpu, pairs: bool) -> Layout:
-    geo = geometry(problem)
+    geo = joined(problem)
     plans = tuple(_plan(problem, geo, gather, config, device, pairs) for gather in geo.gathers)
     strip_offset = own_pages(sum(plan.packed_bytes for plan in plans))
     strips = max(plan.strip_bytes * (plan.total_strips if plan.shared else device.threads) for plan in plans)
@@ -176,9 +177,9 @@ def parameters(
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     geo, itemsize = layout.geo, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     a_offsets, a_h, a_w = _a_offsets(geo, gather, plan)
-    channels = np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2]
+    channels = geo.channel_offsets
     depth = np.array([offset for _, offset in gather.d.taps], np.int64)
-    kind = store_kind(problem, geo.out_strides[2] == 1)
+    kind = store_kind(problem, geo.run > 1 and channels[1] == 1)
     row, pixel = gather.h.out_step * geo.out_strides[4], gather.w.out_step * geo.out_strides[5]
     i, j = np.arange(plan.strip_rows)[:, None], np.arange(gather.w.count)
     out_offsets = (i * row + j * pixel).reshape(-1)
@@ -203,8 +204,9 @@ def parameters(
         a_h=a_h,
         a_w=a_w,
         channel_offsets=channels.ctypes.data,
+        run=geo.run if kind else geo.c_out,
         contiguous=kind,
-        finished=int(kind == 1 and is_finished(problem) and rows_follow),
+        finished=int(kind == 1 and geo.run == geo.c_out and is_finished(problem) and rows_follow),
         in_place=int(plan.in_place),
         shared=int(plan.shared),
         low_d=gather.d.low,

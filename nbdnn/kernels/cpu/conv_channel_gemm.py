@@ -7,7 +7,8 @@ pixel and a table of offsets, so any layout, stride or dilation will do, and no 
 a tap can fall beyond a border, or the data are 16-bit, a strip of rows is first copied, widened and zero-padded, with
 channels innermost; else the input is read where it lies. Long reductions are cut into steps whose part of a panel
 stays in the second-level cache, with the accumulators kept between steps. Of dilated filters a step is a tap, and tiles
-all of whose pixels it meets beside the image are left out.
+all of whose pixels it meets beside the image are left out. Windows side by side are one product (`joined.py`), whose
+lanes are stored by runs.
 
 channel_dot multiplies words of two channels of bfloat16, where the CPU can: twice as many products at a time, of inputs
 that are not widened. Its subnormal numbers count as 0.
@@ -30,7 +31,7 @@ from nbdnn.kernels.cpu.channel_plan import PARAMS, Layout, layout_of, parameters
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
-from nbdnn.kernels.cpu.geometry import geometry
+from nbdnn.kernels.cpu.joined import joined
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import lower_rows, lower_task
 from nbdnn.kernels.cpu.micro_kernel import PAIRS, Config, tile_product
@@ -134,10 +135,14 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int, pairs: bool):
                     elif masks[block] >> (k0 // f.k_step) & 1:
                         multiply(True, used, vectors, slots, offsets, b, k_len, to, to_pitch)
                     if k0 + k_len >= f.k_len and not whole:
-                        store(
-                            tile, pitch, count, lanes, out, out_offsets + 8 * p,
-                            f.channel_offsets + 8 * first, f.contiguous, flags, a.alpha, a.beta,
-                        )  # fmt: skip
+                        lane = 0
+                        while lane < lanes:
+                            end = min(lanes, lane + f.run - (first + lane) % f.run)
+                            store(
+                                tile + lane * acc_bytes, pitch, count, end - lane, out, out_offsets + 8 * p,
+                                f.channel_offsets + 8 * (first + lane), f.contiguous, flags, a.alpha, a.beta,
+                            )  # fmt: skip
+                            lane = end
 
     return compile_task(strip, (dtype, mr, nv, vl, pairs), fastmath=FASTMATH)
 
@@ -164,7 +169,7 @@ class ChannelGemm(Candidate[Config, Cpu]):
         # leaves multiply-adds waiting for each other; where there is only one, more pixels hide that.
         if device.isa != "avx512":
             return Config(6, 2), Config(4, 3)
-        vectors = ceil(geometry(problem).c_out / device.lanes(DEFAULT_COMPUTE[problem.dtype]))
+        vectors = ceil(joined(problem).c_out / device.lanes(DEFAULT_COMPUTE[problem.dtype]))
         nv = ceil(vectors / max(1, ceil(vectors / 4)))
         return (Config(6 if nv > 1 else 8, max(1, nv)),)
 

@@ -14,6 +14,9 @@ reduction then runs over a table of those offsets: one code for every shape, no 
                   |  ...            |     low + offset[k] + p
                   +-----------------+  <- row phase 1 (only where the stride u > 1)
 
+Windows side by side are one product (`joined.py`): rows of a tile that are neighbours in dx are interleaved, and stored
+as vectors.
+
 pixel_dot multiplies words of two channels of bfloat16, where the CPU can: twice as many products at a time. Its
 subnormal numbers count as 0.
 
@@ -29,13 +32,15 @@ from functools import cache, lru_cache
 from math import ceil
 
 import numpy as np
+from numba import njit
 
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
-from nbdnn.kernels.cpu.epilogue import tile_store
-from nbdnn.kernels.cpu.geometry import Gather, Geometry, geometry
+from nbdnn.kernels.cpu.epilogue import store_kind, tile_store
+from nbdnn.kernels.cpu.geometry import Gather, Geometry
+from nbdnn.kernels.cpu.joined import joined
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_pixels import (
     LOW_FIELDS,
@@ -48,6 +53,7 @@ from nbdnn.kernels.cpu.lower_pixels import (
 from nbdnn.kernels.cpu.micro_kernel import PAIRS, tile_product
 from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, pack_phase, packed_bytes, reads_in_order
 from nbdnn.kernels.cpu.pack_pairs import of_pairs, pack_pairs_phase, refused_pairs
+from nbdnn.kernels.cpu.rows import interleave
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
@@ -63,7 +69,11 @@ _PARAMS = record(
     "panel_bytes",
     "pixels_offset",
     "pixels_bytes",
+    "run_offsets",
+    "run_kind",
 )
+_MOST_RUN = 8  # rows of a tile that are interleaved
+_MOST_STEP = 4  # elements from one pixel to the next, of which vectors are stored under masks
 
 
 @dataclass(frozen=True)
@@ -79,15 +89,36 @@ class Config:
 
 
 @cache
-def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool, pairs: bool):
-    """One strip of one image, depth and group, for one chunk of output channels: index = chunk * strips + strip."""
+def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool, pairs: bool, run: int, step: int):
+    """One strip of one image, depth and group, for one chunk of output channels: index = chunk * strips + strip.
+
+    run, step: as `_stored` has them.
+    """
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
     tile_bytes, row_bytes = stack(mr * nv * vl * acc_bytes), stack(mr * 8)
-    locate, lower, store = strip_address(_PARAMS), lower_strip(dtype, vl, pairs), tile_store(dtype, compute, vl)
+    locate, lower, store = strip_address(_PARAMS), lower_strip(dtype, vl, pairs), tile_store(dtype, compute, vl, step)
     a_dtype = PAIRS if pairs else compute if packed else dtype
     product = tile_product(compute, mr, nv, vl, mr * acc_bytes if packed else None, None, False, a_dtype)
+    join = interleave(compute, run, vl)
+
+    @njit(**DEVICE)
+    def store_rows(ctx, tile, joined_tile, lanes, channels, first, pixel, end, out, offsets, flags, alpha, beta):
+        """The tile of pixels [pixel, end), a row of the image after the other. joined_tile: room for as much."""
+        f, to = params_at(ctx), tile
+        if run > 1:
+            to, line = joined_tile, lanes * acc_bytes
+            for i in range(channels // run):
+                join(to + i * run * line, tile + i * run * line, line, lanes // vl)
+        while pixel < end:
+            row_end = min(end, (pixel // f.count_w + 1) * f.count_w)
+            store(
+                to, run * lanes, channels // run, run * (row_end - pixel), out, f.run_offsets + first // run * 8,
+                offsets + pixel * 8, f.run_kind, flags, alpha, beta,
+            )  # fmt: skip
+            to += run * (row_end - pixel) * acc_bytes
+            pixel = row_end
 
     def multiply(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
@@ -108,6 +139,7 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool, pairs: bool)
         residual = pointers[f.residual_pointer] + image_out if f.residual_pointer >= 0 else 0
         bias = pointers[f.bias_pointer] + g * f.c_out * itemsize if f.bias_pointer >= 0 else 0
         tile, row_slot, finished = tile_bytes(), row_bytes(), f.finished and a.alpha == 1.0
+        joined_tile = tile_bytes() if run > 1 else tile
         blocks, vectors = (f.c_out + mr - 1) // mr, (pixels + vl - 1) // vl
         tiles = (vectors + nv - 1) // nv
         for block in range(chunk * f.chunk_blocks, min(blocks, (chunk + 1) * f.chunk_blocks)):
@@ -132,13 +164,29 @@ def _gemm_task(dtype: str, mr: int, nv: int, vl: int, packed: bool, pairs: bool)
                     pitch = f.out_c * itemsize
                     to = out + first * pitch + i64(offsets)[p] * itemsize
                 product(used, row_slot, f.w_offsets, b, f.low_offsets, f.k_len, to, pitch)
-                if not whole:
+                if run * step > 1:
+                    end_pixel = min(pixels, p + used * vl)
+                    store_rows(
+                        ctx, tile, joined_tile, used * vl, channels, first, p, end_pixel, out, offsets, flags,
+                        a.alpha, a.beta,
+                    )  # fmt: skip
+                elif not whole:
                     store(
                         tile, used * vl, channels, min(used * vl, pixels - p), out, f.channel_offsets + first * 8,
                         offsets + p * 8, f.contiguous, flags, a.alpha, a.beta,
                     )  # fmt: skip
 
-    return compile_task(multiply, (dtype, mr, nv, vl, packed, pairs), fastmath=FASTMATH)
+    return compile_task(multiply, (dtype, mr, nv, vl, packed, pairs, run, step), fastmath=FASTMATH)
+
+
+def _stored(geo: Geometry, gather: Gather, mr: int, device: Cpu) -> tuple[int, int]:
+    """(run, step): so many rows of a tile are interleaved when it is stored, and its pixels are so many elements apart;
+    (1, 1) where rows are stored as they are, or one element after the other."""
+    apart = gather.w.out_step * geo.out_strides[5]
+    if apart == geo.run <= _MOST_RUN and geo.run < geo.c_out and mr % geo.run == 0:
+        return geo.run, 1
+    # Without AVX-512 a masked store takes as long as the elements one by one.
+    return (1, apart) if apart <= _MOST_STEP and device.isa == "avx512" else (1, 1)
 
 
 class PixelGemm(Candidate[Config, Cpu]):
@@ -152,14 +200,14 @@ class PixelGemm(Candidate[Config, Cpu]):
     def supports(self, problem: ConvProblem, device: Cpu) -> Support:
         if self._pairs and (reason := refused_pairs(problem, device)):
             return Support(False, reason)
-        geo = geometry(problem)
+        geo = joined(problem)
         w_bytes = geo.w_strides[0] * geo.groups * ITEMSIZE[problem.dtype]
         if w_bytes >= 1 << 31:
             return Support(False, f"the filter has {w_bytes} bytes: offsets are 32 bits")
         return YES
 
     def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
-        geo = geometry(problem)
+        geo = joined(problem)
         if self._pairs:
             return tuple(Config(mr, nv, packed=True) for mr, nv in ((8, 3), (6, 4), (12, 2)))
         in_place = all(reads_in_order(geo, g) for g in geo.gathers)
@@ -184,7 +232,9 @@ class PixelGemm(Candidate[Config, Cpu]):
             lowered = plan.total_strips * plan.plane_elems * geo.c_in * len(gather.d.taps) * len(gather.w.taps)
             stored = plan.total_strips * plan.strip_rows * gather.w.count * geo.c_out
             side_ns = tiles * TILE_NS + lowered * (TURN_NS if geo.in_strides[2] == 1 else COPY_NS)
-            side_ns += stored * (COPY_NS if geo.out_strides[5] * gather.w.out_step == 1 else GATHER_NS)
+            by_vectors = _stored(geo, gather, config.mr, device) != (1, 1)
+            adjacent = geo.out_strides[5] * gather.w.out_step == 1 or by_vectors
+            side_ns += stored * (COPY_NS if adjacent else GATHER_NS)
             side_ns += k_len * geo.c_out * geo.groups * PACK_NS if config.packed else 0.0
             tasks, phases = plan.total_strips * plan.chunks, 1 + config.packed + plan.shared
             total += kernel_us(device, vectors * blocks * config.mr * k_len, side_ns, tasks, phases)
@@ -204,11 +254,12 @@ class PixelGemm(Candidate[Config, Cpu]):
                     pack, arrays = pack_phase(geo, gather, problem.dtype, config.mr, packed_offset, device)
                 phases.append(pack)
                 keep += arrays
-            ctx, arrays = _parameters(problem, config, layout, gather, plan, packed_offset, self._pairs)
+            ctx, arrays = _parameters(problem, config, layout, gather, plan, packed_offset, self._pairs, device)
             keep += arrays
             if plan.shared:
                 phases.append(Phase(lower_task(problem.dtype, vl, self._pairs), plan.total_strips * plan.parts, ctx))
-            task = _gemm_task(problem.dtype, config.mr, config.nv, vl, config.packed, self._pairs)
+            run, step = _stored(geo, gather, config.mr, device)
+            task = _gemm_task(problem.dtype, config.mr, config.nv, vl, config.packed, self._pairs, run, step)
             phases.append(Phase(task, plan.total_strips * plan.chunks, ctx))
         return Program(phases, keep)
 
@@ -228,7 +279,7 @@ class _Layout:
     @classmethod
     @lru_cache(maxsize=256)
     def of(cls, problem: ConvProblem, config: Config, device: Cpu, pairs: bool) -> _Layout:
-        geo = geometry(problem)
+        geo = joined(problem)
         reduced = of_pairs(geo) if pairs else geo
         acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
         tile_pixels = config.nv * device.vector_bytes // acc_bytes
@@ -260,12 +311,15 @@ def _parameters(
     plan: StripPlan,
     packed_offset: int,
     pairs: bool,
+    device: Cpu,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     geo = layout.geo
     reduced = of_pairs(geo) if pairs else geo
     values, keep = low_values(problem, geo, gather, plan, pairs)
     w_offsets = (filter_offsets(reduced, gather) * ITEMSIZE[problem.dtype]).astype(np.int32).reshape(-1)
-    channels = np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2]
+    channels = geo.channel_offsets
+    run, step = _stored(geo, gather, config.mr, device)
+    runs = np.ascontiguousarray(channels[::run])
     ctx = filled(
         _PARAMS,
         **values,
@@ -277,8 +331,10 @@ def _parameters(
         strip_offset=layout.strip_offset,
         pixels_offset=layout.pixels_offset,
         pixels_bytes=layout.pixels_bytes,
+        run_offsets=runs.ctypes.data,
+        run_kind=1 if step > 1 else store_kind(problem, True),
     )
-    return ctx, [*keep, w_offsets, channels]
+    return ctx, [*keep, w_offsets, channels, runs]
 
 
 FWD, BWD_DATA = PixelGemm("conv_fwd"), PixelGemm("conv_bwd_data")

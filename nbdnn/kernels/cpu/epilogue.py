@@ -12,7 +12,7 @@ from numba import float32, float64, njit
 
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.exponential import SIGMOID, TANH
-from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.rows import convert_row, spread_row
 from nbdnn.kernels.cpu.vector import NARROW, WIDEN, pointer
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -34,28 +34,32 @@ def is_finished(problem: ConvProblem) -> bool:
 
 
 @cache
-def tile_store(dtype: str, compute: str, vl: int):
-    """Compiled-in function that finishes and stores one tile; see the parameters of `store`."""
+def tile_store(dtype: str, compute: str, vl: int, step: int = 1):
+    """Compiled-in function that finishes and stores one tile; see the parameters of `store`.
+
+    step: lanes that are stored as vectors are so many elements apart.
+    """
     data, tile_of, index = pointer(dtype), pointer(compute), pointer("i64")
-    widen, narrow, narrow_row = WIDEN[dtype], NARROW[dtype], convert_row(compute, dtype, vl)
+    widen, narrow = WIDEN[dtype], NARROW[dtype]
+    narrow_row = convert_row(compute, dtype, vl) if step == 1 else spread_row(compute, dtype, vl, step)
     stream_row = convert_row(compute, dtype, vl, past_caches=True)
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     real = float32 if compute == "f32" else float64
     sigmoid, tanh = SIGMOID[compute], TANH[compute]
 
     @njit(**DEVICE, fastmath={"contract", "arcp", "nsz"})
-    def activate(tile, count, code):
+    def activate(tile, first, end, code):
         if code == 1:
-            for i in range(count):
+            for i in range(first, end):
                 tile[i] = real(0.0) if tile[i] < real(0.0) else tile[i]
         elif code == 2:
-            for i in range(count):
+            for i in range(first, end):
                 tile[i] = tile[i] * sigmoid(tile[i])
         elif code == 3:
-            for i in range(count):
+            for i in range(first, end):
                 tile[i] = sigmoid(tile[i])
         elif code == 4:
-            for i in range(count):
+            for i in range(first, end):
                 tile[i] = tanh(tile[i])
 
     @njit(**DEVICE, fastmath={"contract", "nsz"})
@@ -66,7 +70,7 @@ def tile_store(dtype: str, compute: str, vl: int):
             if contiguous:
                 start += lane_offsets[0]
                 for j in range(lanes):
-                    tile[line + j] += factor * widen(source[start + j])
+                    tile[line + j] += factor * widen(source[start + j * step])
             else:
                 for j in range(lanes):
                     tile[line + j] += factor * widen(source[start + lane_offsets[j]])
@@ -84,8 +88,9 @@ def tile_store(dtype: str, compute: str, vl: int):
         row_off, lane_off = index(row_offsets), index(lane_offsets)
         activation, bias, bias_row_step, bias_lane_step, residual, read_out = flags
         if alpha != 1.0:
-            for i in range(rows * pitch):
-                acc[i] *= real(alpha)
+            for m in range(rows):
+                for i in range(m * pitch, m * pitch + lanes):
+                    acc[i] *= real(alpha)
         if read_out:
             add_tensor(acc, pitch, rows, lanes, y, row_off, lane_off, contiguous, real(beta))
         if bias:
@@ -102,13 +107,14 @@ def tile_store(dtype: str, compute: str, vl: int):
         if residual:
             add_tensor(acc, pitch, rows, lanes, data(residual), row_off, lane_off, contiguous, real(1.0))
         if activation:
-            activate(acc, rows * pitch, activation)
+            for m in range(rows):
+                activate(acc, m * pitch, m * pitch + lanes, activation)
         for m in range(rows):
             line = m * pitch
             start = row_off[m]
             if contiguous:
                 to = out + (start + lane_off[0]) * itemsize
-                if contiguous == 2 and to % 64 == 0 and lanes % vl == 0:
+                if step == 1 and contiguous == 2 and to % 64 == 0 and lanes % vl == 0:
                     stream_row(to, tile + line * acc_bytes, lanes)
                 else:
                     narrow_row(to, tile + line * acc_bytes, lanes)

@@ -90,6 +90,21 @@ class Geometry:
     out_pointer: int
 
     @property
+    def run(self) -> int:
+        """So many output channels, one after another, are a constant distance apart in the output."""
+        return self.c_out
+
+    @property
+    def channel_offsets(self) -> np.ndarray:
+        """Of each output channel of a group in the output, int64 elements."""
+        return np.arange(self.c_out, dtype=np.int64) * self.out_strides[2]
+
+    @property
+    def filter_starts(self) -> np.ndarray:
+        """Of each output channel of a group in the filter, int64 elements."""
+        return np.arange(self.c_out, dtype=np.int64) * self.w_strides[1]
+
+    @property
     def taps(self) -> int:
         """Taps of all gathers together."""
         return sum(len(g.d.taps) * len(g.h.taps) * len(g.w.taps) for g in self.gathers)

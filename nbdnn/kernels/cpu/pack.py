@@ -22,7 +22,7 @@ from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 
 _PACK = record(
-    *("w_pointer", "panels", "k_len", "c_out", "w_g", "w_o", "offsets", "k_run"),
+    *("w_pointer", "panels", "k_len", "c_out", "w_g", "w_o", "starts", "offsets", "k_run"),
     *("workspace_offset", "copy_bytes", "panel_bytes"),
 )
 
@@ -49,6 +49,12 @@ def run_length(offsets: np.ndarray) -> int:
     return max(1, int(np.gcd.reduce(np.append(breaks, offsets.size))))
 
 
+def common_step(starts: np.ndarray) -> int:
+    """The distance of one from the next; 0 where it changes."""
+    steps = np.diff(starts)
+    return int(steps[0]) if steps.size and (steps == steps[0]).all() else int(not steps.size)
+
+
 @cache
 def _pack_task(dtype: str, width: int, vl: int):
     """One panel: index = group * panels + panel."""
@@ -69,7 +75,8 @@ def _pack_task(dtype: str, width: int, vl: int):
         g, panel = index // f.panels, index % f.panels
         first = panel * width
         rows = min(width, f.c_out - first)
-        w_address = i64(args)[f.w_pointer] + (g * f.w_g + first * f.w_o) * itemsize
+        starts = i64(f.starts + first * 8)
+        w_address = i64(args)[f.w_pointer] + (g * f.w_g + starts[0]) * itemsize
         out_address = a.workspace + f.workspace_offset + worker * f.copy_bytes + index * f.panel_bytes
         w, out, offsets = data(w_address), packed(out_address), i64(f.offsets)
         if rows < width:
@@ -82,11 +89,12 @@ def _pack_task(dtype: str, width: int, vl: int):
                 for kk in range(k_run):
                     from_row = w_address + offsets[k + kk] * itemsize
                     widen_row(to + kk * width * acc_bytes, from_row, rows)
-            elif k_run > 1:
+            elif k_run > 1 and f.w_o:
                 turn(to, width * acc_bytes, start, f.w_o * itemsize, rows, k_run)
             else:
-                for o in range(rows):
-                    out[k * width + o] = widen(w[o * f.w_o + offsets[k]])
+                for kk in range(k, k + k_run):
+                    for o in range(rows):
+                        out[kk * width + o] = widen(w[starts[o] - starts[0] + offsets[kk]])
 
     return compile_task(pack_panel, (dtype, width, vl))
 
@@ -120,6 +128,7 @@ def pack_phase(
 ) -> tuple[Phase, list[np.ndarray]]:
     """The phase that packs the filter of `gather` at `workspace_offset`, and the arrays that it needs alive."""
     offsets = filter_offsets(geo, gather, channels_last).reshape(-1)
+    starts = geo.filter_starts
     panels = -(-geo.c_out // width)
     ctx = filled(
         _PACK,
@@ -128,7 +137,8 @@ def pack_phase(
         k_len=offsets.size,
         c_out=geo.c_out,
         w_g=geo.w_strides[0],
-        w_o=geo.w_strides[1],
+        w_o=common_step(starts),
+        starts=starts.ctypes.data,
         offsets=offsets.ctypes.data,
         k_run=run_length(offsets),
         workspace_offset=workspace_offset,
@@ -136,4 +146,4 @@ def pack_phase(
         panel_bytes=offsets.size * width * ITEMSIZE[DEFAULT_COMPUTE[dtype]],
     )
     task = _pack_task(dtype, width, device.lanes(DEFAULT_COMPUTE[dtype]))
-    return Phase(task, geo.groups * panels, ctx, each=own_bytes > 0), [offsets]
+    return Phase(task, geo.groups * panels, ctx, each=own_bytes > 0), [offsets, starts]

@@ -19,7 +19,7 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.geometry import Gather, Geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase
-from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets
+from nbdnn.kernels.cpu.pack import common_step, copy_bytes, filter_offsets
 from nbdnn.kernels.cpu.rows import transpose, zero_fill
 from nbdnn.kernels.cpu.vector import (
     I16,
@@ -38,7 +38,7 @@ from nbdnn.kernels.cpu.vector import (
 from nbdnn.problem_conv import ConvProblem
 
 _PACK = record(
-    *("w_pointer", "panels", "taps", "c_in", "c_out", "w_g", "w_o", "w_i", "offsets"),
+    *("w_pointer", "panels", "taps", "c_in", "c_out", "w_g", "w_o", "w_i", "starts", "offsets"),
     *("workspace_offset", "copy_bytes", "panel_bytes"),
 )
 VL = 16  # words of a vector
@@ -56,13 +56,14 @@ def _pack_task(width: int):
         a, f = args_at(args), params_at(ctx)
         g, panel = index // f.panels, index % f.panels
         rows, pairs = min(width, f.c_out - panel * width), (f.c_in + 1) // 2
-        w = i64(args)[f.w_pointer] + 2 * (g * f.w_g + panel * width * f.w_o)
+        starts = i64(f.starts + panel * width * 8)
+        w = i64(args)[f.w_pointer] + 2 * (g * f.w_g + starts[0])
         out = a.workspace + f.workspace_offset + worker * f.copy_bytes + index * f.panel_bytes
         if rows < width:
             fill(out, f.panel_bytes // 4)
         for tap in range(f.taps):
             start, to = w + 2 * i64(f.offsets)[tap], out + 4 * tap * pairs * width
-            if f.w_i == 1 and f.c_in % 2 == 0:
+            if f.w_i == 1 and f.w_o and f.c_in % 2 == 0:
                 turn(to, 4 * width, start, 2 * f.w_o, rows, pairs)
                 continue
             for pair in range(pairs):
@@ -71,9 +72,10 @@ def _pack_task(width: int):
                     _zip_row(line, low, low + 2 * f.w_i, has_high, rows)
                     continue
                 for o in range(rows):
-                    word = int32(data(low)[o * f.w_o])
+                    at = starts[o] - starts[0]
+                    word = int32(data(low)[at])
                     if has_high:
-                        word |= int32(data(low + 2 * f.w_i)[o * f.w_o]) << 16
+                        word |= int32(data(low + 2 * f.w_i)[at]) << 16
                     words(line)[o] = word
 
     return compile_task(pack_panel, (width,))
@@ -122,7 +124,7 @@ def pack_pairs_phase(
     """The phase that packs the filter of `gather` at `workspace_offset`, and the arrays that it needs alive."""
     words = of_pairs(geo)
     offsets = np.ascontiguousarray(filter_offsets(geo, gather, True)[..., 0]).reshape(-1)
-    panels = -(-geo.c_out // width)
+    panels, starts = -(-geo.c_out // width), geo.filter_starts
     ctx = filled(
         _PACK,
         w_pointer=geo.w_pointer,
@@ -131,11 +133,12 @@ def pack_pairs_phase(
         c_in=geo.c_in,
         c_out=geo.c_out,
         w_g=geo.w_strides[0],
-        w_o=geo.w_strides[1],
+        w_o=common_step(starts),
         w_i=geo.w_strides[2],
+        starts=starts.ctypes.data,
         offsets=offsets.ctypes.data,
         workspace_offset=workspace_offset,
         copy_bytes=(own_bytes := copy_bytes(words, gather, "f32", width)),
         panel_bytes=4 * offsets.size * words.c_in * width,
     )
-    return Phase(_pack_task(width), geo.groups * panels, ctx, each=own_bytes > 0), [offsets]
+    return Phase(_pack_task(width), geo.groups * panels, ctx, each=own_bytes > 0), [offsets, starts]

@@ -17,7 +17,9 @@ from nbdnn.kernels.cpu.vector import (
     I64,
     NUMBA_FLOAT,
     WIDEN,
+    by_vectors,
     convert,
+    element,
     every,
     lanes_between,
     load,
@@ -228,6 +230,67 @@ def collected(builder, parts) -> list:
     between = [lane // 2 + lane % 2 * vl for lane in range(2 * vl)]
     orders = order(between[:vl]), order(between[vl:])
     return [builder.shuffle_vector(a, b, order) for a, b in pairs for order in orders]
+
+
+@cache
+def spread_row(source: str, target: str, vl: int, step: int):
+    """Intrinsic (to, start, n): n elements as `convert_row` moves them, `step` elements apart; no other is touched."""
+    read, write, read_bytes, write_bytes = row_types(source, target, vl)
+    places = [[part * vl + lane for lane in range(vl)] for part in range(step)]
+
+    def codegen(context, builder, sig, args):
+        to, start, n = args
+        masked_store = masked(builder, write)
+        undefined = ir.Constant(write, ir.Undefined)
+        wanted = [
+            ir.Constant(ir.VectorType(ir.IntType(1), vl), [int(at % step == 0) for at in part]) for part in places
+        ]
+
+        def move(i, mask):
+            value = load(builder, element(builder, start, i, read, read_bytes), read, read_bytes, mask)
+            value = convert(builder, value, source, target, vl)
+            base, left = builder.mul(i, I64(step)), builder.mul(builder.sub(n, i), I64(step))
+            for part, (lanes, of_step) in enumerate(zip(places, wanted, strict=True)):
+                spread = builder.shuffle_vector(value, undefined, order(at // step for at in lanes))
+                inside = of_step
+                if mask is not None:
+                    inside = builder.and_(of_step, lanes_between(builder, vl, part * vl, None, left))
+                slot = element(builder, to, builder.add(base, I64(part * vl)), write, write_bytes)
+                masked_store(spread, slot, write_bytes, inside)
+
+        by_vectors(builder, n, vl, move)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, to, start, n):
+        return signature(types.none, *[types.int64] * 3), codegen
+
+    return run
+
+
+@cache
+def interleave(dtype: str, length: int, vl: int):
+    """Intrinsic (to, start, pitch, vectors): `length` rows of so many vectors, `pitch` bytes apart, of which the first
+    elements come side by side, then the second ones."""
+    vector, _, item_bytes, _ = row_types(dtype, dtype, vl)
+
+    def codegen(context, builder, sig, args):
+        to, start, pitch, vectors = args
+        with cgutils.for_range(builder, vectors) as loop:
+            column = builder.add(start, builder.mul(loop.index, I64(vl * item_bytes)))
+            rows = [builder.add(column, builder.mul(pitch, I64(m))) for m in range(length)]
+            parts = [builder.load(vector_at(builder, row, vector), align=item_bytes) for row in rows]
+            line = builder.add(to, builder.mul(loop.index, I64(length * vl * item_bytes)))
+            for m, part in enumerate(collected(builder, parts)):
+                slot = vector_at(builder, builder.add(line, I64(m * vl * item_bytes)), vector)
+                builder.store(part, slot, align=item_bytes)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, to, start, pitch, vectors):
+        return signature(types.none, *[types.int64] * 4), codegen
+
+    return run
 
 
 @cache
