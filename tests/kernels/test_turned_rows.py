@@ -7,8 +7,8 @@ import pytest
 from numba import njit
 
 from nbdnn.array import narrowed, widened
-from nbdnn.kernels.cpu.rows import transpose
 from nbdnn.kernels.cpu.softmax_vector import collect, deal
+from nbdnn.kernels.cpu.turns import transpose
 
 _GUARD = -7.0
 

@@ -16,7 +16,7 @@ from nbdnn.kernels.cpu.geometry import Gather, Geometry, gather_values
 from nbdnn.kernels.cpu.joined import joined
 from nbdnn.kernels.cpu.lower_channels import LOW_FIELDS
 from nbdnn.kernels.cpu.micro_kernel import Config
-from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, packed_bytes
+from nbdnn.kernels.cpu.pack import Packing, filter_offsets
 from nbdnn.kernels.cpu.pack_pairs import of_pairs
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import own_rows
@@ -61,7 +61,6 @@ class Plan:
     low_columns: int
     strip_bytes: int
     acc_bytes: int
-    packed_bytes: int
     tap_masks: np.ndarray | None = field(compare=False)
     inside: float  # the share of the products that are made
 
@@ -120,7 +119,6 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
         low_columns=low_columns,
         strip_bytes=0 if in_place else own_pages(row_bytes * low_rows),
         acc_bytes=tiles * config.mr * lanes * itemsize,
-        packed_bytes=packed_bytes(reduced, gather, problem.dtype, lanes, device),
         tap_masks=masks,
         inside=inside,
     )
@@ -128,10 +126,11 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
 
 @dataclass(frozen=True)
 class Layout:
-    """The workspace: packed filters of all gathers, lowered strips, then each worker's accumulators."""
+    """The workspace: the packed filter, lowered strips, then each worker's accumulators."""
 
     geo: Geometry
     plans: tuple[Plan, ...]
+    packing: Packing
     strip_offset: int
     worker_offset: int
     worker_bytes: int
@@ -142,12 +141,14 @@ class Layout:
 def layout_of(problem: ConvProblem, config: Config, device: Cpu, pairs: bool) -> Layout:
     geo = joined(problem)
     plans = tuple(_plan(problem, geo, gather, config, device, pairs) for gather in geo.gathers)
-    strip_offset = own_pages(sum(plan.packed_bytes for plan in plans))
+    lanes = config.nv * device.lanes(DEFAULT_COMPUTE[problem.dtype])
+    packing = Packing.of(of_pairs(geo) if pairs else geo, problem.dtype, lanes, device)
+    strip_offset = own_pages(packing.total_bytes)
     strips = max(plan.strip_bytes * (plan.total_strips if plan.shared else device.threads) for plan in plans)
     worker_bytes = own_pages(max(plan.acc_bytes for plan in plans))
     worker_offset = strip_offset + strips
     total = worker_offset + device.threads * worker_bytes
-    return Layout(geo, plans, strip_offset, worker_offset, worker_bytes, total)
+    return Layout(geo, plans, packing, strip_offset, worker_offset, worker_bytes, total)
 
 
 def _a_offsets(geo: Geometry, gather: Gather, plan: Plan) -> tuple[np.ndarray, int, int]:
@@ -173,9 +174,9 @@ def _ahead_bytes(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cp
 
 
 def parameters(
-    problem: ConvProblem, layout: Layout, gather: Gather, plan: Plan, packed_offset: int, lanes: int, device: Cpu
+    problem: ConvProblem, layout: Layout, gather: Gather, plan: Plan, packed_offset: int, device: Cpu
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    geo, itemsize = layout.geo, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+    geo = layout.geo
     a_offsets, a_h, a_w = _a_offsets(geo, gather, plan)
     channels = geo.channel_offsets
     depth = np.array([offset for _, offset in gather.d.taps], np.int64)
@@ -195,9 +196,9 @@ def parameters(
         total_strips=plan.total_strips,
         chunk_panels=plan.chunk_panels,
         panels=plan.panels,
-        panel_bytes=a_offsets.size * lanes * itemsize,
+        panel_bytes=layout.packing.panel_bytes,
         packed_offset=packed_offset,
-        copy_bytes=copy_bytes(of_pairs(geo) if plan.pairs else geo, gather, problem.dtype, lanes),
+        copy_bytes=layout.packing.copy_bytes,
         k_len=a_offsets.size,
         k_step=plan.k_step,
         a_offsets=a_offsets.ctypes.data,

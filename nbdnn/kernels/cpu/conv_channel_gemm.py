@@ -22,7 +22,6 @@ from __future__ import annotations
 from functools import cache
 from math import ceil
 
-import numpy as np
 from numba import njit
 
 from nbdnn.candidate import YES, Candidate, Support
@@ -195,24 +194,19 @@ class ChannelGemm(Candidate[Config, Cpu]):
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         layout = self._layout(problem, config, device)
         vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        phases: list[Phase] = []
-        keep: list[np.ndarray] = []
-        packed_offset = 0
-        for gather, plan in zip(layout.geo.gathers, layout.plans, strict=True):
-            lanes = config.nv * vl
-            if self._pairs:
-                pack, arrays = pack_pairs_phase(layout.geo, gather, lanes, packed_offset, device)
-            else:
-                pack, arrays = pack_phase(layout.geo, gather, problem.dtype, lanes, packed_offset, device, True)
-            phases.append(pack)
-            keep += arrays
-            ctx, arrays = parameters(problem, layout, gather, plan, packed_offset, lanes, device)
+        geo, packing = layout.geo, layout.packing
+        if self._pairs:
+            pack, keep = pack_pairs_phase(geo, packing)
+        else:
+            pack, keep = pack_phase(geo, problem.dtype, packing, device, True)
+        phases = [pack]
+        for gather, plan, packed_offset in zip(geo.gathers, layout.plans, packing.part_offsets, strict=True):
+            ctx, arrays = parameters(problem, layout, gather, plan, packed_offset, device)
             keep += arrays
             if plan.shared:
                 phases.append(Phase(lower_task(problem.dtype, vl, self._pairs), plan.total_strips, ctx))
             task = _multiply_task(problem.dtype, config.mr, config.nv, vl, self._pairs)
             phases.append(Phase(task, plan.total_strips * plan.chunks, ctx))
-            packed_offset += plan.packed_bytes
         return Program(phases, keep)
 
     def _layout(self, problem: ConvProblem, config: Config, device: Cpu) -> Layout:

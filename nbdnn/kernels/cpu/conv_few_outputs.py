@@ -37,7 +37,7 @@ from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, gather_v
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_planes import LINE_NS, LOW_FIELDS, element_ns, low_values, lower_planes
 from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
-from nbdnn.kernels.cpu.pack import copy_bytes, pack_phase, packed_bytes
+from nbdnn.kernels.cpu.pack import Packing, pack_phase
 from nbdnn.kernels.cpu.rows import convert_row, zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
@@ -158,7 +158,7 @@ class _Layout:
 
     geo: Geometry
     plans: tuple[_Plan, ...]
-    packed_offsets: tuple[int, ...]
+    packing: Packing
     worker_offset: int
     worker_bytes: int
     total_bytes: int
@@ -168,16 +168,10 @@ class _Layout:
     def of(cls, problem: ConvProblem, device: Cpu) -> _Layout:
         geo, acc_bytes = geometry(problem), ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
         plans = tuple(_plan(geo, gather, acc_bytes, device) for gather in geo.gathers)
-        sizes = [packed_bytes(geo, gather, problem.dtype, geo.c_out, device) for gather in geo.gathers]
-        worker_offset, worker_bytes = own_pages(sum(sizes)), max(plan.low_bytes + plan.acc_bytes for plan in plans)
-        return cls(
-            geo,
-            plans,
-            tuple(sum(sizes[:i]) for i in range(len(sizes))),
-            worker_offset,
-            worker_bytes,
-            worker_offset + device.threads * worker_bytes,
-        )
+        packing = Packing.of(geo, problem.dtype, geo.c_out, device)
+        worker_offset = own_pages(packing.total_bytes)
+        worker_bytes = max(plan.low_bytes + plan.acc_bytes for plan in plans)
+        return cls(geo, plans, packing, worker_offset, worker_bytes, worker_offset + device.threads * worker_bytes)
 
 
 class FewOutputs(Candidate[Config, Cpu]):
@@ -224,18 +218,18 @@ class FewOutputs(Candidate[Config, Cpu]):
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         layout = _Layout.of(problem, device)
         geo, dtype, acc_bytes = layout.geo, problem.dtype, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
-        phases: list[Phase] = []
-        keep: list[np.ndarray] = []
+        packing = layout.packing
+        pack, keep = pack_phase(geo, dtype, packing, device)
+        phases = [pack]
         task = _strip_task(dtype, config.mr, config.nv, device.lanes(DEFAULT_COMPUTE[dtype]))
-        for gather, plan, packed_offset in zip(geo.gathers, layout.plans, layout.packed_offsets, strict=True):
-            pack, arrays = pack_phase(geo, gather, dtype, geo.c_out, packed_offset, device)
+        for gather, plan, packed_offset in zip(geo.gathers, layout.plans, packing.part_offsets, strict=True):
             low_offsets = _low_offsets(gather, plan, acc_bytes)
             lowering, depth_offsets = low_values(
                 gather, geo.in_strides[2:], plan.strip_rows, plan.low_pitch, plan.plane_elems, plan.step_channels
             )
             channels = np.arange(geo.c_out, dtype=np.int64) * geo.out_strides[2]
             lanes = np.arange(gather.w.count, dtype=np.int64) * (gather.w.out_step * geo.out_strides[5])
-            keep += [*arrays, low_offsets, depth_offsets, channels, lanes]
+            keep += [low_offsets, depth_offsets, channels, lanes]
             taps = low_offsets.size // plan.step_channels
             ctx = filled(
                 _PARAMS,
@@ -245,8 +239,8 @@ class FewOutputs(Candidate[Config, Cpu]):
                 low_offsets=low_offsets.ctypes.data,
                 taps=taps,
                 packed_offset=packed_offset,
-                copy_bytes=copy_bytes(geo, gather, dtype, geo.c_out),
-                panel_bytes=geo.c_in * taps * geo.c_out * acc_bytes,
+                copy_bytes=packing.copy_bytes,
+                panel_bytes=packing.panel_bytes,
                 worker_offset=layout.worker_offset,
                 worker_bytes=layout.worker_bytes,
                 low_bytes=plan.low_bytes,
@@ -254,7 +248,7 @@ class FewOutputs(Candidate[Config, Cpu]):
                 lane_offsets=lanes.ctypes.data,
                 kind=self._kind(problem, geo, gather),
             )
-            phases += [pack, Phase(task, plan.tasks, ctx)]
+            phases.append(Phase(task, plan.tasks, ctx))
         return Program(phases, keep)
 
     @staticmethod

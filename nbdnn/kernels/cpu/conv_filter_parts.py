@@ -15,8 +15,9 @@ from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, spatial3, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase
 from nbdnn.kernels.cpu.micro_kernel import Config
-from nbdnn.kernels.cpu.rows import convert_row, convert_rows, transpose, zero_fill
+from nbdnn.kernels.cpu.rows import convert_row, convert_rows, zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem

@@ -51,11 +51,11 @@ from nbdnn.kernels.cpu.lower_pixels import (
     strip_plan,
 )
 from nbdnn.kernels.cpu.micro_kernel import PAIRS, tile_product
-from nbdnn.kernels.cpu.pack import copy_bytes, filter_offsets, pack_phase, packed_bytes, reads_in_order
+from nbdnn.kernels.cpu.pack import Packing, filter_offsets, pack_phase, reads_in_order
 from nbdnn.kernels.cpu.pack_pairs import of_pairs, pack_pairs_phase, refused_pairs
-from nbdnn.kernels.cpu.rows import interleave
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import strip_address
+from nbdnn.kernels.cpu.turns import interleave
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -246,15 +246,14 @@ class PixelGemm(Candidate[Config, Cpu]):
         geo, vl = layout.geo, device.lanes(compute)
         phases: list[Phase] = []
         keep: list[np.ndarray] = []
-        for gather, plan, packed_offset in zip(geo.gathers, layout.plans, layout.packed_offsets, strict=True):
-            if config.packed:
-                if self._pairs:
-                    pack, arrays = pack_pairs_phase(geo, gather, config.mr, packed_offset, device)
-                else:
-                    pack, arrays = pack_phase(geo, gather, problem.dtype, config.mr, packed_offset, device)
-                phases.append(pack)
-                keep += arrays
-            ctx, arrays = _parameters(problem, config, layout, gather, plan, packed_offset, self._pairs, device)
+        if config.packed:
+            if self._pairs:
+                pack, keep = pack_pairs_phase(geo, layout.packing)
+            else:
+                pack, keep = pack_phase(geo, problem.dtype, layout.packing, device)
+            phases = [pack]
+        for number, (gather, plan) in enumerate(zip(geo.gathers, layout.plans, strict=True)):
+            ctx, arrays = _parameters(problem, config, layout, number, self._pairs, device)
             keep += arrays
             if plan.shared:
                 phases.append(Phase(lower_task(problem.dtype, vl, self._pairs), plan.total_strips * plan.parts, ctx))
@@ -266,11 +265,11 @@ class PixelGemm(Candidate[Config, Cpu]):
 
 @dataclass(frozen=True)
 class _Layout:
-    """The workspace: packed filters of all gathers, then lowered strips, then each worker's table of pixels."""
+    """The workspace: the packed filter, then lowered strips, then each worker's table of pixels."""
 
     geo: Geometry
     plans: tuple[StripPlan, ...]
-    packed_offsets: tuple[int, ...]
+    packing: Packing
     strip_offset: int
     pixels_offset: int
     pixels_bytes: int
@@ -280,22 +279,19 @@ class _Layout:
     @lru_cache(maxsize=256)
     def of(cls, problem: ConvProblem, config: Config, device: Cpu, pairs: bool) -> _Layout:
         geo = joined(problem)
-        reduced = of_pairs(geo) if pairs else geo
         acc_bytes = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
         tile_pixels = config.nv * device.vector_bytes // acc_bytes
         blocks = ceil(geo.c_out / config.mr)
         plans = tuple(strip_plan(geo, g, acc_bytes, blocks, tile_pixels, device) for g in geo.gathers)
-        sizes = [
-            packed_bytes(reduced, g, problem.dtype, config.mr, device) if config.packed else 0 for g in geo.gathers
-        ]
-        strip_offset = own_pages(sum(sizes))
+        packing = Packing.of(of_pairs(geo) if pairs else geo, problem.dtype, config.mr, device)
+        strip_offset = own_pages(packing.total_bytes) if config.packed else 0
         pixels_offset = strip_offset + max(plan.total_bytes(device.threads) for plan in plans)
         pixels = max(plan.strip_rows * g.w.count for plan, g in zip(plans, geo.gathers, strict=True))
         pixels_bytes = own_pages(8 * pixels)
         return cls(
             geo,
             plans,
-            tuple(sum(sizes[:i]) for i in range(len(sizes))),
+            packing,
             strip_offset,
             pixels_offset,
             pixels_bytes,
@@ -307,13 +303,13 @@ def _parameters(
     problem: ConvProblem,
     config: Config,
     layout: _Layout,
-    gather: Gather,
-    plan: StripPlan,
-    packed_offset: int,
+    number: int,
     pairs: bool,
     device: Cpu,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    geo = layout.geo
+    """Of the gather of that number."""
+    geo, packing = layout.geo, layout.packing
+    gather, plan = geo.gathers[number], layout.plans[number]
     reduced = of_pairs(geo) if pairs else geo
     values, keep = low_values(problem, geo, gather, plan, pairs)
     w_offsets = (filter_offsets(reduced, gather) * ITEMSIZE[problem.dtype]).astype(np.int32).reshape(-1)
@@ -325,9 +321,9 @@ def _parameters(
         **values,
         w_offsets=w_offsets.ctypes.data,
         channel_offsets=channels.ctypes.data,
-        packed_offset=packed_offset,
-        copy_bytes=copy_bytes(reduced, gather, problem.dtype, config.mr),
-        panel_bytes=w_offsets.size * config.mr * ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]],
+        packed_offset=packing.part_offsets[number],
+        copy_bytes=packing.copy_bytes,
+        panel_bytes=packing.panel_bytes,
         strip_offset=layout.strip_offset,
         pixels_offset=layout.pixels_offset,
         pixels_bytes=layout.pixels_bytes,

@@ -32,7 +32,7 @@ from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
 from nbdnn.kernels.cpu.geometry import EPILOGUE_FIELDS, Geometry, epilogue_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import Config, pixel_tile
-from nbdnn.kernels.cpu.pack import copy_bytes, pack_phase, packed_bytes
+from nbdnn.kernels.cpu.pack import Packing, pack_phase
 from nbdnn.kernels.cpu.vector import filled, pointer, prefetch, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -142,6 +142,10 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu) -> _Plan:
     return _Plan(geo, pixels, panels, panel_bytes, max(1, ceil(pixels / blocks)), max(1, ceil(panels / chunks)))
 
 
+def _packing(problem: ConvProblem, config: Config, device: Cpu) -> Packing:
+    return Packing.of(geometry(problem), problem.dtype, config.nv * device.lanes(problem.dtype), device)
+
+
 class Pointwise(Candidate[Config, Cpu]):
     """1x1 convolution with channels innermost, as one matrix product."""
 
@@ -171,8 +175,7 @@ class Pointwise(Candidate[Config, Cpu]):
         return (Config(pixels[nv - 1], nv),)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Cpu) -> int:
-        geo = geometry(problem)
-        return packed_bytes(geo, geo.gathers[0], problem.dtype, config.nv * device.lanes(problem.dtype), device)
+        return _packing(problem, config, device).total_bytes
 
     def estimate(self, problem: ConvProblem, config: Config, device: Cpu) -> float:
         plan = _plan(problem, config, device)
@@ -185,7 +188,8 @@ class Pointwise(Candidate[Config, Cpu]):
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         plan, vl = _plan(problem, config, device), device.lanes(problem.dtype)
         geo = plan.geo
-        pack, keep = pack_phase(geo, geo.gathers[0], problem.dtype, config.nv * vl, 0, device, True)
+        packing = _packing(problem, config, device)
+        pack, keep = pack_phase(geo, problem.dtype, packing, device, True)
         rows = np.arange(config.mr, dtype=np.int64) * geo.c_out
         lanes = np.arange(config.nv * vl, dtype=np.int64)
         ctx = filled(
@@ -201,7 +205,7 @@ class Pointwise(Candidate[Config, Cpu]):
             c_in=geo.c_in,
             c_out=geo.c_out,
             panel_bytes=plan.panel_bytes,
-            copy_bytes=copy_bytes(geo, geo.gathers[0], problem.dtype, config.nv * vl),
+            copy_bytes=packing.copy_bytes,
             row_offsets=rows.ctypes.data,
             lane_offsets=lanes.ctypes.data,
             kind=store_kind(problem, True),

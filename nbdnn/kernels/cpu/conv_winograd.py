@@ -33,7 +33,8 @@ from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import lower_rows
 from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
-from nbdnn.kernels.cpu.rows import convert_row, transpose, zero_fill
+from nbdnn.kernels.cpu.rows import convert_row, zero_fill
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import pointer, stack, struct
 from nbdnn.kernels.cpu.winograd_plan import (
     FILTER,

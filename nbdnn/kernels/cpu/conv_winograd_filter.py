@@ -29,8 +29,9 @@ from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, geometry, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import sandwich, tile_product
-from nbdnn.kernels.cpu.rows import every_step, transpose, zero_fill
+from nbdnn.kernels.cpu.rows import every_step, zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
 from nbdnn.kernels.cpu.winograd_plan import tiles_along
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE

@@ -16,7 +16,8 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from nbdnn.kernels.cpu.rows import dealt, order
+from nbdnn.kernels.cpu.rows import order
+from nbdnn.kernels.cpu.turns import dealt
 from nbdnn.kernels.cpu.vector import (
     FLOAT,
     I64,

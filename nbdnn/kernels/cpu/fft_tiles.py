@@ -29,7 +29,8 @@ from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import EPILOGUE_FIELDS
 from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.micro_kernel import micro_kernel
-from nbdnn.kernels.cpu.rows import convert_row, transpose, zero_fill
+from nbdnn.kernels.cpu.rows import convert_row, zero_fill
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import FLOAT, I64, WIDEN, call_task, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 

@@ -17,8 +17,9 @@ from numba import njit
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS
 from nbdnn.kernels.cpu.launch import ARGS
-from nbdnn.kernels.cpu.rows import convert_row, transpose, zero_fill
+from nbdnn.kernels.cpu.rows import convert_row, zero_fill
 from nbdnn.kernels.cpu.strips import strip_address
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import WIDEN, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 

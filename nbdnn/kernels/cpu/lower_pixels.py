@@ -27,9 +27,10 @@ from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.epilogue import is_finished, store_kind
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_table, gather_values
 from nbdnn.kernels.cpu.launch import ARGS
-from nbdnn.kernels.cpu.rows import convert_row, every_step, transpose, zero_fill
+from nbdnn.kernels.cpu.rows import convert_row, every_step, zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import own_rows, strip_address
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem

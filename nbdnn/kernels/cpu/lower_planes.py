@@ -18,7 +18,8 @@ from numba import njit
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.cost import COPY_NS
 from nbdnn.kernels.cpu.geometry import Gather
-from nbdnn.kernels.cpu.rows import ask_for, convert_row, transpose, zero_fill
+from nbdnn.kernels.cpu.rows import ask_for, convert_row, zero_fill
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import pointer
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 

@@ -17,10 +17,11 @@ from numba.extending import intrinsic
 
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
-from nbdnn.kernels.cpu.geometry import Gather, Geometry
+from nbdnn.kernels.cpu.geometry import Geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase
-from nbdnn.kernels.cpu.pack import common_step, copy_bytes, filter_offsets
-from nbdnn.kernels.cpu.rows import transpose, zero_fill
+from nbdnn.kernels.cpu.pack import NOT_TURNED, Packing, common_step, filter_offsets, turned
+from nbdnn.kernels.cpu.rows import zero_fill
+from nbdnn.kernels.cpu.turns import transpose, turn_lines
 from nbdnn.kernels.cpu.vector import (
     I16,
     I32,
@@ -39,7 +40,7 @@ from nbdnn.problem_conv import ConvProblem
 
 _PACK = record(
     *("w_pointer", "panels", "taps", "c_in", "c_out", "w_g", "w_o", "w_i", "starts", "offsets"),
-    *("workspace_offset", "copy_bytes", "panel_bytes"),
+    *("turns", "columns", "even", "odd", "copy_bytes", "panel_bytes"),
 )
 VL = 16  # words of a vector
 
@@ -51,6 +52,7 @@ def _pack_task(width: int):
         pointer("i32"), pointer("bf16"), pointer("i64"), struct(ARGS), struct(_PACK),
     )  # fmt: skip
     turn, fill = transpose("f32", "f32", VL), zero_fill("f32")
+    turn_even, turn_odd = (turn_lines("bf16", "f32", VL, merges) for merges in (False, True))
 
     def pack_panel(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
@@ -58,9 +60,19 @@ def _pack_task(width: int):
         rows, pairs = min(width, f.c_out - panel * width), (f.c_in + 1) // 2
         starts = i64(f.starts + panel * width * 8)
         w = i64(args)[f.w_pointer] + 2 * (g * f.w_g + starts[0])
-        out = a.workspace + f.workspace_offset + worker * f.copy_bytes + index * f.panel_bytes
+        out = a.workspace + worker * f.copy_bytes + index * f.panel_bytes
         if rows < width:
             fill(out, f.panel_bytes // 4)
+        if f.turns == 1:
+            turn_even(out, f.even, w, 2 * f.w_o, rows, f.columns)
+            turn_odd(out, f.odd, w, 2 * f.w_o, rows, f.columns)
+            return
+        for channel in range(0, f.turns, 2):
+            line, start = out + channel // 2 * 4 * width, w + 2 * channel * f.w_i
+            turn_even(line, f.even, start, 2 * f.w_o, rows, f.columns)
+            turn_odd(line, f.odd, start + 2 * f.w_i, 2 * f.w_o, rows, f.columns)
+        if f.turns:
+            return
         for tap in range(f.taps):
             start, to = w + 2 * i64(f.offsets)[tap], out + 4 * tap * pairs * width
             if f.w_i == 1 and f.w_o and f.c_in % 2 == 0:
@@ -118,17 +130,27 @@ def of_pairs(geo: Geometry) -> Geometry:
     return replace(geo, c_in=(geo.c_in + 1) // 2)
 
 
-def pack_pairs_phase(
-    geo: Geometry, gather: Gather, width: int, workspace_offset: int, device: Cpu
-) -> tuple[Phase, list[np.ndarray]]:
-    """The phase that packs the filter of `gather` at `workspace_offset`, and the arrays that it needs alive."""
-    words = of_pairs(geo)
-    offsets = np.ascontiguousarray(filter_offsets(geo, gather, True)[..., 0]).reshape(-1)
-    panels, starts = -(-geo.c_out // width), geo.filter_starts
+def pack_pairs_phase(geo: Geometry, packing: Packing) -> tuple[Phase, list[np.ndarray]]:
+    """The phase that packs the filter at the beginning of the workspace, and the arrays that it needs alive.
+
+    packing: of pairs.
+    """
+    parts = [filter_offsets(geo, gather, True) for gather in geo.gathers]
+    offsets = np.concatenate([part[..., 0].reshape(-1) for part in parts])
+    starts = geo.filter_starts
+    turns, places = NOT_TURNED
+    if geo.c_in % 2 == 0 and packing.width % VL == 0:
+        turns, places = turned(geo, parts, packing, 4 * packing.width, in_line=2)
+    # Of all channels in one block even ones are turned first, then odd ones.
+    even, odd = places, places
+    if turns == 1:
+        is_odd = np.zeros(places.size, bool)
+        is_odd[np.concatenate([part[..., 1::2].reshape(-1) for part in parts])] = True
+        even, odd = np.where(is_odd, -1, places), np.where(is_odd, places, -1)
     ctx = filled(
         _PACK,
         w_pointer=geo.w_pointer,
-        panels=panels,
+        panels=packing.panels,
         taps=offsets.size,
         c_in=geo.c_in,
         c_out=geo.c_out,
@@ -137,8 +159,12 @@ def pack_pairs_phase(
         w_i=geo.w_strides[2],
         starts=starts.ctypes.data,
         offsets=offsets.ctypes.data,
-        workspace_offset=workspace_offset,
-        copy_bytes=(own_bytes := copy_bytes(words, gather, "f32", width)),
-        panel_bytes=4 * offsets.size * words.c_in * width,
+        turns=turns,
+        columns=places.size,
+        even=even.ctypes.data,
+        odd=odd.ctypes.data,
+        copy_bytes=packing.copy_bytes,
+        panel_bytes=packing.panel_bytes,
     )
-    return Phase(_pack_task(width), geo.groups * panels, ctx, each=own_bytes > 0), [offsets, starts]
+    task = Phase(_pack_task(packing.width), geo.groups * packing.panels, ctx, each=packing.copy_bytes > 0)
+    return task, [offsets, starts, even, odd]

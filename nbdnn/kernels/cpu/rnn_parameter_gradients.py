@@ -25,7 +25,7 @@ from nbdnn.kernels.cpu.rnn_gates import slots
 from nbdnn.kernels.cpu.rnn_memory import BackwardSequences
 from nbdnn.kernels.cpu.rnn_product import Rows, Tile, block_rows, copied, multiplied, tile_of_columns
 from nbdnn.kernels.cpu.rnn_program import Place, address_of, place_fields, place_values
-from nbdnn.kernels.cpu.rows import transpose
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import NUMBA_FLOAT, filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_rnn import RnnProblem

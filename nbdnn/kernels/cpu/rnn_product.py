@@ -21,7 +21,8 @@ from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.launch import FEW_ELEMS, Phase
 from nbdnn.kernels.cpu.micro_kernel import pixel_tile
 from nbdnn.kernels.cpu.rnn_program import Place, address_of, place_fields, place_values
-from nbdnn.kernels.cpu.rows import convert_row, transpose, zero_fill
+from nbdnn.kernels.cpu.rows import convert_row, zero_fill
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import call_task, filled, pointer, record, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 

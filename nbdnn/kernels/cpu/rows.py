@@ -1,8 +1,8 @@
-"""Rows of elements, moved, converted and transposed by whole and masked vectors."""
+"""Rows of elements, moved, converted and spread by whole and masked vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 
 from llvmlite import ir
@@ -27,8 +27,6 @@ from nbdnn.kernels.cpu.vector import (
     pointer,
     prefetch,
     row_types,
-    splat,
-    store,
     store_past_caches,
     vector_at,
 )
@@ -181,57 +179,6 @@ def order(lanes: Iterable[int]) -> ir.Constant:
     return ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
 
 
-def turned_block(builder, lines):
-    """As many vectors as they have lanes, turned: log2 of that many rounds of interleaving line i with i + half."""
-    vl = len(lines)
-    low = [lane // 2 + (lane % 2) * vl for lane in range(vl)]
-    orders = order(low), order(lane + vl // 2 for lane in low)
-    for _ in range(vl.bit_length() - 1):
-        pairs = zip(lines[: vl // 2], lines[vl // 2 :], strict=True)
-        lines = [builder.shuffle_vector(a, b, each) for a, b in pairs for each in orders]
-    return lines
-
-
-def _picked(builder, parts, wanted: Sequence[int]):
-    """A vector of elements by their numbers, counted through the parts: one part after the other gives its own."""
-    vl, found = len(wanted), parts[0]
-    for number, part in enumerate(parts[1:], 1):
-        # Of the first part what it has; then every lane keeps what is in it.
-        kept = [i % vl if number == 1 else lane for lane, i in enumerate(wanted)]
-        own = [vl + i % vl if i // vl == number else keep for keep, i in zip(kept, wanted, strict=True)]
-        found = builder.shuffle_vector(found, part, order(own))
-    return found
-
-
-def dealt(builder, parts) -> list:
-    """vl rows in a row, which are as many vectors as a row has elements, turned: a vector for each element."""
-    length, vl = len(parts), parts[0].type.count
-    if length == 1:
-        return parts
-    if length % 2:
-        return [_picked(builder, parts, range(j, j + length * vl, length)) for j in range(length)]
-    pairs = list(zip(parts[::2], parts[1::2], strict=True))
-    even, odd = (
-        dealt(builder, [builder.shuffle_vector(a, b, order(range(first, 2 * vl, 2))) for a, b in pairs])
-        for first in (0, 1)
-    )
-    return [each for pair in zip(even, odd, strict=True) for each in pair]
-
-
-def collected(builder, parts) -> list:
-    """What `dealt` has dealt out, put back as rows."""
-    length, vl = len(parts), parts[0].type.count
-    if length == 1:
-        return parts
-    if length % 2:
-        places = [range(k * vl, (k + 1) * vl) for k in range(length)]
-        return [_picked(builder, parts, [i % length * vl + i // length for i in place]) for place in places]
-    pairs = list(zip(collected(builder, parts[::2]), collected(builder, parts[1::2]), strict=True))
-    between = [lane // 2 + lane % 2 * vl for lane in range(2 * vl)]
-    orders = order(between[:vl]), order(between[vl:])
-    return [builder.shuffle_vector(a, b, order) for a, b in pairs for order in orders]
-
-
 @cache
 def spread_row(source: str, target: str, vl: int, step: int):
     """Intrinsic (to, start, n): n elements as `convert_row` moves them, `step` elements apart; no other is touched."""
@@ -264,101 +211,6 @@ def spread_row(source: str, target: str, vl: int, step: int):
     @intrinsic
     def run(typingctx, to, start, n):
         return signature(types.none, *[types.int64] * 3), codegen
-
-    return run
-
-
-@cache
-def interleave(dtype: str, length: int, vl: int):
-    """Intrinsic (to, start, pitch, vectors): `length` rows of so many vectors, `pitch` bytes apart, of which the first
-    elements come side by side, then the second ones."""
-    vector, _, item_bytes, _ = row_types(dtype, dtype, vl)
-
-    def codegen(context, builder, sig, args):
-        to, start, pitch, vectors = args
-        with cgutils.for_range(builder, vectors) as loop:
-            column = builder.add(start, builder.mul(loop.index, I64(vl * item_bytes)))
-            rows = [builder.add(column, builder.mul(pitch, I64(m))) for m in range(length)]
-            parts = [builder.load(vector_at(builder, row, vector), align=item_bytes) for row in rows]
-            line = builder.add(to, builder.mul(loop.index, I64(length * vl * item_bytes)))
-            for m, part in enumerate(collected(builder, parts)):
-                slot = vector_at(builder, builder.add(line, I64(m * vl * item_bytes)), vector)
-                builder.store(part, slot, align=item_bytes)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def run(typingctx, to, start, pitch, vectors):
-        return signature(types.none, *[types.int64] * 4), codegen
-
-    return run
-
-
-@cache
-def transpose(source: str, target: str, vl: int):
-    """Intrinsic (to, to_pitch, start, start_pitch, rows, columns): a matrix turned about its diagonal.
-
-    Element (i, j) of `rows` x `columns` at start + i*start_pitch bytes (columns side by side) goes to
-    to + j*to_pitch bytes, place i. Blocks of vl x vl are turned in registers; nothing outside the matrix is touched.
-    """
-    read, write, read_bytes, write_bytes = row_types(source, target, vl)
-
-    def codegen(context, builder, sig, args):
-        to, to_pitch, start, start_pitch, rows, columns = args
-        least = I64(vl)
-
-        def at(base, line, pitch, item, item_bytes):
-            return builder.add(builder.add(base, builder.mul(line, pitch)), builder.mul(item, I64(item_bytes)))
-
-        def line_of(i, j, k):
-            return vector_at(builder, at(start, builder.add(i, I64(k)), start_pitch, j, read_bytes), read)
-
-        def column_of(i, j, k):
-            return vector_at(builder, at(to, builder.add(j, I64(k)), to_pitch, i, write_bytes), write)
-
-        def each_block(block):
-            with (
-                cgutils.for_range_slice(builder, I64(0), columns, least, I64) as (j, _),
-                cgutils.for_range_slice(builder, I64(0), rows, least, I64) as (i, _),
-            ):
-                block(i, j)
-
-        def whole(i, j):
-            """The last ones end with the matrix: a store under a mask takes 20 cycles with AVX2."""
-            i, j = (
-                builder.select(builder.icmp_signed("<", first, last), first, last)
-                for first, last in ((i, builder.sub(rows, least)), (j, builder.sub(columns, least)))
-            )
-            lines = [builder.load(line_of(i, j, k), align=read_bytes) for k in range(vl)]
-            for k, line in enumerate(
-                turned_block(builder, [convert(builder, each, source, target, vl) for each in lines])
-            ):
-                builder.store(line, column_of(i, j, k), align=write_bytes)
-
-        def part(i, j):
-            rows_left, columns_left = builder.sub(rows, i), builder.sub(columns, j)
-            load_mask, store_mask = (lanes_between(builder, vl, 0, None, left) for left in (columns_left, rows_left))
-            lines = []
-            for k in range(vl):
-                # A line beyond the matrix is loaded with no lane on, so its address does not matter.
-                present = splat(builder, builder.icmp_signed("<", I64(k), rows_left), load_mask.type)
-                mask = builder.and_(load_mask, present)
-                value = load(builder, line_of(i, j, k), read, read_bytes, mask)
-                lines.append(convert(builder, value, source, target, vl))
-            for k, line in enumerate(turned_block(builder, lines)):
-                with builder.if_then(builder.icmp_signed("<", I64(k), columns_left)):
-                    store(builder, line, column_of(i, j, k), write_bytes, store_mask)
-
-        is_large = builder.and_(*(builder.icmp_signed(">=", extent, least) for extent in (rows, columns)))
-        with builder.if_else(is_large) as (large, small):
-            with large:
-                each_block(whole)
-            with small:
-                each_block(part)
-        return context.get_dummy_value()
-
-    @intrinsic
-    def run(typingctx, to, to_pitch, start, start_pitch, rows, columns):
-        return signature(types.none, *[types.int64] * 6), codegen
 
     return run
 

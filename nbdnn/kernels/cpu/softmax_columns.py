@@ -25,9 +25,9 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.rows import transpose
 from nbdnn.kernels.cpu.scratch import Scratch
 from nbdnn.kernels.cpu.softmax_vector import backward_columns, collect, deal, forward_columns
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_softmax import SoftmaxProblem

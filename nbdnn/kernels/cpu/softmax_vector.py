@@ -21,8 +21,9 @@ from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.exponential import logarithm, power
 from nbdnn.kernels.cpu.formula import Lanes
-from nbdnn.kernels.cpu.rows import collected, dealt, order, turned_block
+from nbdnn.kernels.cpu.rows import order
 from nbdnn.kernels.cpu.softmax_lines import larger
+from nbdnn.kernels.cpu.turns import collected, dealt, turned_block
 from nbdnn.kernels.cpu.vector import (
     I64,
     ask,

@@ -29,13 +29,14 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.rows import convert_rows, transpose, zero_fill
+from nbdnn.kernels.cpu.rows import convert_rows, zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.spatialtf_backward import Backward, by_channels, parts_bytes, parts_of_image, run_parts
 from nbdnn.kernels.cpu.spatialtf_channels import blend, channel_lanes
 from nbdnn.kernels.cpu.spatialtf_forward import Forward, whole_numbers
 from nbdnn.kernels.cpu.spatialtf_plan import PLAN_VECTORS
 from nbdnn.kernels.cpu.spatialtf_tasks import FIELDS, Runs, plan_run
+from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import pointer, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
