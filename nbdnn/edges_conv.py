@@ -204,11 +204,13 @@ EDGES_PAIRS = (
     Edge("n2c64h6w7:k48r1s1:p0x0:u1x1:d1x1:g1", "pairs that are read where they lie, vectors of outputs"),
     Edge("n1c17h5w9:k33r2s3:p1x1:u2x1:d1x1:g1", "an odd channel at the end of either side"),
 )
-# What CPUs take in strips of rows; posed in both layouts, in float32.
+# What CPUs take in strips of rows, or copy with gaps; posed in both layouts, in float32.
 EDGES_STRIPS = (
     Edge("n1c20h21w130:k3r3s3:p1x1:u1x1:d1x1:g1", "few outputs, channels that pass by in steps, a remainder"),
     Edge("n1c3h41w262:k20r3s3:p1x1:u2x2:d1x1:g1", "the same of a gradient whose columns are every second one"),
     Edge("n1c2d4h20w70:k18t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", "the same in 3-D"),
+    Edge("n1c256h5w7:k24r3s2:p1x0:u1x1:d1x1:g2", "pixels 1 KiB apart, of which a copy has gaps"),
+    Edge("n2c128h6w8:k17r2s2:p0x0:u2x2:d1x1:g1", "the same of every second pixel, none beyond a border"),
     Edge("n1c24h37w29:k20r3s3:p3x2:u1x1:d3x2:g1", "dilated: tiles of every third row, of which the last strip has one"),
 )
 # Windows side by side that fill the image, of whose gradient a CPU makes one product; posed in every way.

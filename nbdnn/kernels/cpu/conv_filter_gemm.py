@@ -27,6 +27,7 @@ from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
 from nbdnn.kernels.cpu.conv_filter_parts import (
     PAD_FIELDS,
     Sums,
+    gap_elems,
     m_table,
     pack_pixels,
     pad_plane,
@@ -65,7 +66,7 @@ def _pad_task(dtype: str, vl: int):
 
     def pad_image(args, ctx, index, worker):
         a, f = args_at(args), params_at(ctx)
-        to = a.workspace + f.padded_offset + index * f.padded_h * f.padded_w * f.run * acc_bytes
+        to = a.workspace + f.padded_offset + index * f.padded_h * f.padded_w * f.pitch * acc_bytes
         e_d, rest = index % f.padded_d, index // f.padded_d
         channels = f.channels // f.run
         image = a.p0 + (rest // channels * f.x_n + rest % channels * f.x_c) * itemsize
@@ -141,6 +142,7 @@ class _Plan:
 
     gather: Gather
     in_place: bool
+    gap: int
     padded: tuple[int, int, int]
     panels: int
     pixels: int
@@ -175,7 +177,8 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu) -> _Plan:
     acc_bytes, vl = ITEMSIZE[compute], device.lanes(compute)
     (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
     axes = (gather.d, gather.h, gather.w)
-    in_place = problem.dtype == compute and not any(axis.reaches_outside for axis in axes)
+    gap = gap_elems(problem, gather)
+    in_place = problem.dtype == compute and not gap and not any(axis.reaches_outside for axis in axes)
     padded = tuple((axis.count - 1) * axis.in_step + axis.span + 1 for axis in axes)
     lanes, k_group, c_group = config.nv * vl, problem.k // problem.groups, problem.c // problem.groups
     panels, pixels = ceil(k_group / lanes), prod(axis.count for axis in axes)
@@ -197,19 +200,19 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu) -> _Plan:
 
     panel_bytes = round_up(problem.n * pixels * lanes * acc_bytes)
     sums_bytes = block_rows * lanes * acc_bytes
-    panel_offset = 0 if in_place else round_up(problem.n * problem.c * prod(padded) * acc_bytes)
+    panel_offset = 0 if in_place else round_up(problem.n * (problem.c + gap) * prod(padded) * acc_bytes)
     sums_offset = panel_offset + outer * panel_bytes
     worker_offset = own_pages(sums_offset + outer * blocks * splits * sums_bytes)
     return _Plan(
-        gather, in_place, (padded[0], padded[1], padded[2]), panels, pixels, images, chunk, m_rows, blocks, block_rows,
-        splits, split_chunks, panel_bytes, sums_bytes, panel_offset, sums_offset, worker_offset,
+        gather, in_place, gap, (padded[0], padded[1], padded[2]), panels, pixels, images, chunk, m_rows, blocks,
+        block_rows, splits, split_chunks, panel_bytes, sums_bytes, panel_offset, sums_offset, worker_offset,
     )  # fmt: skip
 
 
 def _tables(problem: ConvProblem, plan: _Plan) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
     """((n, g, c, d, h, w) strides of what is read, offset of each m from an image, byte offset of each pixel)."""
     acc_bytes, gather = ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]], plan.gather
-    shape = (problem.n, problem.c, *(spatial3(problem.spatial) if plan.in_place else plan.padded))
+    shape = (problem.n, problem.c + plan.gap, *(spatial3(problem.spatial) if plan.in_place else plan.padded))
     n, c, d, h, w = tensor_strides(shape, problem.channels_last)
     lowest = (0, 0, 0) if plan.in_place else (gather.d.low, gather.h.low, gather.w.low)
     p_n, p_d, p_h, p_w = np.ix_(np.arange(plan.images), *(np.arange(axis.count) * axis.in_step for axis in gather))
@@ -274,7 +277,7 @@ def _parameters(problem: ConvProblem, plan: _Plan) -> tuple[np.ndarray, list[np.
         raise OverflowError(f"pixel offset {pixel_table[-1]} does not fit 32 bits")
     pixel_table = pixel_table.astype(np.int32)
     y_n, y_k, y_d, y_h, y_w = tensor_strides(dy.shape, problem.y_channels_last)
-    values = pad_values(problem, gather, plan.padded[2])
+    values = pad_values(problem, gather, plan.padded[2], plan.gap)
     values |= {f"count_{name}": axis.count for name, axis in zip("dhw", gather, strict=True)}
     values |= {f"low_{name}": axis.low for name, axis in zip("dhw", gather, strict=True)}
     values |= {name: getattr(plan, name) for name in _PARAMS.names or () if hasattr(plan, name)}

@@ -261,7 +261,7 @@ def _parameters(problem: ConvProblem, plan: _Plan) -> tuple[np.ndarray, list[np.
     p_h, p_w = np.arange(plan.rows) * gather.h.in_step * h, np.arange(plan.columns) * gather.w.in_step * w
     pixels = ((p_h[:, None] + p_w) * acc_bytes).reshape(-1).astype(np.int32)
     y_n, y_k, y_d, y_h, y_w = tensor_strides(dy.shape, problem.y_channels_last)
-    values = pad_values(problem, gather, plan.padded[2])
+    values = pad_values(problem, gather, plan.padded[2], 0)
     for name, axis in zip("dhw", gather, strict=True):
         values |= {f"count_{name}": axis.count, f"step_{name}": axis.in_step, f"low_{name}": axis.low}
     ctx = filled(
