@@ -198,11 +198,14 @@ EDGES_FLAT = (
     Edge("n1c3d4h13w24:k32t1r7s7:p0x3x3:u1x2x2:d1x1x1:g1", "a first layer, every depth an image"),
     Edge("n2c16d3h5w6:k16t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "1x1x1: rows of all pixels of a depth"),
 )
-# Posed in bfloat16 in both layouts on CPUs, some of which multiply pairs of channels.
+# Posed in bfloat16 in both layouts on CPUs, some of which multiply pairs of channels or pixels.
 EDGES_PAIRS = (
     Edge("n1c70h9w11:k66r3s3:p4x4:u1x1:d4x4:g1", "dilated, so many pairs that taps beside the image are left out"),
     Edge("n2c64h6w7:k48r1s1:p0x0:u1x1:d1x1:g1", "pairs that are read where they lie, vectors of outputs"),
     Edge("n1c17h5w9:k33r2s3:p1x1:u2x1:d1x1:g1", "an odd channel at the end of either side"),
+    Edge("n1c3h9w301:k20r3s3:p1x1:u2x2:d1x1:g1", "pairs of pixels in parts of rows, the last of an odd number"),
+    Edge("n1c8h5w5:k17r3s5:p1x4:u1x3:d1x1:g1", "pairs of pixels of which either or both lie beside the image"),
+    Edge("n2c256h4w6:k18r1s1:p0x0:u1x1:d1x1:g1", "pairs of pixels 1 KiB apart, of which a copy has gaps"),
 )
 # What CPUs take in strips of rows, or copy with gaps; posed in both layouts, in float32.
 EDGES_STRIPS = (

@@ -192,6 +192,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/cpu/direct": _GRADIENT,
     "conv_bwd_filter/cpu/filter_gemm": _GRADIENT,
     "conv_bwd_filter/cpu/filter_strips": _GRADIENT._replace(shapes=f"{_OF_MATRIX}, 7x7/2, rows of words"),
+    "conv_bwd_filter/cpu/filter_dot": _GRADIENT._replace(dtypes="bf16"),
+    "conv_bwd_filter/cpu/strips_dot": _GRADIENT._replace(dtypes="bf16", shapes=f"{_OF_MATRIX}, 7x7/2, rows of words"),
     "conv_bwd_filter/cpu/fft_tiling": _GRADIENT._replace(shapes=_OF_FFT),
     "conv_bwd_filter/cpu/fft": _GRADIENT._replace(shapes=_OF_FFT),
     "conv_bwd_filter/cpu/im2col": _GRADIENT,

@@ -23,9 +23,10 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 # What `pad_plane` reads of a record. run: channels side by side, all where they are interleaved, else 1. pitch: from a
-# pixel of the copy to the next one, elements.
+# pixel of the copy to the next one, elements. step_w: from a pixel to the one that the next pixel of dy meets.
 PAD_FIELDS = (
     *("channels", "run", "pitch", "x_n", "x_c", "x_d", "x_h", "x_w", "extent_d", "extent_h", "extent_w", "padded_w"),
+    "step_w",
 )
 # Pixels that are multiples of so many bytes apart share few sets of the first-level cache, where they do not stay until
 # the next tile (Zen 5: 8x128x32x32 to 256, 4x4 of stride 2, took 6.2 ms, and 4.3 with so many elements between them).
@@ -78,14 +79,15 @@ def pad_plane(dtype: str, vl: int):
 
 @cache
 def pack_pixels(dtype: str, vl: int, lanes: int):
-    """Compiled-in function (f, to, at, used, count): `used` channels of `count` pixels of dy that lie side by side, of
-    strides y_k and y_w, widened, to [pixel][lanes]."""
+    """Compiled-in function (f, to, at, used, rows, columns): `used` channels of rows of pixels of dy, one behind the
+    other, strides y_k and y_w, widened, to [pixel][lanes]."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
     widen_row, turn = convert_row(dtype, compute, vl), transpose(dtype, compute, vl)
 
     @njit(**DEVICE)
-    def pack(f, to, at, used, count):
+    def pack(f, to, at, used, rows, columns):
+        count = rows * columns
         if f.y_k == 1:
             for w in range(count):
                 widen_row(to + w * lanes * acc_bytes, at + w * f.y_w * itemsize, used)
@@ -179,7 +181,8 @@ def pad_values(problem: ConvProblem, gather: Gather, padded_w: int, gap: int) ->
     extents = {f"extent_{name}": axis.in_extent for name, axis in zip("dhw", gather, strict=True)}
     run = problem.c if problem.channels_last else 1
     strides = {"x_n": n, "x_c": c, "x_d": d, "x_h": h, "x_w": w}
-    return {"channels": problem.c, "run": run, "pitch": run + gap, "padded_w": padded_w} | strides | extents
+    fixed = {"channels": problem.c, "run": run, "pitch": run + gap, "padded_w": padded_w, "step_w": gather.w.in_step}
+    return fixed | strides | extents
 
 
 def m_table(problem: ConvProblem, gather: Gather, strides: tuple[int, ...], lowest: tuple[int, ...]) -> np.ndarray:

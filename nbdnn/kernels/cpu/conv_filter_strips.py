@@ -9,6 +9,9 @@ they are in cache, by the tiles of `conv_filter_gemm.py`. x that no tap leaves, 
 read where they are. A strip is whole rows of an image, or a part of a long one. Runs of strips have sums of their own,
 which are added in fixed order: the result does not depend on which worker did what.
 
+strips_dot multiplies words of two pixels of bfloat16, where the CPU can (`conv_filter_pairs.py`); subnormal numbers
+count as 0.
+
 Traffic: x and dy once from memory, but for rows that two strips share; dw once. Accumulates in float32 (float64), one
 rounding a step. Source: own.
 """
@@ -24,6 +27,7 @@ import numpy as np
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import FASTMATH, compile_task
+from nbdnn.kernels.cpu.conv_filter_pairs import pack_pixel_pairs, pad_pairs
 from nbdnn.kernels.cpu.conv_filter_parts import (
     PAD_FIELDS,
     Sums,
@@ -36,7 +40,8 @@ from nbdnn.kernels.cpu.conv_filter_parts import (
 from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.geometry import Gather, geometry, spatial3, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.micro_kernel import Config, tile_product
+from nbdnn.kernels.cpu.micro_kernel import PAIRS, Config, tile_product
+from nbdnn.kernels.cpu.pack_pairs import refused_pairs
 from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages, whole_lines
 from nbdnn.kernels.cpu.vector import filled, pointer, record, stack, struct
@@ -52,21 +57,22 @@ _TURN_NS = 0.2  # an element of dy in planes, one thread: the prior for the gues
 
 _PARAMS = record(
     *PAD_FIELDS,
-    *("y_n", "y_k", "y_d", "y_h", "y_w", "count_d", "count_h", "count_w", "step_d", "step_h", "step_w"),
+    *("y_n", "y_k", "y_d", "y_h", "y_w", "count_d", "count_h", "count_w", "step_d", "step_h"),
     *("low_d", "low_h", "low_w", "padded_d", "padded_h", "pads", "packs", "k", "panels", "m_rows", "m_table"),
-    *("pixel_table", "rows", "columns", "strips_h", "strips_w", "strips", "split_strips"),
+    *("step_table", "rows", "columns", "strips_h", "strips_w", "strips", "split_strips"),
     *("sums_offset", "panel_sums_bytes", "split_bytes", "strips_offset", "strip_bytes", "dy_offset"),
 )
 
 
 @cache
-def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
+def _multiply_task(dtype: str, mr: int, nv: int, vl: int, pairs: bool):
     """The sums of a run of strips."""
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
     i64, args_at, params_at, row_slots = pointer("i64"), struct(ARGS), struct(_PARAMS), stack(mr * 8)
-    clear, pad, pack = zero_fill(compute), pad_plane(dtype, vl), pack_pixels(dtype, vl, lanes)
-    product = tile_product(compute, mr, nv, vl, None, lanes * acc_bytes, True)
+    clear, pad = zero_fill(compute), pad_pairs() if pairs else pad_plane(dtype, vl)
+    pack = pack_pixel_pairs(lanes) if pairs else pack_pixels(dtype, vl, lanes)
+    product = tile_product(compute, mr, nv, vl, None, lanes * acc_bytes, True, PAIRS if pairs else "")
 
     def multiply(args, ctx, index, worker):
         a, f, slots = args_at(args), params_at(ctx), row_slots()
@@ -79,6 +85,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
             first_h, rest = rest % f.strips_h * f.rows, rest // f.strips_h
             d, n = rest % f.count_d, rest // f.count_d
             columns, rows = min(f.columns, f.count_w - first_w), min(f.rows, f.count_h - first_h)
+            steps = rows * ((columns + 1) // 2 if pairs else columns)
             low_d, low_h = d * f.step_d + f.low_d, first_h * f.step_h + f.low_h
             low_w, image = first_w * f.step_w + f.low_w, a.p0 + n * f.x_n * itemsize
             if f.pads:
@@ -96,16 +103,16 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                 b = shares
                 if f.packs:
                     b = mine + f.dy_offset
-                    pack(f, b, shares + panel * lanes * f.y_k * itemsize, used, rows * columns)
+                    pack(f, b, shares + panel * lanes * f.y_k * itemsize, used, rows, columns)
                 for first in range(0, f.m_rows, mr):
                     for i in range(mr):
                         m = min(first + i, f.m_rows - 1)
                         i64(slots)[i] = image + i64(f.m_table)[m] * acc_bytes
                     to = sums + panel * f.panel_sums_bytes + first * lanes * acc_bytes
                     vectors = (used + vl - 1) // vl
-                    product(vectors, slots, f.pixel_table, b, 0, rows * columns, to, lanes * acc_bytes)
+                    product(vectors, slots, f.step_table, b, 0, steps, to, lanes * acc_bytes)
 
-    return compile_task(multiply, (dtype, mr, nv, vl), fastmath=FASTMATH)
+    return compile_task(multiply, (dtype, mr, nv, vl, pairs), fastmath=FASTMATH)
 
 
 @dataclass(frozen=True)
@@ -212,10 +219,14 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu) -> _Plan:
 class FilterStrips(Candidate[Config, Cpu]):
     """Filter gradient of a dw that stays in cache, by strips of pixels."""
 
-    op, provider, algorithm = "conv_bwd_filter", "cpu", "filter_strips"
-    algo = "small"
+    op, provider, algo = "conv_bwd_filter", "cpu", "small"
+
+    def __init__(self, pairs: bool = False) -> None:
+        self.algorithm, self._pairs = "strips_dot" if pairs else "filter_strips", pairs
 
     def supports(self, problem: ConvProblem, device: Cpu) -> Support:
+        if self._pairs and (reason := refused_pairs(problem, device)):
+            return Support(False, reason)
         if problem.groups > 1:
             return Support(False, f"{problem.groups} groups, this kernel takes 1")
         compute = DEFAULT_COMPUTE[problem.dtype]
@@ -237,29 +248,32 @@ class FilterStrips(Candidate[Config, Cpu]):
 
     def estimate(self, problem: ConvProblem, config: Config, device: Cpu) -> float:
         plan, vl = _plan(problem, config, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        sums, pixels = plan.sums, problem.n * plan.gather.pixels
+        sums, row_steps = plan.sums, ceil(plan.gather.w.count / (1 + self._pairs))
+        steps = problem.n * plan.gather.d.count * plan.gather.h.count * row_steps
         strips = problem.n * plan.gather.d.count * plan.strips_h * plan.strips_w
         rows = ceil(sums.m_rows / config.mr)
         side_ns = sums.panels * rows * strips * TILE_NS + sums.m_rows * problem.k * (plan.splits * COPY_NS + TURN_NS)
-        side_ns += plan.packs * pixels * problem.k * (COPY_NS if problem.y_channels_last else _TURN_NS)
+        side_ns += plan.packs * steps * problem.k * (COPY_NS if problem.y_channels_last else _TURN_NS)
         side_ns += plan.pads * strips * problem.c * prod(plan.padded) * COPY_NS
-        return kernel_us(device, ceil(problem.k / vl) * rows * config.mr * pixels, side_ns, plan.splits, 2)
+        return kernel_us(device, ceil(problem.k / vl) * rows * config.mr * steps, side_ns, plan.splits, 2)
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         plan = _plan(problem, config, device)
-        ctx, keep = _parameters(problem, plan)
+        ctx, keep = _parameters(problem, plan, self._pairs)
         store, needed = plan.sums.phase(problem, device)
-        task = _multiply_task(problem.dtype, config.mr, config.nv, device.lanes(DEFAULT_COMPUTE[problem.dtype]))
+        vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
+        task = _multiply_task(problem.dtype, config.mr, config.nv, vl, self._pairs)
         return Program([Phase(task, plan.splits, ctx), store], [*keep, *needed])
 
 
-def _parameters(problem: ConvProblem, plan: _Plan) -> tuple[np.ndarray, list[np.ndarray]]:
+def _parameters(problem: ConvProblem, plan: _Plan, pairs: bool) -> tuple[np.ndarray, list[np.ndarray]]:
     dy, gather, acc_bytes = problem.operands[1], plan.gather, ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
     extents = plan.padded if plan.pads else spatial3(problem.spatial)
     _, c, d, h, w = tensor_strides((1, problem.c, *extents), problem.channels_last)
     rows = m_table(problem, gather, (c, d, h, w), (gather.d.low, gather.h.low, gather.w.low))
-    p_h, p_w = np.arange(plan.rows) * gather.h.in_step * h, np.arange(plan.columns) * gather.w.in_step * w
-    pixels = ((p_h[:, None] + p_w) * acc_bytes).reshape(-1).astype(np.int32)
+    columns = np.arange(0, plan.columns, 1 + pairs)
+    p_h, p_w = np.arange(plan.rows) * gather.h.in_step * h, columns * gather.w.in_step * w
+    steps = ((p_h[:, None] + p_w) * acc_bytes).reshape(-1).astype(np.int32)
     y_n, y_k, y_d, y_h, y_w = tensor_strides(dy.shape, problem.y_channels_last)
     values = pad_values(problem, gather, plan.padded[2], 0)
     for name, axis in zip("dhw", gather, strict=True):
@@ -279,12 +293,12 @@ def _parameters(problem: ConvProblem, plan: _Plan) -> tuple[np.ndarray, list[np.
         panels=plan.sums.panels,
         m_rows=plan.sums.m_rows,
         m_table=rows.ctypes.data,
-        pixel_table=pixels.ctypes.data,
+        step_table=steps.ctypes.data,
         strips=problem.n * gather.d.count * plan.strips_h * plan.strips_w,
         sums_offset=0,
         split_bytes=plan.sums.split_bytes,
     )
-    return ctx, [pixels, rows]
+    return ctx, [steps, rows]
 
 
-BWD_FILTER = FilterStrips()
+BWD_FILTER, BWD_FILTER_DOT = FilterStrips(), FilterStrips(pairs=True)

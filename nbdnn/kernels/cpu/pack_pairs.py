@@ -81,7 +81,7 @@ def _pack_task(width: int):
             for pair in range(pairs):
                 low, line, has_high = start + 4 * pair * f.w_i, to + 4 * pair * width, 2 * pair + 1 < f.c_in
                 if f.w_o == 1 and width % VL == 0:
-                    _zip_row(line, low, low + 2 * f.w_i, has_high, rows)
+                    zip_rows(line, low, low + 2 * f.w_i, True, has_high, rows)
                     continue
                 for o in range(rows):
                     at = starts[o] - starts[0]
@@ -94,26 +94,28 @@ def _pack_task(width: int):
 
 
 @intrinsic
-def _zip_row(typingctx, to, low, high, has_high, n):
-    """n words of two 16-bit numbers each, and zeros up to a whole vector; where not has_high the upper ones are 0."""
+def zip_rows(typingctx, to, low, high, has_low, has_high, n):
+    """n words of a 16-bit number from each row; where it is not there its half is 0."""
     short, word = ir.VectorType(I16, VL), ir.VectorType(I32, VL)
 
     def codegen(context, builder, sig, args):
-        to, low, high, has_high, n = args
-        present = splat(builder, has_high, ir.VectorType(ir.IntType(1), VL))
+        to, low, high, has_low, has_high, n = args
+        given = (low, has_low), (high, has_high)
+        rows = [(at, splat(builder, has, ir.VectorType(ir.IntType(1), VL))) for at, has in given]
 
         def step(i, mask) -> None:
             parts = []
-            for at, wanted in ((low, mask), (high, present if mask is None else builder.and_(present, mask))):
+            for at, present in rows:
+                wanted = present if mask is None else builder.and_(present, mask)
                 value = load(builder, element(builder, at, i, short, 2), short, 2, wanted)
                 parts.append(builder.zext(value, word))
             both = builder.or_(parts[0], builder.shl(parts[1], constant(word, 16)))
-            store(builder, both, element(builder, to, i, word, 4), 4, None)
+            store(builder, both, element(builder, to, i, word, 4), 4, mask)
 
         by_vectors(builder, n, VL, step)
         return context.get_dummy_value()
 
-    return signature(types.none, *[types.int64] * 3, types.boolean, types.int64), codegen
+    return signature(types.none, *[types.int64] * 3, types.boolean, types.boolean, types.int64), codegen
 
 
 def refused_pairs(problem: ConvProblem, device: Cpu) -> str:
