@@ -80,6 +80,7 @@ _OF_GROUPED = _OF_STEM._replace(shapes="groups")
 _OF_BANDS = Covers("f16 bf16", "nchw nhwc", "depthwise, depthwise 7x7", "e:beta")
 _OF_LANES = _OF_BANDS._replace(dtypes="f32", layouts="nhwc")
 _OF_BOXES = Covers("f16 bf16 f32", "nhwc", "depthwise", _FORWARD_ENDS.removesuffix(" a4"))
+_OF_TAPS = "5x5, dilation, one pixel"
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
 _OF_GPU_WINOGRAD = "3x3, conv mode, one pixel"
 _OF_FMA_GEMM = "3x3, 1x1, 5x5, stride, dilation, asymmetric, groups, conv mode, one pixel"
@@ -113,6 +114,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32", ends=_FORWARD_ENDS),
     "conv_fwd/numba/head": _OF_HEAD._replace(ends=_FORWARD_ENDS),
     "conv_fwd/cpu/direct": _FORWARD,
+    "conv_fwd/cpu/tap_gemm": _FORWARD._replace(shapes=_OF_TAPS),
+    "conv_fwd/cpu/tap_dot": _FORWARD._replace(dtypes="bf16", shapes=_OF_TAPS),
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
     "conv_fwd/cpu/channel_gemm": _FORWARD,
     "conv_fwd/cpu/pixel_dot": _FORWARD._replace(dtypes="bf16"),
@@ -152,6 +155,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/stem_tf32": _OF_HEAD._replace(dtypes="f32"),
     "conv_bwd_data/numba/head": _OF_HEAD._replace(shapes="few channels"),
     "conv_bwd_data/cpu/direct": _GRADIENT,
+    "conv_bwd_data/cpu/tap_gemm": _GRADIENT._replace(shapes=_OF_TAPS),
+    "conv_bwd_data/cpu/tap_dot": _GRADIENT._replace(dtypes="bf16", shapes=_OF_TAPS),
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/pixel_dot": _GRADIENT._replace(dtypes="bf16"),

@@ -4,7 +4,7 @@ reads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
@@ -20,7 +20,6 @@ from nbdnn.kernels.cpu.pack import Packing, filter_offsets
 from nbdnn.kernels.cpu.pack_pairs import of_pairs
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import own_rows
-from nbdnn.kernels.cpu.tap_masks import tap_masks
 from nbdnn.kernels.cpu.vector import filled, record
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -36,8 +35,20 @@ PARAMS = record(
     *("total_strips", "chunk_panels", "panels", "panel_bytes", "packed_offset", "copy_bytes", "in_place", "low_d"),
     *("k_len", "k_step", "a_offsets", "a_h", "a_w", "channel_offsets", "run", "contiguous", "finished"),
     *("ahead_bytes", "in_offsets", "out_offsets", "worker_offset", "worker_bytes"),
-    *("leaves_out", "tap_masks", "mask_blocks"),  # of each strip of a depth, and tile of it, the taps that are inside
 )
+
+
+def tiles_of_channels(c_out: int, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
+    """Register tiles of pixels by vectors of output channels.
+
+    An address register a pixel: six to eight fit beside the rest. Panels of equal width, because one vector alone
+    leaves multiply-adds waiting for each other; where there is only one, more pixels hide that.
+    """
+    if device.isa != "avx512":
+        return Config(6, 2), Config(4, 3)
+    vectors = ceil(c_out / device.lanes(DEFAULT_COMPUTE[problem.dtype]))
+    nv = ceil(vectors / max(1, ceil(vectors / 4)))
+    return (Config(6 if nv > 1 else 8, max(1, nv)),)
 
 
 @dataclass(frozen=True)
@@ -61,8 +72,6 @@ class Plan:
     low_columns: int
     strip_bytes: int
     acc_bytes: int
-    tap_masks: np.ndarray | None = field(compare=False)
-    inside: float  # the share of the products that are made
 
     @property
     def shared(self) -> bool:
@@ -96,11 +105,6 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
     low_rows = (strip_rows - 1) * gather.h.in_step + gather.h.span + 1
     k_len = filter_offsets(reduced, gather).size
     k_steps = max(1, ceil(k_len * lanes * itemsize / (device.l2_bytes * _PANEL_SHARE)))
-    masks, inside = None, 1.0
-    if reduced.c_in * lanes * itemsize <= device.l2_bytes * _PANEL_SHARE:
-        masks, inside = tap_masks(gather, reduced.c_in, strip_rows, config.mr)
-    if masks is not None:
-        k_steps = k_len // reduced.c_in
     tiles = 1 if k_steps == 1 else ceil(strip_rows * width / config.mr) + 1
     return Plan(
         in_place=in_place,
@@ -119,8 +123,6 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
         low_columns=low_columns,
         strip_bytes=0 if in_place else own_pages(row_bytes * low_rows),
         acc_bytes=tiles * config.mr * lanes * itemsize,
-        tap_masks=masks,
-        inside=inside,
     )
 
 
@@ -186,7 +188,6 @@ def parameters(
     out_offsets = (i * row + j * pixel).reshape(-1)
     in_offsets = (i * gather.h.in_step * a_h + j * gather.w.in_step * a_w).reshape(-1) * plan.read_bytes
     in_offsets = np.pad(in_offsets, (0, _PADDING))
-    masks = np.zeros((1, 1, 1), np.int64) if plan.tap_masks is None else plan.tap_masks
     rows_follow = row == gather.w.count * pixel or gather.h.count == 1
     ctx = filled(
         PARAMS,
@@ -224,8 +225,5 @@ def parameters(
         ahead_bytes=_ahead_bytes(problem, geo, gather, device) if plan.in_place else 0,
         in_offsets=in_offsets.ctypes.data,
         out_offsets=out_offsets.ctypes.data,
-        leaves_out=int(plan.tap_masks is not None),
-        tap_masks=masks.ctypes.data,
-        mask_blocks=masks.shape[2],
     )
-    return ctx, [a_offsets, channels, depth, in_offsets, out_offsets, masks]
+    return ctx, [a_offsets, channels, depth, in_offsets, out_offsets]

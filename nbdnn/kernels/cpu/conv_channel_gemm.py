@@ -6,9 +6,8 @@ The filter is packed into panels of nv vectors. The input is read one broadcast 
 pixel and a table of offsets, so any layout, stride or dilation will do, and no pixel is wasted on small images. Where
 a tap can fall beyond a border, or the data are 16-bit, a strip of rows is first copied, widened and zero-padded, with
 channels innermost; else the input is read where it lies. Long reductions are cut into steps whose part of a panel
-stays in the second-level cache, with the accumulators kept between steps. Of dilated filters a step is a tap, and tiles
-all of whose pixels it meets beside the image are left out. Windows side by side are one product (`joined.py`), whose
-lanes are stored by runs.
+stays in the second-level cache, with the accumulators kept between steps. Windows side by side are one product
+(`joined.py`), whose lanes are stored by runs.
 
 channel_dot multiplies words of two channels of bfloat16, where the CPU can: twice as many products at a time, of inputs
 that are not widened. Its subnormal numbers count as 0.
@@ -26,7 +25,7 @@ from numba import njit
 
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.channel_plan import PARAMS, Layout, layout_of, parameters
+from nbdnn.kernels.cpu.channel_plan import PARAMS, Layout, layout_of, parameters, tiles_of_channels
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
@@ -36,7 +35,6 @@ from nbdnn.kernels.cpu.lower_channels import lower_rows, lower_task
 from nbdnn.kernels.cpu.micro_kernel import PAIRS, Config, tile_product
 from nbdnn.kernels.cpu.pack import pack_phase
 from nbdnn.kernels.cpu.pack_pairs import pack_pairs_phase, refused_pairs
-from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import pointer, prefetch, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -51,7 +49,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int, pairs: bool):
     read_bytes = itemsize if pairs else acc_bytes
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(PARAMS)
     locate, lower, store = strip_address(PARAMS), lower_rows(dtype, vl, pairs), tile_store(dtype, compute, vl)
-    row_slots, clear = stack(mr * 8), zero_fill(compute)
+    row_slots = stack(mr * 8)
 
     def tiles_of(rows, accumulate):
         return tile_product(compute, rows, nv, vl, None, lanes_full * acc_bytes, accumulate, PAIRS if pairs else "")
@@ -95,7 +93,6 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int, pairs: bool):
         least, longer = pixels // blocks, pixels % blocks  # blocks of `least` pixels, the first `longer` of one more
         one_step, finished = f.k_len <= f.k_step, f.finished and a.alpha == 1.0
         first_panel = index // f.total_strips * f.chunk_panels
-        masks = i64(f.tap_masks + 8 * (depth * f.strips + first_row // f.strip_rows) * f.mask_blocks)
         for panel in range(first_panel, min(f.panels, first_panel + f.chunk_panels)):
             first = panel * lanes_full
             lanes = min(lanes_full, f.c_out - first)
@@ -105,8 +102,6 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int, pairs: bool):
             panel_address = (
                 a.workspace + f.packed_offset + worker * f.copy_bytes + (g * f.panels + panel) * f.panel_bytes
             )
-            if f.leaves_out:
-                clear(acc, blocks * mr * pitch)
             for k0 in range(0, max(1, f.k_len), f.k_step):
                 k_len = min(f.k_step, f.k_len - k0)
                 offsets, b = f.a_offsets + 4 * k0, panel_address + k0 * lanes_full * acc_bytes
@@ -129,10 +124,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int, pairs: bool):
                     if whole:
                         to = out + (i64(out_offsets)[p] + first * f.out_c) * itemsize
                         to_pitch = f.out_step_w * f.out_w * itemsize
-                    if not f.leaves_out:
-                        multiply(k0 > 0, used, vectors, slots, offsets, b, k_len, to, to_pitch)
-                    elif masks[block] >> (k0 // f.k_step) & 1:
-                        multiply(True, used, vectors, slots, offsets, b, k_len, to, to_pitch)
+                    multiply(k0 > 0, used, vectors, slots, offsets, b, k_len, to, to_pitch)
                     if k0 + k_len >= f.k_len and not whole:
                         lane = 0
                         while lane < lanes:
@@ -164,13 +156,7 @@ class ChannelGemm(Candidate[Config, Cpu]):
         return YES
 
     def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
-        # An address register a pixel: six to eight fit beside the rest. Panels of equal width, because one vector alone
-        # leaves multiply-adds waiting for each other; where there is only one, more pixels hide that.
-        if device.isa != "avx512":
-            return Config(6, 2), Config(4, 3)
-        vectors = ceil(joined(problem).c_out / device.lanes(DEFAULT_COMPUTE[problem.dtype]))
-        nv = ceil(vectors / max(1, ceil(vectors / 4)))
-        return (Config(6 if nv > 1 else 8, max(1, nv)),)
+        return tiles_of_channels(joined(problem).c_out, problem, device)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Cpu) -> int:
         return self._layout(problem, config, device).total_bytes
@@ -188,7 +174,7 @@ class ChannelGemm(Candidate[Config, Cpu]):
             side_ns += pixels * geo.c_out * (COPY_NS if geo.out_strides[2] == 1 else GATHER_NS)
             side_ns += k_len * geo.c_out * geo.groups * PACK_NS
             tasks = plan.total_strips * plan.chunks
-            total += kernel_us(device, pixels * vectors * k_len * plan.inside, side_ns, tasks, 2 + plan.shared)
+            total += kernel_us(device, pixels * vectors * k_len, side_ns, tasks, 2 + plan.shared)
         return total
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:

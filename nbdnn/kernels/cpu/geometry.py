@@ -47,6 +47,11 @@ class Axis:
         """Whether a tap falls beyond a border."""
         return self.low < 0 or (self.count - 1) * self.in_step + self.low + self.span >= self.in_extent
 
+    @property
+    def met(self) -> int:
+        """Pairs of an output and a tap that lies inside the input."""
+        return sum(end - first for first, end in (self.reached(offset) for _, offset in self.taps))
+
     def reached(self, offset: int) -> tuple[int, int]:
         """First and end of the outputs for which a tap of this offset lies inside the input."""
         first = min(max(0, -(offset // self.in_step)), self.count)

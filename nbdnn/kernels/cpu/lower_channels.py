@@ -29,14 +29,14 @@ LOW_FIELDS = (
     *("strips", "strip_rows", "shared", "low_h", "low_w", "low_rows", "low_columns", "depth_offsets"),
     *("strip_offset", "strip_bytes"),
 )
-_LOW = record(*LOW_FIELDS)
+LOWERING = record(*LOW_FIELDS)
 
 
 @cache
 def lower_rows(dtype: str, vl: int, pairs: bool = False):
     """Compiled-in function: low[t, row, column, c] of a strip, widened, zero beyond the borders."""
     target = dtype if pairs else DEFAULT_COMPUTE[dtype]
-    data, scratch, i64, params_at = pointer(dtype), pointer(target), pointer("i64"), struct(_LOW)
+    data, scratch, i64, params_at = pointer(dtype), pointer(target), pointer("i64"), struct(LOWERING)
     widen_row, turn = convert_row(dtype, target, vl), transpose(dtype, target, vl)
     itemsize, low_bytes, fill_words = ITEMSIZE[dtype], ITEMSIZE[target], zero_fill("f32")
 
@@ -86,8 +86,8 @@ def lower_rows(dtype: str, vl: int, pairs: bool = False):
 @cache
 def lower_task(dtype: str, vl: int, pairs: bool = False):
     """One strip, where strips are shared between workers."""
-    i64, args_at, params_at, itemsize = pointer("i64"), struct(ARGS), struct(_LOW), ITEMSIZE[dtype]
-    locate, lower = strip_address(_LOW), lower_rows(dtype, vl, pairs)
+    i64, args_at, params_at, itemsize = pointer("i64"), struct(ARGS), struct(LOWERING), ITEMSIZE[dtype]
+    locate, lower = strip_address(LOWERING), lower_rows(dtype, vl, pairs)
 
     def lower_strip(args, ctx, index, worker):
         f = params_at(ctx)
