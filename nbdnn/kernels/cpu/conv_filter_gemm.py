@@ -52,6 +52,7 @@ from nbdnn.problem_conv import ConvProblem
 _CHUNK_SHARE = 0.25  # of the second-level cache for the chunk of a panel that is multiplied at a time
 _BLOCK_ROWS = 96  # most m of one task: their sums and the lines of x they read stay in first-level cache
 _TASKS_PER_THREAD = 4
+_MOST_INSIDE = 0.85  # of rows and their taps: where more are, an image is not cut for the sake of the others
 _MEMORY_NS = 0.045  # a byte
 _WORTH_A_COPY = 512  # products of an element: a copy with gaps takes less than is lost in few sets of a cache
 _TABLE_PIXELS = 4096  # small images share a table of pixel offsets, so that a chunk can span several
@@ -61,7 +62,7 @@ _PARAMS = record(
     *("n", "groups", "k_group", "x_g", "y_n", "y_k", "y_d", "y_h", "y_w", "count_d", "count_h", "count_w"),
     *("low_d", "low_h", "low_w", "padded_d", "padded_h", "padded_offset", "a_n", "a_g", "in_place"),
     *("panels", "panel_offset", "panel_bytes", "row_steps", "steps", "step_table", "images", "image_sets"),
-    *("chunk", "set_chunks", "m_rows", "m_table", "blocks", "block_rows", "splits", "split_chunks"),
+    *("chunk", "set_chunks", "m_rows", "m_table", "met", "blocks", "block_rows", "splits", "split_chunks"),
     *("sums_offset", "sums_bytes"),
 )
 
@@ -136,11 +137,14 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int, pairs: bool):
             image = source + image_set * f.images * f.a_n * acc_bytes
             b = panel_address + (image_set * f.images * f.steps + p) * lanes * acc_bytes
             for tile in range(tiles):
+                # Steps of rows that these taps meet beside the image are left out.
+                met = i64(f.met + 16 * (first // mr + tile))
+                start, stop = max(p, met[0]), min(p + count, met[1])
                 for i in range(mr):
                     m = min(first + tile * mr + i, f.m_rows - 1)
                     i64(slots)[i] = image + i64(f.m_table)[m] * acc_bytes
-                to = sums + tile * mr * lanes * acc_bytes
-                product(vectors, slots, f.step_table + 4 * p, b, 0, count, to, lanes * acc_bytes)
+                to, at = sums + tile * mr * lanes * acc_bytes, b + (start - p) * lanes * acc_bytes
+                product(vectors, slots, f.step_table + 4 * start, at, 0, max(0, stop - start), to, lanes * acc_bytes)
 
     return compile_task(multiply, (dtype, mr, nv, vl, pairs), fastmath=FASTMATH)
 
@@ -199,7 +203,8 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu, pairs: bool) -> _Pl
     lanes, c_group = config.nv * vl, problem.c // problem.groups
     row_steps = ceil(gather.w.count / (1 + pairs))
     panels, steps = ceil(k_group / lanes), gather.d.count * gather.h.count * row_steps
-    images = max(1, min(problem.n, _TABLE_PIXELS // steps))
+    beside = gather.h.met < _MOST_INSIDE * len(gather.h.taps) * gather.h.count  # then it pays to leave rows out
+    images = 1 if beside else max(1, min(problem.n, _TABLE_PIXELS // steps))
     chunk = max(64, min(images * steps, int(device.l2_bytes * _CHUNK_SHARE) // (lanes * acc_bytes)))
     chunks = ceil(problem.n / images) * ceil(images * steps / chunk)
     m_rows = c_group * prod(problem.filter)
@@ -281,7 +286,7 @@ class FilterGemm(Candidate[Config, Cpu]):
         vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
         lanes = config.nv * vl
         plan = self._plan(problem, config, device)
-        ctx, keep = _parameters(problem, plan)
+        ctx, keep = _parameters(problem, plan, config.mr)
         store, needed = plan.sums(lanes).phase(problem, device)
         planes = problem.n * plan.padded[0] * (1 if problem.channels_last else problem.c)
         rows = problem.n * plan.gather.d.count * plan.gather.h.count * problem.groups
@@ -298,7 +303,21 @@ class FilterGemm(Candidate[Config, Cpu]):
         return _plan(problem, config, device, self._pairs)
 
 
-def _parameters(problem: ConvProblem, plan: _Plan) -> tuple[np.ndarray, list[np.ndarray]]:
+def _met(problem: ConvProblem, plan: _Plan, mr: int) -> np.ndarray:
+    """(first, end) steps of an image, of rows that a tap of each tile of m meets inside; all where images share tables,
+    or have several depths."""
+    gather, tiles = plan.gather, ceil(plan.m_rows / mr)
+    if plan.images > 1 or gather.d.count > 1:
+        return np.tile(np.array([0, plan.images * plan.steps], np.int64), (tiles, 1))
+    reached = np.array([gather.h.reached(offset) for _, offset in sorted(gather.h.taps)], np.int64)
+    c_group, (t, r, s) = problem.c // problem.groups, spatial3(problem.filter)
+    order = (t, r, s * c_group) if problem.w_channels_last else (c_group * t, r, s)
+    rows = np.broadcast_to(reached[None, :, None], (*order, 2)).reshape(-1, 2)
+    ends = np.pad(rows, ((0, tiles * mr - len(rows)), (0, 0)), mode="edge").reshape(tiles, mr, 2)
+    return np.stack([ends[..., 0].min(1), ends[..., 1].max(1)], axis=1) * plan.row_steps
+
+
+def _parameters(problem: ConvProblem, plan: _Plan, mr: int) -> tuple[np.ndarray, list[np.ndarray]]:
     dy, gather = problem.operands[1], plan.gather
     read, rows, step_table = _tables(problem, plan)
     if step_table[-1] >= 1 << 31:
@@ -309,6 +328,7 @@ def _parameters(problem: ConvProblem, plan: _Plan) -> tuple[np.ndarray, list[np.
     values |= {f"count_{name}": axis.count for name, axis in zip("dhw", gather, strict=True)}
     values |= {f"low_{name}": axis.low for name, axis in zip("dhw", gather, strict=True)}
     values |= {name: getattr(plan, name) for name in _PARAMS.names or () if hasattr(plan, name)}
+    met = _met(problem, plan, mr)
     ctx = filled(
         _PARAMS,
         **values,
@@ -329,8 +349,9 @@ def _parameters(problem: ConvProblem, plan: _Plan) -> tuple[np.ndarray, list[np.
         step_table=step_table.ctypes.data,
         image_sets=ceil(problem.n / plan.images),
         m_table=rows.ctypes.data,
+        met=met.ctypes.data,
     )
-    return ctx, [step_table, rows]
+    return ctx, [step_table, rows, met]
 
 
 BWD_FILTER, BWD_FILTER_DOT = FilterGemm(), FilterGemm(pairs=True)
