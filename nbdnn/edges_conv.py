@@ -190,13 +190,15 @@ EDGES_FOLDED = (
     Edge("n1c2d9h14w17:k20t7r7s7:p3x3x3:u2x2x2:d1x1x1:g1", "the first layer of a network in 3-D"),
     Edge("n2c2d4h8w13:k10t2r4s4:p0x0x0:u2x4x4:d1x1x1:g1", "patches in 3-D, one column unread"),
 )
-# Over three axes, of which the filter sees two or one; posed in both layouts, in float32 and bfloat16 on GPUs.
+# Over three axes, of which the filter sees two or one, or windows side by side; in both layouts, f32 and bf16, on GPUs.
 EDGES_FLAT = (
     Edge("n2c64d3h9w11:k72t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1", "every depth an image, a remainder of filters"),
     Edge("n2c32d9h3w5:k24t3r1s1:p1x0x0:u1x1x1:d2x1x1:g1", "every depth a row, dilated"),
     Edge("n2c40d3h7w8:k40t1r3s3:p0x1x1:u1x1x1:d1x1x1:g40", "depthwise, every depth an image"),
     Edge("n1c3d4h13w24:k32t1r7s7:p0x3x3:u1x2x2:d1x1x1:g1", "a first layer, every depth an image"),
     Edge("n2c16d3h5w6:k16t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "1x1x1: rows of all pixels of a depth"),
+    Edge("n2c24d2h6w20:k40t2r2s2:p0x0x0:u2x2x2:d1x1x1:g1", "a way up, columns as channels"),
+    Edge("n3c12d1h9w24:k72t1r3s4:p0x1x0:u1x2x4:d1x1x1:g1", "windows side by side that overlap in rows"),
 )
 # Posed in bfloat16 in both layouts on CPUs, some of which multiply pairs of channels or pixels.
 EDGES_PAIRS = (
@@ -205,6 +207,8 @@ EDGES_PAIRS = (
     Edge("n1c17h5w9:k33r2s3:p1x1:u2x1:d1x1:g1", "an odd channel at the end of either side"),
     Edge("n1c3h9w301:k20r3s3:p1x1:u2x2:d1x1:g1", "pairs of pixels in parts of rows, the last of an odd number"),
     Edge("n1c8h5w5:k17r3s5:p1x4:u1x3:d1x1:g1", "pairs of pixels of which either or both lie beside the image"),
+    Edge("n1c34h6w7:k18r3s3:p2x2:u1x1:d1x1:g1", "border 'full': many taps meet no pixel"),
+    Edge("n2c9h4w5:k21r5s5:p2x2:u1x1:d1x1:g1", "an image as small as the filter, an odd number of channels"),
     Edge("n2c256h4w6:k18r1s1:p0x0:u1x1:d1x1:g1", "pairs of pixels 1 KiB apart, of which a copy has gaps"),
 )
 # What CPUs take in strips of rows, or copy with gaps; posed in both layouts, in float32.

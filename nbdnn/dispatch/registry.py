@@ -184,7 +184,7 @@ def _cuda_conv() -> _Lists:
         conv_winograd_filter,
         unfused,
     )
-    from nbdnn.kernels.cuda.conv_flat import Flat
+    from nbdnn.kernels.cuda.conv_flat import Flat, Tall, Wide
 
     return {
         "conv_fwd": (
@@ -202,8 +202,8 @@ def _cuda_conv() -> _Lists:
             *map(unfused.Unfused, conv_graph.FWD),
             *map(unfused.Unfused, conv_legacy.FWD),
             *map(Flat, conv_wgmma_patch.FWD),
-            *map(Flat, conv_wgmma.FWD),
-            *map(Flat, conv_mma_gemm.FWD),
+            *map(Wide, conv_wgmma.FWD),
+            *map(Wide, conv_mma_gemm.FWD),
             *conv_folded.FWD,
             Flat(conv_winograd.FWD_4X4),
             Flat(conv_winograd.FWD_2X2),
@@ -225,8 +225,8 @@ def _cuda_conv() -> _Lists:
             *conv_graph.BWD_DATA,
             *conv_legacy.BWD_DATA,
             *map(Flat, conv_wgmma_patch.BWD_DATA),
-            *map(Flat, conv_wgmma.BWD_DATA),
-            *map(Flat, conv_mma_gemm.BWD_DATA),
+            *map(Tall, conv_wgmma.BWD_DATA),
+            *map(Wide, conv_mma_gemm.BWD_DATA),
             *conv_folded.BWD_DATA,
             Flat(conv_winograd.BWD_DATA_4X4),
             Flat(conv_winograd.BWD_DATA_2X2),
@@ -245,8 +245,8 @@ def _cuda_conv() -> _Lists:
             Flat(conv_grouped.BWD_FILTER_TF32),
             *conv_graph.BWD_FILTER,
             *conv_legacy.BWD_FILTER,
-            Flat(conv_wgmma_filter.BWD_FILTER),
-            *map(Flat, conv_mma_gemm_filter.BWD_FILTER),
+            Wide(conv_wgmma_filter.BWD_FILTER),
+            *map(Wide, conv_mma_gemm_filter.BWD_FILTER),
             *conv_folded.BWD_FILTER,
             Flat(conv_winograd_filter.BWD_FILTER),
             Flat(conv_fft_filter.BWD_FILTER),

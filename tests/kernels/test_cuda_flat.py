@@ -13,11 +13,13 @@ from gpus import H200
 from nbdnn import reference_conv
 from nbdnn.array import at
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda.conv_flat import Flat, flat
+from nbdnn.kernels.cuda.conv_flat import Flat, Tall, Wide, flat, tall, wide
 from nbdnn.problem import parse
 from nbdnn.problem_conv import CONV_OPS
 
 IMAGES = "n2c8d3h6w7:k8t1r3s2:ba0.0x1.2x0.1:u1x2x1:d3x1x2:g2:conv:ndhwc"
+WINDOWS = "n2c8h7w12:k5r2s3:ba1.0x0.0:u1x3:d2x1:g1:cross:nhwc"
+PAIRS = "n2c8h6w12:k8r2s2:p0x0:u2x2:d1x1:g1:cross:nhwc"
 ROWS = "n2c8d7h3w4:k6t3r1s1:ba2.1x0.0x0.0:u2x1x1:d1x2x1:g1:cross"
 
 
@@ -27,6 +29,54 @@ def test_each_depth_is_an_image_or_a_row() -> None:
         for layout, other in (("ncdhw", "nchw"), ("ndhwc", "nhwc")):
             posed = str(flat(parse(f"{op}:f32:{ROWS}:{layout}")))
             assert posed == f"{op}:f32:n2c8h7w12:k6r3s1:ba2.1x0.0:u2x1:d1x2:g1:cross:{other}"
+
+
+def test_columns_of_windows_side_by_side_are_channels() -> None:
+    for op in CONV_OPS:
+        posed = str(wide(parse(f"{op}:f16:{WINDOWS}")))
+        assert posed == f"{op}:f16:n2c24h7w4:k5r2s1:ba1.0x0.0:u1x1:d2x1:g1:cross:nhwc"
+
+
+def test_two_rows_side_by_side_are_an_image() -> None:
+    problem = parse(f"conv_bwd_data:f16:{PAIRS}")
+    candidate = registry.candidate("conv_bwd_data/numba/wgmma_gemm")
+    assert isinstance(candidate, Tall) and candidate.supports(problem, H200).ok
+    posed = str(candidate.pose(problem))
+    assert posed == "conv_bwd_data:f16:n6c16h2w6:k8r2s1:p0x0:u1x1:d1x1:g1:cross:nhwc"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"filter": (3, 1), "stride": (3, 1)},
+        {"stride": (1, 1)},
+        {"pad": ((1, 0), (0, 0))},
+        {"spatial": (7, 12)},
+        {"y_layout": "nchw"},
+    ],
+)
+def test_rows_that_do_not_lie_in_pairs_stay(change: dict) -> None:
+    problem = replace(parse(f"conv_bwd_data:f16:{PAIRS}"), **{"filter": (2, 1), "stride": (2, 1)} | change)
+    assert tall(problem) is problem
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layout": "nchw", "w_layout": "", "y_layout": ""},
+        {"w_layout": "kcrs"},
+        {"y_layout": "nchw"},
+        {"mode": "conv"},
+        {"groups": 4, "k": 4},
+        {"stride": (1, 2)},
+        {"dilation": (2, 2)},
+        {"pad": ((1, 0), (0, 3))},
+        {"spatial": (7, 13)},
+    ],
+)
+def test_windows_that_do_not_lie_side_by_side_stay(change: dict) -> None:
+    problem = replace(parse(f"conv_fwd:f16:{WINDOWS}"), **change)
+    assert wide(problem) is problem
 
 
 @pytest.mark.parametrize(
@@ -48,12 +98,16 @@ def test_what_does_not_come_to_two_axes_stays(shape: str) -> None:
 
 
 @pytest.mark.parametrize("op", CONV_OPS)
-@pytest.mark.parametrize("shape", [IMAGES, f"{ROWS}:ncdhw", f"{ROWS}:ndhwc", f"{ROWS}:ncdhw:ktrsc"])
+@pytest.mark.parametrize("shape", [IMAGES, WINDOWS, PAIRS, f"{ROWS}:ncdhw", f"{ROWS}:ndhwc", f"{ROWS}:ncdhw:ktrsc"])
 def test_the_same_memory_has_the_same_result(op: str, shape: str) -> None:
     """Both problems on one set of operands: what the reference of either writes is the same, element by element."""
     problem = parse(f"{op}:f32:{shape}:e:beta")
-    posed = flat(problem)
-    assert posed.ndim == 2 and [o.size_elems for o in posed.operands] == [o.size_elems for o in problem.operands]
+    posed = tall(wide(flat(problem))) if op == "conv_bwd_data" else wide(flat(problem))
+    assert (
+        posed != problem
+        and posed.ndim == 2
+        and [o.size_elems for o in posed.operands] == [o.size_elems for o in problem.operands]
+    )
     given = values(problem, "integers")
     names = [operand.name for operand in problem.operands]
     given[names[2]] = np.random.default_rng(1).integers(-9, 9, problem.operands[2].shape).astype("f4")
@@ -67,6 +121,16 @@ def test_the_same_memory_has_the_same_result(op: str, shape: str) -> None:
     memory, out, of_two = np.zeros(found.size, "f8"), problem.operands[2], posed.operands[2]
     at(memory.ctypes.data, of_two.shape, of_two.strides, "f64")[...] = found
     assert np.array_equal(at(memory.ctypes.data, out.shape, out.strides, "f64"), expected) and expected.any()
+
+
+@pytest.mark.parametrize("op", CONV_OPS)
+def test_matrix_products_take_columns_as_channels(op: str) -> None:
+    problem = parse(f"{op}:f16:n2c3h32w32:k64r4s8:p0x0:u4x8:d1x1:g1:cross:nhwc")
+    candidate = registry.candidate(f"{op}/numba/mma_gemm")
+    assert isinstance(candidate, Wide) and candidate.supports(problem, H200).ok
+    assert not candidate.base.supports(problem, H200).ok
+    for config in candidate.configs(problem, H200)[:1]:
+        assert candidate.launches(problem, config, H200) == candidate.base.launches(wide(problem), config, H200)
 
 
 @pytest.mark.parametrize("op", CONV_OPS)
