@@ -33,8 +33,7 @@ from nbdnn.kernels.cpu.joined import joined
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import lower_rows, lower_task
 from nbdnn.kernels.cpu.micro_kernel import PAIRS, Config, tile_product
-from nbdnn.kernels.cpu.pack import pack_phase
-from nbdnn.kernels.cpu.pack_pairs import pack_pairs_phase, refused_pairs
+from nbdnn.kernels.cpu.pack_pairs import pack_any, refused_pairs
 from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.vector import pointer, prefetch, stack, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
@@ -181,10 +180,7 @@ class ChannelGemm(Candidate[Config, Cpu]):
         layout = self._layout(problem, config, device)
         vl = device.lanes(DEFAULT_COMPUTE[problem.dtype])
         geo, packing = layout.geo, layout.packing
-        if self._pairs:
-            pack, keep = pack_pairs_phase(geo, packing)
-        else:
-            pack, keep = pack_phase(geo, problem.dtype, packing, device, True)
+        pack, keep = pack_any(geo, problem.dtype, packing, device, self._pairs)
         phases = [pack]
         for gather, plan, packed_offset in zip(geo.gathers, layout.plans, packing.part_offsets, strict=True):
             ctx, arrays = parameters(problem, layout, gather, plan, packed_offset, device)

@@ -14,6 +14,7 @@ from functools import cache
 from numba import int32, njit
 
 from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.conv_filter_parts import inside
 from nbdnn.kernels.cpu.pack_pairs import VL, zip_rows
 from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.turns import transpose
@@ -43,9 +44,8 @@ def pad_pairs():
         if d < 0 or d >= f.extent_d:
             clear(to, height * line)
             return
-        first, end = min(max(0, -low_h), height), max(0, min(height, f.extent_h - low_h))
         # Pixels [start, stop) lie inside, and the second ones of [start - step_w, stop - step_w).
-        start, stop = min(max(0, -low_w), f.padded_w), max(0, min(f.padded_w, f.extent_w - low_w))
+        first, end, start, stop = inside(f, low_h, low_w, height)
         seconds, seconds_end = max(0, start - f.step_w), max(0, min(f.padded_w, f.extent_w - low_w - f.step_w))
         clear(to, first * line)
         clear(to + 4 * end * line, (height - end) * line)

@@ -37,6 +37,13 @@ _SUMS = record(
 )
 
 
+@njit(**DEVICE)
+def inside(f, low_h, low_w, height):
+    """(first, end, start, stop): rows and columns of a padded plane that lie inside of the image."""
+    first, end = min(max(0, -low_h), height), max(0, min(height, f.extent_h - low_h))
+    return first, end, min(max(0, -low_w), f.padded_w), max(0, min(f.padded_w, f.extent_w - low_w))
+
+
 @cache
 def pad_plane(dtype: str, vl: int):
     """Compiled-in function (f, to, image, d, low_h, low_w, height): `height` rows of padded_w pixels of an image, from
@@ -53,8 +60,7 @@ def pad_plane(dtype: str, vl: int):
         if d < 0 or d >= f.extent_d:
             clear(to, height * line)
             return
-        first, end = min(max(0, -low_h), height), max(0, min(height, f.extent_h - low_h))
-        start, stop = min(max(0, -low_w), f.padded_w), max(0, min(f.padded_w, f.extent_w - low_w))
+        first, end, start, stop = inside(f, low_h, low_w, height)
         clear(to, first * line)
         clear(to + end * line * acc_bytes, (height - end) * line)
         source = image + (d * f.x_d + (first + low_h) * f.x_h + low_w * f.x_w) * itemsize

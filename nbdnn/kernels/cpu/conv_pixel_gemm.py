@@ -51,8 +51,8 @@ from nbdnn.kernels.cpu.lower_pixels import (
     strip_plan,
 )
 from nbdnn.kernels.cpu.micro_kernel import PAIRS, tile_product
-from nbdnn.kernels.cpu.pack import Packing, filter_offsets, pack_phase, reads_in_order
-from nbdnn.kernels.cpu.pack_pairs import of_pairs, pack_pairs_phase, refused_pairs
+from nbdnn.kernels.cpu.pack import Packing, filter_offsets, reads_in_order
+from nbdnn.kernels.cpu.pack_pairs import of_pairs, pack_any, refused_pairs
 from nbdnn.kernels.cpu.scratch import own_pages
 from nbdnn.kernels.cpu.strips import strip_address
 from nbdnn.kernels.cpu.turns import interleave
@@ -247,10 +247,7 @@ class PixelGemm(Candidate[Config, Cpu]):
         phases: list[Phase] = []
         keep: list[np.ndarray] = []
         if config.packed:
-            if self._pairs:
-                pack, keep = pack_pairs_phase(geo, layout.packing)
-            else:
-                pack, keep = pack_phase(geo, problem.dtype, layout.packing, device)
+            pack, keep = pack_any(geo, problem.dtype, layout.packing, device, self._pairs, channels_last=False)
             phases = [pack]
         for number, (gather, plan) in enumerate(zip(geo.gathers, layout.plans, strict=True)):
             ctx, arrays = _parameters(problem, config, layout, number, self._pairs, device)

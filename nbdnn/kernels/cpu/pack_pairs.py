@@ -19,7 +19,7 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.geometry import Geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase
-from nbdnn.kernels.cpu.pack import NOT_TURNED, Packing, common_step, filter_offsets, turned
+from nbdnn.kernels.cpu.pack import NOT_TURNED, Packing, common_step, filter_offsets, pack_phase, turned
 from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.turns import transpose, turn_lines
 from nbdnn.kernels.cpu.vector import (
@@ -130,6 +130,13 @@ def refused_pairs(problem: ConvProblem, device: Cpu) -> str:
 def of_pairs(geo: Geometry) -> Geometry:
     """As many input channels as there are words."""
     return replace(geo, c_in=(geo.c_in + 1) // 2)
+
+
+def pack_any(
+    geo: Geometry, dtype: str, packing: Packing, device: Cpu, pairs: bool, channels_last: bool = True
+) -> tuple[Phase, list[np.ndarray]]:
+    """`pack_pairs_phase` of pairs, else `pack_phase`."""
+    return pack_pairs_phase(geo, packing) if pairs else pack_phase(geo, dtype, packing, device, channels_last)
 
 
 def pack_pairs_phase(geo: Geometry, packing: Packing) -> tuple[Phase, list[np.ndarray]]:
