@@ -15,7 +15,8 @@ import numpy as np
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.launch import Phase, Program
-from nbdnn.kernels.cpu.micro_kernel import micro_kernel
+from nbdnn.kernels.cpu.micro_kernel import PAIRS, micro_kernel
+from nbdnn.kernels.cpu.pack_pairs import VL
 from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import pointer, stack
 from nbdnn.problem import ITEMSIZE, Problem
@@ -34,18 +35,20 @@ class Peaks(NamedTuple):
 
 def floor_us(problem: Problem, device: Cpu) -> float:
     """Microseconds below which no kernel that does every multiplication and touches every byte can go."""
-    peaks = measured(device, "f64" if problem.compute == "f64" else "f32")
+    pairs = problem.dtype == "bf16" and device.multiplies_bf16 and device.lanes("f32") == VL
+    peaks = measured(device, "f64" if problem.compute == "f64" else "f32", pairs)
     return max(problem.flops / peaks.flops_per_s, problem.min_bytes / peaks.bytes_per_s) * 1e6
 
 
 @cache
-def measured(device: Cpu, compute: str) -> Peaks:
-    """The best of several short runs on all threads of the device."""
+def measured(device: Cpu, compute: str, pairs: bool = False) -> Peaks:
+    """The best of several short runs on all threads of the device; pairs: of bfloat16 are multiplied at once."""
     tasks = device.threads * _TASKS_A_THREAD
     vl = device.lanes(compute)
-    flops = 2.0 * _MR * _NV * vl * _STEPS * tasks
+    flops = 2.0 * (1 + pairs) * _MR * _NV * vl * _STEPS * tasks
     factors = np.zeros(_NV * device.vector_bytes, np.uint8)
-    burn_s = _best(Program([Phase(_burn_task(compute, vl), tasks, np.zeros(1, np.int64))]), (factors.ctypes.data,))
+    burn = Program([Phase(_burn_task(compute, vl, pairs), tasks, np.zeros(1, np.int64))])
+    burn_s = _best(burn, (factors.ctypes.data,))
 
     chunks = max(tasks, -(-_CACHES * device.llc_bytes // _COPY_BYTES))
     source, target = np.ones(chunks * _COPY_BYTES, np.uint8), np.ones(chunks * _COPY_BYTES, np.uint8)
@@ -64,9 +67,9 @@ def _best(program: Program, pointers: tuple[int, ...]) -> float:
 
 
 @cache
-def _burn_task(compute: str, vl: int):
+def _burn_task(compute: str, vl: int, pairs: bool):
     """One register tile, multiplied by the same two vectors over and over."""
-    micro = micro_kernel(compute, _MR, _NV, vl, 0, 0, False, compute)
+    micro = micro_kernel(compute, _MR, _NV, vl, 0, 0, False, PAIRS if pairs else compute)
     pitch = _NV * vl * ITEMSIZE[compute]
     i64, rows_of, tile_of = pointer("i64"), stack(8 * _MR), stack(_MR * pitch)
 
@@ -76,7 +79,7 @@ def _burn_task(compute: str, vl: int):
             i64(rows)[row] = factors
         micro(rows, 0, factors, 0, _STEPS, tile_of(), pitch)
 
-    return compile_task(burn, (compute, vl))
+    return compile_task(burn, (compute, vl, pairs))
 
 
 @cache
