@@ -44,7 +44,8 @@ def derived(problem: PoolProblem, operands: Arrays) -> dict[str, np.ndarray]:
     for tap in np.ndindex(*problem.window):
         axes = zip(tap, problem.stride, problem.out_spatial, strict=True)
         reached = padded[(slice(None), slice(None), *(slice(r, r + (p - 1) * u + 1, u) for r, u, p in axes))]
-        np.maximum(maxima, reached, out=maxima)
+        with np.errstate(invalid="ignore"):  # of NaNs that signal
+            np.maximum(maxima, reached, out=maxima)
     return {"y": maxima}
 
 

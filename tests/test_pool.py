@@ -344,6 +344,7 @@ COVERAGE: dict[str, Covers] = {
     "pool_fwd/numba/separable": Covers(_EVERY, "global large 4x4 3x3x3/2", ends="a4"),
     "pool_bwd/numba/separable": Covers(_EVERY, "global large 4x4 3x3x3/2", ends="a4"),
     "pool_bwd/numba/rolling": Covers(_OF_GPU, "3x3 4x4 large 3x3x3", _MAX, ends="a4"),
+    "pool_bwd/numba/marching": Covers(_OF_GPU, "3x3/2 3x3x3/2 planes", _MAX, ends="a4", layouts=(True,)),
     "pool_fwd/numba/plane": Covers(_OF_GPU, "global", ends="a4"),
     "pool_bwd/numba/plane": Covers(_OF_GPU, "global", _SUMS, ends="a4"),
     "pool_bwd/numba/spread": Covers(_OF_GPU, "2x2/2 2x2x2/2", _SUMS, ends="a4", layouts=(False,)),

@@ -305,6 +305,7 @@ def _cuda_pool() -> _Lists:
     from nbdnn.cudnn import pool as cudnn_pool
     from nbdnn.kernels.cuda import (
         pool_direct,
+        pool_marching,
         pool_plane,
         pool_rolling,
         pool_separable,
@@ -318,6 +319,7 @@ def _cuda_pool() -> _Lists:
         "pool_bwd": (
             pool_plane.BWD,
             pool_spread.BWD,
+            pool_marching.BWD,
             pool_window.BWD,
             pool_staged.BWD,
             pool_rolling.BWD,

@@ -23,6 +23,10 @@ pytestmark = pytest.mark.gpu
         "f16:n1c9d7h11w8:t3r5s3:p1x2x0:u2x1x1:max:{}",
         "bf16:n2c20h19w23:r5s5:p2x2:u1x1:max:{}",
         "f32:n1c3h21w530:r3s7:p1x3:u1x2:max:{}",
+        "f32:n3c20h19w41:r3s3:p1x1:u2x2:max:{}",
+        "bf16:n2c34h20w23:r5s4:p0x1:u2x3:max:{}",
+        "f16:n2c16d9h10w21:t3r3s3:p1x0x1:u2x2x2:max:{}",
+        "f32:n1c6d6h9w11:t3r3s3:p0x1x1:u1x2x2:max:{}",
     ],
 )
 def test_the_first_of_equals_and_the_last_nan(text: str, channels_last: bool) -> None:
@@ -55,4 +59,4 @@ def test_the_first_of_equals_and_the_last_nan(text: str, channels_last: bool) ->
                         candidate, problem, operands.outs, expected, what, candidate.roundings(problem, DEVICE)
                     )
                 seen.add(candidate.algorithm)
-        assert {"rolling", "separable", "direct"} <= seen
+        assert "direct" in seen and (seen & {"rolling", "marching", "staged"} or not channels_last), seen

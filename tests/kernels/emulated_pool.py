@@ -1,14 +1,19 @@
-"""The words of pooling by rolling planes: what stands in for `ptx_pool_rolling` and `ptx_pool_taps`, value by value."""
+"""The words of pooling from plane to plane: what stands in for `ptx_pool_rolling`, `ptx_pool_taps`,
+`ptx_pool_marching` and `ptx_pool_cells`, value by value."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator
+from itertools import product
+from math import inf, nan
 from typing import Any
 
 from emulated import Block
 
 from nbdnn.kernels.cuda.pool_axes import Axis
+from nbdnn.kernels.cuda.pool_marching_plan import NO_TAP as NONE
+from nbdnn.kernels.cuda.pool_marching_plan import Variant, cells_of
 from nbdnn.kernels.cuda.pool_rolling_plan import NO_TAP, PADDING, Box, Line, Shared, fields_of
 
 _FIRST_NAN = 0x7F800001
@@ -196,3 +201,135 @@ class TapWords:
             return every[:end], every[end:]
 
         return shift
+
+
+class MarchingWords:
+    """Stands in for `ptx_pool_marching` and `ptx_pool_cells`: vectors are lists of elements, or of their numbers."""
+
+    def __init__(self, block: Block, words: Any) -> None:
+        self._block, self._words = block, words
+
+    def _elements(self, v: Variant, words: list) -> list[float]:
+        if v.dtype == "f32":
+            return words
+        return [self._words.WIDEN[v.dtype](word >> shift & 0xFFFF) for word in words for shift in (0, 16)]
+
+    def _store(self, v: Variant, data: Any, at: int, values: list[float]) -> None:
+        words = [self._words.NARROW[v.dtype](value) for value in values]
+        if v.dtype != "f32":
+            words = [low | high << 16 for low, high in zip(words[::2], words[1::2], strict=True)]
+        data.store(at, words)
+
+    @staticmethod
+    def bits_inside(rows: int, columns: int) -> Callable:
+        def inside(row: int, height: int, column: int, width: int) -> int:
+            places = enumerate(product(range(row, row + rows), range(column, column + columns)))
+            return sum(1 << i for i, (h, w) in places if 0 <= h < height and 0 <= w < width)
+
+        return inside
+
+    @staticmethod
+    def first_tap(dtype: str) -> Callable:
+        return lambda bits: (bits & -bits).bit_length() - 1 if bits else NONE
+
+    def load_planes(self, v: Variant, begin: int, end: int) -> Callable:
+        taps = list(product(range(v.axes[1].taps), range(v.axes[2].taps)))
+
+        def load(x: Any, at: int, first: int, least: int, extent: int, bits: int, *steps: int) -> list:
+            found = []
+            for plane, _ in v.planes_met[begin:end]:
+                for i, (row, column) in enumerate(taps):
+                    wanted = least <= first + plane < extent and bits >> i & 1
+                    place = at + plane * steps[0] + row * steps[1] + column * steps[2]
+                    found.append(self._elements(v, x.load(place, v.words)) if wanted else [-inf] * v.lanes)
+            return found
+
+        return load
+
+    def load_vector(self, v: Variant) -> Callable:
+        return lambda data, at, wanted: self._elements(v, data.load(at, v.words)) if wanted else [0.0] * v.lanes
+
+    def store_cell(self, v: Variant) -> Callable:
+        depth, rows, columns = (range(axis.stride) for axis in v.axes)
+
+        def store(dx: Any, at: int, first: int, extent: int, bits: int, *rest: Any) -> None:
+            *steps, given = rest
+            for (plane, row, column), values in zip(product(depth, rows, columns), given, strict=True):
+                if first + plane < extent and bits >> row * len(columns) + column & 1:
+                    self._store(v, dx, at + plane * steps[0] + row * steps[1] + column * steps[2], values)
+
+        return store
+
+    @staticmethod
+    def no_windows(v: Variant) -> Callable:
+        return lambda: [[]] * v.held
+
+    @staticmethod
+    def find_step(v: Variant) -> Callable:
+        """Windows that have begun are lists of all their elements with their numbers."""
+
+        def find(ahead: list, others: list, held: list, first: int, plane: int) -> tuple[list[int], list]:
+            taps = ahead + others
+            windows: dict[int, list] = {i: list(each) for i, each in enumerate(held)}
+            for i, (place, met) in enumerate(v.planes_met):
+                of_plane = taps[i * v.taps_of_plane : (i + 1) * v.taps_of_plane]
+                for window, tap in met:
+                    numbered = [(tap * v.taps_of_plane + number, each) for number, each in enumerate(of_plane)]
+                    is_there = plane + place >= 0 and first != NONE
+                    windows.setdefault(window, []).extend(numbered[first:] if is_there else [])
+            chosen = []
+            for lane in range(v.lanes):
+                best = NONE, -inf
+                for number, values in windows.get(0, []):
+                    value = values[lane]
+                    is_nan = best[1] != best[1]
+                    if value != value or (not is_nan and (value > best[1] or best[0] == NONE)):
+                        best = number, value
+                chosen.append(best[0])
+            return chosen, [windows.get(i + 1, []) for i in range(v.held)]
+
+        return find
+
+    @staticmethod
+    def slots(v: Variant) -> Callable:
+        return lambda first: tuple(first + i * v.shared_bytes // v.slots for i in range(v.slots))
+
+    def put(self, v: Variant) -> Callable:
+        def put(address: int, numbers: list[int], dy: list[float], wanted: bool) -> None:
+            of_word = v.lanes // v.words
+            for offset, values in ((0, numbers if wanted else [NONE] * v.lanes), (v.half_bytes, dy)):
+                at = self._block.place_of(address + offset, v.words)
+                for i in range(v.words):
+                    of_elements: Any = tuple(values[i * of_word : (i + 1) * of_word])
+                    self._block.shared[at + i] = of_elements
+
+        return put
+
+    def give(self, v: Variant) -> Callable:
+        cells, vector_bytes = [cells_of(axis) for axis in v.axes], 4 * v.words
+
+        def get(address: int) -> list:
+            at = self._block.place_of(address, v.words)
+            words = self._block.shared[at : at + v.words]
+            assert nan not in words, "reads what was not written"
+            return [each for word in words for each in word]  # type: ignore[union-attr]
+
+        def give(slots: tuple[int, ...], place: int) -> list[list[float]]:
+            totals = []
+            for element in product(*(range(axis.stride) for axis in v.axes)):
+                total = [0.0] * v.lanes
+                for window in product(*(range(each.windows) for each in cells)):
+                    tap = tuple(
+                        at + axis.pad - (of_axis.first + number) * axis.stride
+                        for at, number, axis, of_axis in zip(element, window, v.axes, cells, strict=True)
+                    )
+                    if all(0 <= at < axis.taps for at, axis in zip(tap, v.axes, strict=True)):
+                        wanted = (tap[0] * v.axes[1].taps + tap[1]) * v.axes[2].taps + tap[2]
+                        where = slots[window[0]] + place
+                        where += (window[1] * v.windows_w + window[2]) * v.vectors * vector_bytes
+                        for lane, (number, share) in enumerate(zip(get(where), get(where + v.half_bytes), strict=True)):
+                            total[lane] += share if number == wanted else 0.0
+                totals.append(total)
+            return totals
+
+        return give

@@ -18,7 +18,7 @@ import pytest
 from emulated import Block, Memory, Word, float_of
 from emulated_head import HeadWords
 from emulated_local import BnWords, GridWords, LocalWords
-from emulated_pool import RollingWords, TapWords
+from emulated_pool import MarchingWords, RollingWords, TapWords
 from emulated_tma import TmaWords, WgmmaWords
 from emulated_tuples import ClusterWords, TupleWords
 from emulated_vector import PoolWords, RowWords, VectorWords
@@ -396,6 +396,8 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     monkeypatch.setitem(package.__dict__, "ptx_pool_vector", PoolWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_rolling", RollingWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_taps", TapWords(block, words))
+    for name in ("ptx_pool_marching", "ptx_pool_cells"):
+        monkeypatch.setitem(package.__dict__, name, MarchingWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_vector_rows", RowWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_grid", GridWords(block))
     monkeypatch.setitem(package.__dict__, "ptx_bn", BnWords)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -18,13 +19,22 @@ from libraries import library
 from nbdnn import reference
 from nbdnn.candidate import Candidate, NoConfig
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cuda import pool_plane, pool_rolling, pool_separable, pool_spread, pool_staged, pool_window
+from nbdnn.kernels.cuda import (
+    pool_marching,
+    pool_plane,
+    pool_rolling,
+    pool_separable,
+    pool_spread,
+    pool_staged,
+    pool_window,
+)
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.kernels.cuda.pool_axes import Axis, Tile, covers, reaches, taps_met
 from nbdnn.kernels.cuda.staged import COPY_BYTES
 from nbdnn.problem import FAMILIES, ITEMSIZE, parse
+from nbdnn.problem_pool import PoolProblem
 
 library("numba_cuda")
 
@@ -325,11 +335,8 @@ _OVERLAPPING = (
 )
 
 
-@pytest.mark.parametrize("text", _OVERLAPPING)
-def test_planes_that_roll(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of equal elements the first of the window gets its dy, of NaNs the last, where axes disagree."""
-    block = emulated_ptx.install(monkeypatch)
-    candidate, problem = pool_rolling.BWD, parse(f"pool_bwd:{text}")
+def _ties_and_nans(problem: PoolProblem) -> Iterator[dict[str, np.ndarray]]:
+    """Operands of a gradient of maxima: at random, and with images of few values, NaNs and infinities."""
     given, draw = values(problem, "normal"), np.random.default_rng(5)
     x = draw.integers(-1, 2, given["x"].shape).astype("f")
     x[draw.random(x.shape) < 0.1] = np.nan
@@ -340,8 +347,41 @@ def test_planes_that_roll(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for image in (given["x"], x):
         given["x"] = image
         given["y"] = reference.derived(problem, given)["y"].astype("f")
-        assert candidate.supports(problem, H200).ok
+        yield given
+
+
+@pytest.mark.parametrize("text", _OVERLAPPING)
+def test_planes_that_roll(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of equal elements the first of the window gets its dy, of NaNs the last, where axes disagree."""
+    block = emulated_ptx.install(monkeypatch)
+    candidate, problem = pool_rolling.BWD, parse(f"pool_bwd:{text}")
+    assert candidate.supports(problem, H200).ok
+    for given in _ties_and_nans(problem):
         for config in candidate.configs(problem, H200):
+            emulated.assert_near(candidate, problem, config, given, H200, block)
+
+
+# Windows that overlap on some axes: beside the image, elements between them, pads beyond them, several images at once.
+_APART = (
+    "f32:n2c8h9w11:r3s3:p1x1:u2x2:max:nhwc",
+    "f16:n3c20h7w9:r3s3:p0x0:u2x2:max:nhwc",
+    "bf16:n2c16d5h6w7:t3r3s3:p1x1x1:u2x2x2:max:ndhwc",
+    "f32:n1c5d6h5w9:t3r3s3:p0x1x1:u1x2x2:max:ndhwc",
+    "f16:n1c34h11w13:r5s4:p2x1:u2x3:max:nhwc",
+    "f32:n5c4h9w8:r2s3:p1x0:u3x2:max:nhwc",
+    "f32:n1c6h4w9:r2s5:p3x1:u1x3:max:nhwc",
+    "bf16:n1c6d9h3w5:t4r1s2:p1x0x1:u2x1x1:max:ndhwc",
+    "f32:n1c132h12w40:r3s3:p1x1:u2x2:max:nhwc",
+)
+
+
+@pytest.mark.parametrize("text", _APART)
+def test_windows_that_tell_their_neighbours(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = emulated_ptx.install(monkeypatch)
+    candidate, problem = pool_marching.BWD, parse(f"pool_bwd:{text}")
+    assert candidate.supports(problem, H200).ok
+    for given in _ties_and_nans(problem):
+        for config in candidate.configs(problem, H200)[::4]:
             emulated.assert_near(candidate, problem, config, given, H200, block)
 
 

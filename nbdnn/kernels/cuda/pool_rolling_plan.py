@@ -124,7 +124,7 @@ class View(NamedTuple):
     y: tuple[int, int, int, int]
 
 
-def _view(problem: PoolProblem, down: bool) -> View:
+def view_of(problem: PoolProblem, down: bool) -> View:
     last = problem.channels_last
     images, (depth, rows, columns) = problem.n if last else problem.n * problem.c, axes_of(problem)
     (in_d, in_h, in_w), (out_d, out_h, out_w) = spatial3(problem.spatial), spatial3(problem.out_spatial)
@@ -254,7 +254,7 @@ def _columns(problem: PoolProblem, axis: Axis, columns: int) -> int:
 
 
 def variant(problem: PoolProblem, tile: Tile) -> Variant:
-    view = _view(problem, tile.down)
+    view = view_of(problem, tile.down)
     (_, across, along), (_, in_h, _), (_, out_h, _), *_ = view
     line = line_of(across, tile.rows, in_h, out_h)
     columns = _columns(problem, along, tile.columns)
@@ -275,7 +275,7 @@ def _steps(view: View, planes: int) -> int:
 
 
 def fields(problem: PoolProblem, tile: Tile) -> Fields:
-    view, last = _view(problem, tile.down), problem.channels_last
+    view, last = view_of(problem, tile.down), problem.channels_last
     in_d, in_h, in_w = view.extents
     return Fields(
         view.images,
@@ -292,7 +292,7 @@ def fields(problem: PoolProblem, tile: Tile) -> Fields:
 
 def _fits(problem: PoolProblem, tile: Tile) -> bool:
     """Into registers, shared memory, code, ranks and distances."""
-    v, view = variant(problem, tile), _view(problem, tile.down)
+    v, view = variant(problem, tile), view_of(problem, tile.down)
     depth, across, along = v.axes
     unrolled = depth.stride * (v.line.positions * along.taps + v.line.windows * across.taps)
     step_elems = max(v.line.positions * view.x[2], v.line.outputs * view.x[2], v.line.windows * view.y[2])
@@ -332,7 +332,7 @@ def tiles(problem: PoolProblem) -> tuple[Tile, ...]:
             widths[columns, channels] = None
     every = []
     for down in (False, True) if len(problem.spatial) == 2 else (False,):
-        (depth, across, _), (in_d, in_h, _), *_ = _view(problem, down)
+        (depth, across, _), (in_d, in_h, _), *_ = view_of(problem, down)
         rows = dict.fromkeys(min(ceil(n / across.stride), ceil(in_h / across.stride)) * across.stride for n in _ROWS)
         planes = dict.fromkeys(max(ceil(in_d / n), min(in_d, depth.taps)) for n in (1, 2, 4, 8))
         every += [Tile(d, h, *width, down) for d in planes for h in rows for width in widths]

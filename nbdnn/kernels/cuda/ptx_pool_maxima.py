@@ -208,13 +208,14 @@ def _total(builder, v: Variant, shares: list[list]) -> list:
     """By lane the sum of what a place was given, rounded once."""
     if not shares:
         return [I32(0)] * (v.cell_lanes // 2) if v.pairs else [F32(0.0)] * v.cell_lanes
-    return [_pair_sum(builder, v, each) if v.pairs else each[0] for each in shares]
+    return [pair_sum(builder, v.dtype, each) if v.pairs else each[0] for each in shares]
 
 
-def _pair_sum(builder, v: Variant, words: list):
+def pair_sum(builder, dtype: str, words: list):
+    """Of words of two elements, rounded once."""
     if len(words) <= 2:
-        return words[0] if len(words) == 1 else asm(builder, I32, f"add.rn.{v.dtype}x2 $0, $1, $2;", "=r,r,r", words)
-    totals = widened(builder, v.dtype, words[:1])
+        return words[0] if len(words) == 1 else asm(builder, I32, f"add.rn.{dtype}x2 $0, $1, $2;", "=r,r,r", words)
+    totals = widened(builder, dtype, words[:1])
     for word in words[1:]:
-        totals = [builder.fadd(a, b) for a, b in zip(totals, widened(builder, v.dtype, [word]), strict=True)]
-    return narrowed(builder, v.dtype, totals)[0]
+        totals = [builder.fadd(a, b) for a, b in zip(totals, widened(builder, dtype, [word]), strict=True)]
+    return narrowed(builder, dtype, totals)[0]

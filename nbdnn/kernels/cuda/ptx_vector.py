@@ -103,12 +103,11 @@ def parts_of(dtype: str, lanes: int):
     return (_I16, 1) if size_bytes == 2 else (I32, size_bytes // 4)
 
 
-def _moving(operation: str, dtype: str, lanes: int, first: int) -> tuple[str, str, int]:
-    """(instruction on registers $first and on, their letter, their number) that moves a vector."""
-    part, count = parts_of(dtype, lanes)
+def _moving(operation: str, part, count: int, first: int) -> tuple[str, str]:
+    """(instruction on registers $first and on, these) that moves so many parts."""
     registers = ", ".join(f"${first + i}" for i in range(count))
     vector, registers = (f".v{count}", f"{{{registers}}}") if count > 1 else ("", registers)
-    return f"{operation}{vector}.b{part.width}", registers, count
+    return f"{operation}{vector}.b{part.width}", registers
 
 
 def load_vector(builder, where, wanted, dtype, lanes, *, constant=True):
@@ -129,7 +128,7 @@ def load_parts(builder, where, wanted, dtype, lanes, *, constant=True, fill=0, s
     if once:
         hint, policy = ", policy", ".reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
         operation += ".L2::cache_hint"
-    load, registers, _ = _moving(operation, dtype, lanes, 0)
+    load, registers = _moving(operation, part, count, 0)
     clear = " ".join(f"mov.b{part.width} ${i}, {fill};" for i in range(count))
     text = (
         f"{{ .reg .pred wanted; setp.ne.b32 wanted, ${count + 1}, 0; {policy} {clear} "
@@ -144,12 +143,16 @@ def load_parts(builder, where, wanted, dtype, lanes, *, constant=True, fill=0, s
 
 def store_vector(builder, where, wanted, dtype, values, *, shared=False):
     """A vector, where it is wanted: without a branch. shared: it may lie in shared memory."""
-    parts = narrowed(builder, dtype, values)
-    store, registers, count = _moving("st" if shared else "st.global", dtype, len(values), 2)
+    store_parts(builder, where, wanted, narrowed(builder, dtype, values), shared=shared)
+
+
+def store_parts(builder, where, wanted, parts, *, shared=False):
+    """The same of parts as `load_parts` gives them."""
+    count, letter = len(parts), _LETTER[parts[0].type.width]
+    store, registers = _moving("st" if shared else "st.global", parts[0].type, count, 2)
     text = f"{{ .reg .pred wanted; setp.ne.b32 wanted, $1, 0; @wanted {store} [$0], {registers}; }}"
-    constraints = ",".join(["l", "r", *(_LETTER[parts[0].type.width] for _ in range(count)), "~{memory}"])
     operands = [builder.ptrtoint(where, I64), builder.zext(wanted, I32), *parts]
-    asm(builder, ir.VoidType(), text, constraints, operands, EFFECT)
+    asm(builder, ir.VoidType(), text, ",".join(["l", "r", *[letter] * count, "~{memory}"]), operands, EFFECT)
 
 
 def moved(builder, start, count: int):
