@@ -46,7 +46,7 @@ from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
 _INT32_END = 2**31 - 2**20
-_CONFIGS = 8
+_CONFIGS, _ALIKE = 10, 4
 _LAUNCH_US = 3.0
 # As seen on an H200: instructions of a step; those a multiprocessor's scheduler issues in a clock; clocks that a step
 # waits; times the bytes, and bytes that a pixel is short of whole lines.
@@ -162,7 +162,12 @@ class Marching(LaunchedCandidate[Tile]):
         return YES
 
     def configs(self, problem: PoolProblem, device: Gpu) -> tuple[Tile, ...]:
-        return tuple(sorted(tiles(problem), key=lambda tile: self.estimate(problem, tile, device))[:_CONFIGS])
+        """The best by the guess, of each length only so many."""
+        found: list[Tile] = []
+        for tile in sorted(tiles(problem), key=lambda tile: self.estimate(problem, tile, device)):
+            if sum(each.planes == tile.planes for each in found) < _ALIKE:
+                found.append(tile)
+        return tuple(found[:_CONFIGS])
 
     def estimate(self, problem: PoolProblem, config: Tile, device: Gpu) -> float:
         """Of the multiprocessor with the most blocks: few warps wait more often."""
@@ -176,7 +181,8 @@ class Marching(LaunchedCandidate[Tile]):
         issued = (n * v.threads / WARP * of_step / 4 / _PER_CLOCK for n in [v.resident] * whole + [rest] * (rest > 0))
         issue_s = sum(steps * (clocks + _WAITS) for clocks in issued) / device.clock_hz
         narrow = 1 + _NARROW_BYTES / (config.vectors * config.lanes * ITEMSIZE[problem.dtype])
-        move_s = _OVER_COPY * narrow * problem.min_bytes / copy_bytes_per_s(device)
+        again = (steps - f.cells) / f.cells / 4  # planes that segments read twice, most of them from cache
+        move_s = _OVER_COPY * narrow * (1 + again) * problem.min_bytes / copy_bytes_per_s(device)
         return _LAUNCH_US + (max(issue_s, move_s) + 0.15 * min(issue_s, move_s)) * narrow * 1e6
 
     def launches(self, problem: PoolProblem, config: Tile, device: Gpu) -> list[Launch]:
