@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from typing import Any
+
+import numpy as np
 
 from nbdnn import call, call_setup
 from nbdnn.array import View
@@ -32,6 +34,7 @@ _OPERAND = {"inputs": "x", "out": "y", "dinputs": "dx"}
 _REQUIRED = {"bn_train": 3, "bn_infer": 5, "bn_bwd": 5, "bn_infer_bwd": 5}
 _MODE = {"peractivation": "per-activation"} | {mode: mode for mode in MODES}
 _LEAST_EPSILON = 1e-5
+_LEAST_FLOAT32 = float(np.float32(_LEAST_EPSILON))  # which is somewhat less, and what others have it as
 _RANKS = 2, 6
 _MOST_SPATIAL = 3
 
@@ -43,8 +46,10 @@ def compute(arguments: tuple, arrays: Sequence[Any], out: Any, scalars: tuple[An
     epsilon, factor = scalars
     if type(epsilon) is not float or type(factor) is not float:
         epsilon, factor = call_setup.number("epsilon", epsilon), call_setup.number("running_average_factor", factor)
-    if not epsilon >= _LEAST_EPSILON:
-        raise InvalidProblem(f"epsilon is {epsilon}, it must be at least {_LEAST_EPSILON}")
+    if not _LEAST_FLOAT32 <= epsilon < inf:
+        raise InvalidProblem(f"epsilon is {epsilon}, it must be at least {_LEAST_EPSILON}, and finite")
+    if not 0 <= factor <= 1:
+        raise InvalidProblem(f"running_average_factor is {factor}, expected a number from 0 to 1")
     names = _OUTPUTS[op]
     if op == "bn_train" and all(array is None for array in arrays[_REQUIRED[op] :]):
         names = names[:3]

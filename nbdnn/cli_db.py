@@ -60,7 +60,7 @@ def add_parser(subparsers: Any) -> None:
     command("path", _path, "print where the database is")
     listing = command("list", _list, "list measurements")
     command("show", _show, "every measurement of a problem, and the layers that chose on it", "PROBLEM")
-    export = command("export", _export, "write measurements as JSON lines, to standard output or FILE", optional="FILE")
+    export = command("export", _export, "write measurements as JSON lines, to FILE or standard output", optional="FILE")
     command("import", _import, "add the JSON lines of FILE ('-': standard input): all or, if one is bad, none", "FILE")
     command("merge", _merge, "add what another database or export has; of two rows the newest valid one wins", "FILE")
     diff = command("diff", _diff, "compare with another database or export: exit 0 if equal, 1 if different", "FILE")
@@ -106,7 +106,7 @@ def _show(arguments: Namespace) -> int:
 
 def _export(arguments: Namespace) -> int:
     lines = [exchange.to_line(record) for record in _records(_existing(arguments), arguments.choices)]
-    if arguments.file is None:
+    if arguments.file in (None, "-"):
         _print_lines(lines)
     else:
         Path(arguments.file).write_text("".join(f"{line}\n" for line in lines), encoding="ascii")

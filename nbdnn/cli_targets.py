@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbdnn import config, driver, workload_onnx
-from nbdnn.device import Device, cpu_device, gpu
-from nbdnn.errors import CudaError, InvalidProblem
+from nbdnn import config, workload_onnx
+from nbdnn.device import Device, named
+from nbdnn.errors import InvalidProblem
 from nbdnn.problem import FAMILIES, ITEMSIZE, OPS, Problem, parse
 from nbdnn.workloads import WORKLOADS, Layer, merged, workload
 
@@ -51,18 +51,8 @@ def add_targets(parser: argparse.ArgumentParser) -> None:
 
 def add_place(parser: argparse.ArgumentParser) -> None:
     """--device and --db."""
-    parser.add_argument(
-        "--device", type=_device, default="cpu", metavar="cpu|cuda[:N]", help="where to run (default cpu)"
-    )
+    parser.add_argument("--device", default="cpu", metavar="cpu|cuda[:N]", help="where to run (default cpu)")
     parser.add_argument("--db", metavar="FILE", help="the tuning database (default: NBDNN_DB, or the user's)")
-
-
-def _device(text: str) -> str:
-    """The --device argument: 'cpu', 'cuda' or 'cuda:1'."""
-    kind, _, number = text.partition(":")
-    if text != "cpu" and not (kind == "cuda" and (text == "cuda" or number.isdecimal())):
-        raise argparse.ArgumentTypeError(f"{text!r} is not cpu, cuda or cuda:N")
-    return text
 
 
 def positive(text: str) -> int:
@@ -78,18 +68,7 @@ def place(args: argparse.Namespace) -> tuple[Device, Database]:
 
     if args.db:
         config.set_flags(tune__db=args.db)
-    return device(args.device), dispatcher.database()
-
-
-def device(text: str) -> Device:
-    """The device that --device names. CudaError says why it is not there."""
-    if text == "cpu":
-        return cpu_device()
-    index, count = int(text.partition(":")[2] or 0), driver.call("cuDeviceGetCount")
-    if index >= count:
-        raise CudaError(f"there is no GPU {index}: this machine has {count}")
-    driver.use(index)
-    return gpu(index)
+    return named(args.device), dispatcher.database()
 
 
 def layers(args: argparse.Namespace) -> list[Layer]:
@@ -120,6 +99,10 @@ def _resolve(target: str, args: argparse.Namespace) -> list[Layer]:
         return [Layer(parse(target), "", 1)]
     if Path(target).is_file():
         return _model(Path(target), args) if target.endswith(workload_onnx.SUFFIX) else _read(Path(target))
+    if ":" in target:
+        return [Layer(parse(target), "", 1)]  # which says what is wrong with it
+    if Path(target).suffix:
+        raise InvalidProblem(f"there is no file {target}")
     raise InvalidProblem(f"{target!r} is not a workload ({', '.join(WORKLOADS)}), a problem text or a file")
 
 

@@ -145,7 +145,7 @@ def request(given: Arguments, problem: ConvProblem) -> Request:
     flag = "dnn.conv.algo_" + problem.op.removeprefix("conv_")
     algo = given.algo if given.algo is not None else config.current()[flag]
     if not is_one_of(algo, (*config.METHODS[given.op, given.ndim], *config.POLICIES)) and not _is_id(algo):
-        raise InvalidProblem(_unknown_algo(given, algo))
+        raise InvalidProblem(_unknown_algo(given, algo, "algo" if given.algo is not None else f"flag {flag}"))
     options = Options(algo, given.workspace_limit, given.deterministic, given.allow_tf32, given.layer)
     filters = filters_of(options)._replace(
         method=algo if algo in config.METHODS[given.op, given.ndim] else "",
@@ -159,11 +159,11 @@ def _is_id(algo: Any) -> bool:
     return isinstance(algo, str) and "/" in algo and bool(registry.candidate(algo))
 
 
-def _unknown_algo(given: Arguments, algo: Any) -> str:
+def _unknown_algo(given: Arguments, algo: Any, name: str) -> str:
     valid = (*config.METHODS[given.op, given.ndim], *config.POLICIES)
     only_2d = given.ndim == 3 and is_one_of(algo, config.METHODS[given.op, 2])
     problem = "exists in 2-D only" if only_2d else "is unknown"
-    return f"algo {algo!r} {problem}; valid: {', '.join(valid)}, or a candidate id such as {given.op}/cpu/direct"
+    return f"{name} {algo!r} {problem}; valid: {', '.join(valid)}, or a candidate id such as {given.op}/cpu/direct"
 
 
 def _applicable_hint(hint: str | None, problem: ConvProblem) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nbdnn import config, driver
+from nbdnn.errors import CudaError, InvalidProblem
 from nbdnn.problem import ITEMSIZE
 
 
@@ -139,6 +140,23 @@ def gpu(index: int) -> Gpu:
         # Two transfers a clock.
         2 * driver.attribute(index, "MEMORY_CLOCK_RATE") * 1e3 * driver.attribute(index, "GLOBAL_MEMORY_BUS_WIDTH") / 8,
     )
+
+
+def named(text: str) -> Device:
+    """The device of a name: 'cpu', 'cuda' (the first GPU) or 'cuda:1'.
+
+    InvalidProblem where that is no such name; CudaError says why a GPU is not there.
+    """
+    kind, _, number = text.partition(":")
+    if text == "cpu":
+        return cpu_device()
+    if kind != "cuda" or not (text == "cuda" or number.isdecimal()):
+        raise InvalidProblem(f"device {text!r} is not cpu, cuda or cuda:N")
+    index, count = int(number or 0), driver.call("cuDeviceGetCount")
+    if index >= count:
+        raise CudaError(f"there is no GPU {index}: this machine has {count}")
+    driver.use(index)
+    return gpu(index)
 
 
 def cpu_device() -> Cpu:

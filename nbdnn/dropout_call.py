@@ -97,6 +97,8 @@ def _writable(x: Any, state: Any) -> Any:
     if seen.writable or seen.shape != (2,):
         return state
     if seen.gpu < 0:
+        if library is library_of(x):
+            raise InvalidProblem("state is read-only; it advances in place")
         return _state_at(x, np.asarray(state))
     copied = library.allocator((2,), False, "i64", seen.gpu)()
     library.copy(copied, state)

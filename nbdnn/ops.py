@@ -87,6 +87,8 @@ class _Conv:
 
     def _run(self, name: str, operands: tuple, desc: GpuDnnConvDesc, output: Any, alpha: float, beta: float) -> Any:
         """The function of nbdnn called `name`, for the rank of its first operand."""
+        if not isinstance(desc, GpuDnnConvDesc):
+            raise InvalidType(f"desc is {desc!r}, expected a GpuDnnConvDesc")
         ndim = len(view(operands[0], "operand").shape) - 2
         if self.ndim not in (None, ndim):
             raise InvalidType(f"{type(self).__name__} takes arrays of 5 axes, not {ndim + 2}")
@@ -126,7 +128,7 @@ class GpuDnnConv(_Conv):
 
     def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
         """Gradients with respect to (img, kern, output, desc, alpha, beta)."""
-        (img, kern, output, desc, alpha, beta), (top,) = _with_scalars(inputs), output_grads
+        (img, kern, output, desc, alpha, beta), top = _given(inputs, output_grads)
         d_img = GpuDnnConvGradI(num_groups=self.num_groups)(kern, top, _shape(img), desc, alpha)
         d_kern = GpuDnnConvGradW(num_groups=self.num_groups)(img, top, _shape(kern), desc, alpha)
         return [d_img, d_kern, _scaled(top, output, beta), None, None, None]
@@ -157,7 +159,7 @@ class GpuDnnConvGradW(_Conv):
 
     def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
         """Gradients with respect to (img, topgrad, output, desc, alpha, beta)."""
-        (img, top, output, desc, alpha, beta), (kern,) = _with_scalars(inputs), output_grads
+        (img, top, output, desc, alpha, beta), kern = _given(inputs, output_grads)
         d_img = GpuDnnConvGradI(num_groups=self.num_groups)(kern, top, _shape(img), desc, alpha)
         d_top = GpuDnnConv(num_groups=self.num_groups)(img, kern, _shape(top), desc, alpha)
         return [d_img, d_top, _scaled(kern, output, beta), None, None, None]
@@ -177,7 +179,7 @@ class GpuDnnConvGradI(_Conv):
 
     def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
         """Gradients with respect to (kern, topgrad, output, desc, alpha, beta)."""
-        (kern, top, output, desc, alpha, beta), (img,) = _with_scalars(inputs), output_grads
+        (kern, top, output, desc, alpha, beta), img = _given(inputs, output_grads)
         d_kern = GpuDnnConvGradW(num_groups=self.num_groups)(img, top, _shape(kern), desc, alpha)
         d_top = GpuDnnConv(num_groups=self.num_groups)(img, kern, _shape(top), desc, alpha)
         return [d_kern, d_top, _scaled(img, output, beta), None, None, None]
@@ -201,9 +203,19 @@ class GpuDnnConv3dGradI(GpuDnnConvGradI):
     ndim = 3
 
 
-def _with_scalars(inputs: tuple) -> tuple:
-    """The six inputs of an op: alpha and beta may be left out."""
-    return (*inputs, *(1.0, 0.0)[len(inputs) - 4 :])
+def _given(inputs: tuple, output_grads: tuple) -> tuple[tuple, Any]:
+    """The six inputs of an op, of which alpha and beta may be left out, and the gradient of its only output."""
+    if not isinstance(inputs, tuple | list) or not 4 <= len(inputs) <= 6:
+        raise InvalidProblem(
+            f"inputs are {_length(inputs)}, expected a tuple of four to six, of which the fourth is desc"
+        )
+    if not isinstance(output_grads, tuple | list) or len(output_grads) != 1:
+        raise InvalidProblem(f"output_grads are {_length(output_grads)}, expected a tuple of one")
+    return (*inputs, *(1.0, 0.0)[len(inputs) - 4 :]), output_grads[0]
+
+
+def _length(given: Any) -> str:
+    return f"a {type(given).__name__}" + (f" of {len(given)}" if isinstance(given, tuple | list) else "")
 
 
 def _shape(array_or_shape: Any) -> tuple[int, ...]:

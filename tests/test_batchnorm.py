@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -256,6 +257,14 @@ def test_few_channels_are_shared_by_threads() -> None:
     np.testing.assert_allclose(y, normalised(x.astype(np.float64), gamma, beta, "spatial", 1e-4), atol=1e-5)
 
 
+def test_the_least_epsilon_may_be_a_float32() -> None:
+    """Which is somewhat less than 1e-5: what other libraries keep their default in."""
+    x, g = RNG.standard_normal((4, 3, 5, 5)).astype("f"), np.ones((1, 3, 1, 1), np.float32)
+    found, *_ = dnn_batch_normalization_train(x, g, g, "spatial", np.float32(1e-5))
+    expected, *_ = dnn_batch_normalization_train(x, g, g, "spatial", 1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 X, G = np.zeros((4, 3, 5, 5), np.float32), np.ones((1, 3, 1, 1), np.float32)
 
 
@@ -263,6 +272,13 @@ X, G = np.zeros((4, 3, 5, 5), np.float32), np.ones((1, 3, 1, 1), np.float32)
     ("call", "error", "text"),
     [
         (lambda: dnn_batch_normalization_train(X, G, G, "spatial", 9e-6), InvalidProblem, "epsilon is 9e-06"),
+        (lambda: dnn_batch_normalization_test(X, G, G, G, G, "spatial", math.inf), InvalidProblem, "epsilon is inf"),
+        (
+            lambda: dnn_batch_normalization_train(X, G, G, "spatial", 1e-4, math.nan),
+            InvalidProblem,
+            "running_average_factor is nan, expected a number from 0 to 1",
+        ),
+        (lambda: dnn_batch_normalization_train(X, G, G, "spatial", 1e-4, 1.5), InvalidProblem, "factor is 1.5, exp"),
         (lambda: dnn_batch_normalization_train(X, G, G, "spatial", None), InvalidType, "epsilon is None, expected a"),
         (lambda: dnn_batch_normalization_test(X, G, G, G, G, "spatial", 1j), InvalidType, "epsilon is 1j, expected a"),
         (
@@ -328,7 +344,7 @@ X, G = np.zeros((4, 3, 5, 5), np.float32), np.ones((1, 3, 1, 1), np.float32)
         ),
         (lambda: dnn_batch_normalization_train(X[:, :, :0], G, G, "spatial"), InvalidProblem, "spatial extent is 0"),
     ],
-    ids=range(21),
+    ids=range(24),
 )
 def test_errors_name_what_is_wrong(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):

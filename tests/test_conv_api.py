@@ -191,6 +191,11 @@ def test_errors_of_the_gradients() -> None:
         dnn_conv3d(X, W)
     with pytest.raises(InvalidProblem, match="algo 'large' exists in 2-D only"):
         dnn_conv3d(np.ones((1, 1, 3, 3, 3)), np.ones((1, 1, 2, 2, 2)), algo="large")
+    with (
+        nbdnn.config.change(dnn__conv__algo_fwd="large"),
+        pytest.raises(InvalidProblem, match=r"flag dnn\.conv\.algo_fwd 'large' exists in 2-D only"),
+    ):
+        dnn_conv3d(np.ones((1, 1, 3, 3, 3)), np.ones((1, 1, 2, 2, 2)))
 
 
 def test_fused_epilogue() -> None:
@@ -285,3 +290,12 @@ def test_the_first_call_of_a_process_passes_its_stream_on() -> None:
         "assert seen[0] == seen[1] and seen[0][1:] == (('x', 'w', None, None, 'y'), (3.0, 0.0), 7), seen"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data", "conv_bwd_filter"])
+def test_the_guess_for_filters_as_large_as_the_image(op: str) -> None:
+    """Rows of one output cost what rows of many do: `direct` took 12 times as long as the GEMMs, and was guessed."""
+    for dims in ("n32c8h8w8:k4r8s8", "n8c256h4w4:k10r4s4"):
+        rows = nbdnn.explain(f"{op}:f32:{dims}:p0x0:u1x1:d1x1:g1:cross:nchw").rows
+        (chosen,) = (row.candidate for row in rows if row.chosen)
+        assert chosen.endswith("gemm"), f"{dims}: {chosen}"

@@ -192,3 +192,11 @@ def test_the_op_of_theano() -> None:
     assert ops.GpuDnnDropoutOp(inplace=True)(X, 0.5, state)[2] is state and list(state) == list(advanced)
     dx, *none = ops.GpuDnnDropoutOp().grad((X, 0.5, mask), (X,))
     assert np.array_equal(dx, y) and none == [None, None]
+
+
+def test_a_state_that_cannot_advance_is_refused() -> None:
+    """Else every call with it would draw the same mask."""
+    state = np.array([7, 0])
+    state.flags.writeable = False
+    with pytest.raises(InvalidProblem, match="state is read-only; it advances in place"):
+        dnn_dropout(np.ones((2, 3), np.float32), 0.5, state=state)

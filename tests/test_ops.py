@@ -97,3 +97,14 @@ def test_an_object_is_its_own_layer() -> None:
             op(x, w, None, desc)
     assert [event.kind for event in log] == ["selected", "selected"]
     assert repr(first) == "GpuDnnConv(algo='guess_once', inplace=False, num_groups=1)"
+
+
+def test_what_is_no_descriptor_and_no_inputs() -> None:
+    x, w = np.ones((1, 2, 5, 5), np.float32), np.ones((3, 2, 3, 3), np.float32)
+    op = ops.GpuDnnConv()
+    with pytest.raises(InvalidType, match="desc is None, expected a GpuDnnConvDesc"):
+        op(x, w, None, None)
+    with pytest.raises(InvalidProblem, match="inputs are a tuple of 2, expected a tuple of four to six"):
+        op.grad((x, w), (x,))
+    with pytest.raises(InvalidProblem, match="output_grads are a ndarray, expected a tuple of one"):
+        op.grad((x, w, None, ops.GpuDnnConvDesc()), x)

@@ -18,6 +18,7 @@ from nbdnn.dispatch.measurement import AnyRecord, LayerChoice, Measurement, chec
 from nbdnn.dispatch.sqlite_file import SqliteFile
 from nbdnn.dispatch.tables import create_tables, select, upsert
 from nbdnn.errors import DatabaseError
+from nbdnn.problem import parse
 
 _MAGIC = b"SQLite format 3\0"
 
@@ -28,8 +29,11 @@ def to_line(record: AnyRecord) -> str:
 
 
 def from_line(line: bytes | str) -> AnyRecord:
-    """The record of one line; ValueError says what is wrong with it."""
-    pairs = json.loads(line, object_pairs_hook=_Object, parse_constant=_refuse_constant)
+    """The record of one line; ValueError says what is wrong with it. One of a candidate unknown here is stale."""
+    try:
+        pairs = json.loads(line, object_pairs_hook=_Object, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error}") from None
     if not isinstance(pairs, _Object):
         raise ValueError("expected an object in braces")
     kind = LayerChoice if any(name == "layer" for name, _ in pairs) else Measurement
@@ -41,7 +45,11 @@ def from_line(line: bytes | str) -> AnyRecord:
     ):
         if found:
             raise ValueError(f"the record {fault} {', '.join(found)}")
-    return checked(kind(**dict(pairs)))
+    record = checked(kind(**dict(pairs)))
+    op = parse(record.problem).op
+    if record.candidate.split("/")[:-2] != [op]:
+        raise ValueError(f"candidate {record.candidate!r} is none of {op}, as {op}/cpu/direct would be")
+    return record
 
 
 class _Object(list):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nbdnn import config
-from nbdnn.device import Device, cpu_device
+from nbdnn.device import Device, named
 from nbdnn.dispatch import dispatcher, policy, registry
 from nbdnn.dispatch.selection import Filters, Option, Rows, fastest, ranked, survey, valid_rows
 from nbdnn.errors import InvalidType, UnsupportedProblem
@@ -55,15 +55,15 @@ class Explanation:
         return "\n".join([f"{self.problem} on {self.device.fingerprint}, {self.policy}:", *map(str.rstrip, lines)])
 
 
-def explain(problem: Problem | str, *, device: Device | None = None) -> Explanation:
+def explain(problem: Problem | str, *, device: Device | str | None = None) -> Explanation:
     """Say of every candidate whether it may compute `problem`, and which one is chosen now. Nothing is measured.
 
     Parameters
     ----------
     problem : Problem or str
         A problem, or its text, such as ``conv_fwd:f32:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nchw``.
-    device : Device, optional
-        Such as ``nbdnn.device.gpu(0)``. Default: this machine's CPU.
+    device : str or Device, optional
+        ``'cuda'``, ``'cuda:1'``, or such as ``nbdnn.device.gpu(0)``. Default: this machine's CPU.
 
     Returns
     -------
@@ -73,12 +73,17 @@ def explain(problem: Problem | str, *, device: Device | None = None) -> Explanat
     Raises
     ------
     InvalidProblem
-        A text that names no problem (a ValueError); it says what was expected where.
+        A text that names no problem, or no device (a ValueError); it says what was expected where.
+    CudaError
+        There is no such GPU.
     """
     problem = parse(problem) if isinstance(problem, str) else problem
     if not isinstance(problem, Problem):
         raise InvalidType(f"problem is {problem!r}, expected a problem or its text")
-    device = device or cpu_device()
+    if device is None or isinstance(device, str):
+        device = named(device or "cpu")
+    if not isinstance(device, Device):
+        raise InvalidType(f"device is {device!r}, expected 'cpu', 'cuda', 'cuda:N' or a device")
     database = dispatcher.database()
     request = _request_of_flags(problem)
     unnamed = request.filters.unnamed()

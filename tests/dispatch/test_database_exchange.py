@@ -93,7 +93,11 @@ def line(**changes: object) -> bytes:
 
 
 BAD_LINES = [
-    (b"{", "Expecting"),
+    (b"{", "no JSON: Expecting"),
+    (line(problem="hello world"), "unknown op 'hello world'"),
+    (line(problem=measurement().problem.replace("f32", "f99")), "dtype 'f99' is not one of"),
+    (line(candidate="foo"), "candidate 'foo' is none of conv_fwd"),
+    (line(candidate="conv_bwd_data/cpu/direct"), "candidate 'conv_bwd_data/cpu/direct' is none of conv_fwd"),
     (b"[]", "object"),
     (b"3", "object"),
     (b"\xff", "utf-8"),

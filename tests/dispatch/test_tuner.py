@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fakes import SMALL, Fake, ids, register
 
-from nbdnn import InvalidType, dnn_conv, events, explain
+from nbdnn import InvalidProblem, InvalidType, dnn_conv, events, explain
 from nbdnn.array import at
 from nbdnn.device import Cpu, cpu_device
 from nbdnn.dispatch import benchmark, selection, timing, tuner
@@ -187,6 +187,15 @@ def test_busy_samples_are_taken_again_and_called_noisy(monkeypatch: pytest.Monke
         (row,) = tune(database).rows.values()
     assert row.status == "noisy" and row.samples >= 3 + 8
     assert ids(log, "noisy") == ["only"]
+
+
+def test_explain_takes_names_of_devices() -> None:
+    text = "dropout_fwd:f32:m1000"
+    assert explain(text, device="cpu").device == cpu_device()
+    with pytest.raises(InvalidProblem, match="device 'gpu' is not cpu, cuda or cuda:N"):
+        explain(text, device="gpu")
+    with pytest.raises(InvalidType, match="device is 0, expected"):
+        explain(text, device=0)  # type: ignore[arg-type]
 
 
 def test_explain_tells_time_reason_and_choice(monkeypatch: pytest.MonkeyPatch, fresh: Path) -> None:

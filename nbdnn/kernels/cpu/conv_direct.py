@@ -39,7 +39,9 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _CHUNKS_PER_THREAD = 16  # tasks a thread: enough to even out, few enough that drawing one costs nothing
-_NS_PER_MAC = 0.15  # one thread, short float32 rows: a prior for the guess, not a measurement of this machine
+# One thread, short float32 rows: a product, and a tap's beginning with a row. Priors for the guess, not measurements of
+# this machine.
+_NS_PER_MAC, _NS_PER_ROW = 0.1, 8.0
 
 _GATHER = record(
     *GATHER_FIELDS,
@@ -250,7 +252,8 @@ class Direct(Candidate[NoConfig, Cpu]):
         return YES
 
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
-        return kernel_us(device, 0.0, problem.flops / 2 * _NS_PER_MAC, device.threads)
+        ns = problem.flops / 2 * (_NS_PER_MAC + _NS_PER_ROW / problem.out_spatial[-1])
+        return kernel_us(device, 0.0, ns, device.threads)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         if self.op == "conv_bwd_filter":

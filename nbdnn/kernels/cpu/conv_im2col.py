@@ -39,7 +39,10 @@ from nbdnn.problem_conv import ConvProblem
 
 _STRIP_BYTES = 16 << 20  # of all matrices of a strip: they stay in last-level cache, and BLAS has enough to share out
 _BLAS_EFFICIENCY = 0.45  # of the vector registers' rate: OpenBLAS, 105 GFLOP/s a Zen 5 core
-_LOWER_NS = 0.35  # an element written and read again, one thread
+_LOWER_NS, _RUN_NS = (
+    0.35,
+    10.0,
+)  # an element written and read again, and neighbours that are copied together; one thread
 
 _PACK = record("operand", "c_out", "w_g", "w_o", "offsets", "k_len", "run", "packed_offset")
 _STORE = record(
@@ -319,9 +322,9 @@ class Im2col(Candidate[NoConfig, Cpu]):
     def estimate(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> float:
         products = _products(problem)
         vector_fmas = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
-        side_ns = (
-            sum(product.lowered_bytes for product in products) / ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]] * _LOWER_NS
-        )
+        lowered = sum(product.lowered_bytes for product in products) / ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
+        run = problem.c // problem.groups if problem.channels_last else problem.out_spatial[-1]
+        side_ns = lowered * (_LOWER_NS + _RUN_NS / run)
         phases = 3 * sum(product.strips for product in products)
         return kernel_us(device, vector_fmas, side_ns, device.threads, phases, _BLAS_EFFICIENCY)
 
