@@ -40,16 +40,16 @@ from nbdnn.kernels.cuda.pool_marching_plan import (
     variant,
     widest,
 )
-from nbdnn.kernels.cuda.pool_rolling_plan import WARP
+from nbdnn.kernels.cuda.pool_rolling_plan import SECTOR_BYTES, WARP
 from nbdnn.kernels.cuda.pool_tiles import axes_of
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
 _INT32_END = 2**31 - 2**20
-_CONFIGS, _ALIKE = 10, 4
+_CONFIGS, _ALIKE = 6, 3
 _LAUNCH_US = 3.0
 # As seen on an H200: instructions of a step; those a multiprocessor's scheduler issues in a clock; clocks that a step
-# waits; times the bytes, and bytes that a pixel is short of whole lines.
+# waits; times the bytes, and bytes that a pixel's channels are as good as longer.
 _FIXED, _OF_TAP, _OF_ELEMENT, _PER_CLOCK, _WAITS = 60, 6, 8, 0.8, 900
 _OVER_COPY, _NARROW_BYTES = 1.05, 8
 
@@ -180,9 +180,11 @@ class Marching(LaunchedCandidate[Tile]):
         whole, rest = divmod(ceil(f.images * f.slabs * f.tiles_d * f.tiles_h * f.tiles_w / device.sms), v.resident)
         issued = (n * v.threads / WARP * of_step / 4 / _PER_CLOCK for n in [v.resident] * whole + [rest] * (rest > 0))
         issue_s = sum(steps * (clocks + _WAITS) for clocks in issued) / device.clock_hz
-        narrow = 1 + _NARROW_BYTES / (config.vectors * config.lanes * ITEMSIZE[problem.dtype])
+        of_pixel = config.vectors * config.lanes * ITEMSIZE[problem.dtype]
+        narrow = 1 + (_NARROW_BYTES + (SECTOR_BYTES if of_pixel % SECTOR_BYTES else 0)) / of_pixel
         again = (steps - f.cells) / f.cells / 4  # planes that segments read twice, most of them from cache
-        move_s = _OVER_COPY * narrow * (1 + again) * problem.min_bytes / copy_bytes_per_s(device)
+        _, y, *_ = problem.operands
+        move_s = _OVER_COPY * narrow * (1 + again) * (problem.min_bytes - y.size_bytes) / copy_bytes_per_s(device)
         return _LAUNCH_US + (max(issue_s, move_s) + 0.15 * min(issue_s, move_s)) * narrow * 1e6
 
     def launches(self, problem: PoolProblem, config: Tile, device: Gpu) -> list[Launch]:

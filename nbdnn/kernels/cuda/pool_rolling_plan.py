@@ -19,7 +19,7 @@ COLUMNS_APART = 512  # as many as a block has: between ranks of NaNs, of which t
 WARP = 32
 _MOST_RANKS = 1 << 23
 _THREADS, MOST_THREADS = 256, 512  # of a block of several tiles, and of one
-_SECTOR_BYTES = 32  # of a pixel's channels: what a memory access moves at least
+SECTOR_BYTES = 32  # of a pixel's channels: what a memory access moves at least
 _MOST_SHARED_BYTES, _SHARED_OF_SM = 96 << 10, 220 << 10
 _ROWS = (1, 2, 4, 8, 16, 28)
 _MOST_ROWS = 32  # bits of a word
@@ -324,7 +324,7 @@ def _width(problem: PoolProblem, along: Axis, most: int) -> int:
 @lru_cache(maxsize=256)
 def tiles(problem: PoolProblem) -> tuple[Tile, ...]:
     """Every tile that is worth a thought, and fits."""
-    along, sector = axes_of(problem)[2], _SECTOR_BYTES // ITEMSIZE[problem.dtype]
+    along, sector = axes_of(problem)[2], SECTOR_BYTES // ITEMSIZE[problem.dtype]
     widths: dict[tuple[int, int], None] = {}
     for most, channels in product((256, 512), (sector, sector // 2) if problem.channels_last else (1,)):
         channels = min(problem.c, channels)
