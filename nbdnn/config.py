@@ -106,6 +106,8 @@ def _read_algo_bwd(value: Any) -> str:
 def _read_bytes(value: Any) -> int | None:
     if value is None or str(value).lower() == "none":
         return None
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError
     if isinstance(value, bool) or (number := int(value)) < 0:
         raise ValueError
     return number

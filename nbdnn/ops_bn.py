@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from nbdnn.array import library_of
+from nbdnn import call_setup
+from nbdnn.array import library_of, view
 from nbdnn.batchnorm import (
     dnn_batch_normalization_grad,
     dnn_batch_normalization_test,
@@ -58,14 +59,18 @@ class GpuDnnBatchNorm(_BatchNorm):
     ) -> tuple:
         """`nbdnn.dnn_batch_normalization_train`."""
         averages = (running_mean, running_var) if self.running_averages else (None, None)
+        places = ("x", x), ("running_mean", averages[0]), ("running_var", averages[1])
+        overwritten = (self.inplace_output, self.inplace_running_mean, self.inplace_running_var)
+        for (name, array), inplace in zip(places, overwritten, strict=True):
+            if inplace and array is not None:
+                _demand_writable(name, array)
         results = dnn_batch_normalization_train(
             x, scale, bias, self.mode, epsilon, running_average_factor, *averages, layer=self._layer
         )
         y, mean, invstd, *new = results
-        overwritten = (self.inplace_running_mean, self.inplace_running_var)
         new = [
             _into(old, each) if inplace else each
-            for old, each, inplace in zip(averages, new, overwritten, strict=False)
+            for old, each, inplace in zip(averages, new, overwritten[1:], strict=False)
         ]
         return (_into(x, y) if self.inplace_output else y, mean, invstd, *new)
 
@@ -90,6 +95,8 @@ class GpuDnnBatchNormInference(_BatchNorm):
         self, x: Any, scale: Any, bias: Any, estimated_mean: Any, estimated_variance: Any, epsilon: float = 1e-4
     ) -> Any:
         """`nbdnn.dnn_batch_normalization_test`."""
+        if self.inplace:
+            _demand_writable("x", x)
         given = (x, scale, bias, estimated_mean, estimated_variance)
         y = dnn_batch_normalization_test(*given, self.mode, epsilon, layer=self._layer)
         return _into(x, y) if self.inplace else y
@@ -112,6 +119,12 @@ class GpuDnnBatchNormGrad(_BatchNorm):
     def __call__(self, x: Any, dy: Any, scale: Any, x_mean: Any, x_invstd: Any, epsilon: float = 1e-4) -> tuple:
         """`nbdnn.dnn_batch_normalization_grad`."""
         return dnn_batch_normalization_grad(x, dy, scale, x_mean, x_invstd, self.mode, epsilon, layer=self._layer)
+
+
+def _demand_writable(name: str, array: Any) -> None:
+    """Before anything is overwritten."""
+    seen = view(array, name)
+    call_setup.check_out(name, seen, seen.shape, seen.dtype)
 
 
 def _into(target: Any, value: Any) -> Any:

@@ -96,9 +96,8 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
 
 def _problem(op: str, extents: tuple, given: dict[str, View]) -> SpatialtfProblem:
     """The problem, which may promise too much of how its arrays are aligned."""
-    dtype, param_dtype = call_setup.data_and_param_dtypes(
-        [(v.dtype, name in ("img", "dout")) for name, v in given.items()]
-    )
+    data = ("theta", "dgrid") if op.startswith("spatialtf_grid") else ("img", "dout")
+    dtype, param_dtype = call_setup.data_and_param_dtypes([(v.dtype, name in data) for name, v in given.items()])
     if op == "spatialtf_grid_fwd":
         n, _, *out_spatial = extents
         return SpatialtfProblem(op, dtype, n, 0, (), (out_spatial[0], out_spatial[1]), "")

@@ -377,3 +377,15 @@ def test_ops_of_theano(mode: str) -> None:
     assert ops.GpuDnnBatchNormInference(mode, inplace=True)(x, gamma, beta, mean, var) is x
     np.testing.assert_array_equal(x, y)
     assert repr(infer) == f"GpuDnnBatchNormInference(mode={mode!r})"
+
+
+def test_ops_overwrite_everything_or_nothing() -> None:
+    x, scale = RNG.standard_normal((2, 3, 4, 4)).astype("f"), np.ones((1, 3, 1, 1), np.float32)
+    mean, var = np.zeros_like(scale), np.ones_like(scale)
+    op = ops.GpuDnnBatchNorm("spatial", True, True, True, True)
+    x.flags.writeable = False
+    with pytest.raises(InvalidProblem, match="x cannot be written"):
+        op(x, scale, scale, 1e-4, 0.1, mean, var)
+    assert not mean.any() and (var == 1).all()
+    with pytest.raises(InvalidProblem, match="x cannot be written"):
+        ops.GpuDnnBatchNormInference("spatial", inplace=True)(x, scale, scale, mean, var)

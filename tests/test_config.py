@@ -100,6 +100,14 @@ def test_change_ends_with_the_block_also_by_an_error() -> None:
     assert config.dnn.fallback == "warn"
 
 
+@pytest.mark.parametrize("value", [1.5, float("inf"), float("nan"), True, -1])
+def test_what_is_no_number_of_bytes(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"dnn\.workspace_limit is"), config.change(dnn__workspace_limit=value):
+        pass
+    with config.change(dnn__workspace_limit=1e9):
+        assert config.dnn.workspace_limit == 10**9
+
+
 def test_assignment_is_for_the_process_and_yields_to_change() -> None:
     try:
         with config.change(dnn__fallback="raise"):

@@ -399,3 +399,14 @@ def test_refusals_say_the_number(device: Cpu) -> None:
     huge = parse("spatialtf_fwd:f32:n1c1h65536w65536:o4x5:nhwc")
     for candidate in registry.candidates("spatialtf_fwd"):
         assert str(2**32) in candidate.supports(huge, device).reason
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_a_grid_has_the_dtype_of_its_theta(dtype: type) -> None:
+    theta = RNG.standard_normal((2, 2, 3)).astype(dtype)
+    grid = dnn_spatialtf_grid(theta, (2, 3, 4, 5))
+    expected = dnn_spatialtf_grid(theta.astype(np.float64), (2, 3, 4, 5))
+    assert grid.dtype == dtype
+    np.testing.assert_allclose(grid.astype(np.float64), expected, atol=4 * float(ml_dtypes.finfo(dtype).eps))
+    dtheta = dnn_spatialtf_grid_grad(grid)
+    assert dtheta.dtype == dtype
