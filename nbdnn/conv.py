@@ -57,6 +57,7 @@ def dnn_conv(
     num_groups : int
         Channels are convolved in this many separate groups; C of them make a depthwise convolution.
     bias : array (K,), optional
+        Of the same dtype as well, as `residual`: a float64 one makes all of the call float64.
     activation : None, 'relu', 'swish', 'sigmoid' or 'tanh'
     residual : array of the result's shape, optional
     alpha, beta : float
