@@ -37,9 +37,7 @@ def add_targets(parser: argparse.ArgumentParser) -> None:
         choices=tuple(ITEMSIZE),
         help="of every operand (default: that of a model's nodes, of a workload f32)",
     )
-    of_workloads.add_argument(
-        "--layout", choices=("nchw", "nhwc"), default="nchw", help="channels first or last (default nchw)"
-    )
+    of_workloads.add_argument("--layout", choices=("nchw", "nhwc"), help="channels first or last (default nchw)")
     of_workloads.add_argument("--train", action="store_true", help="the gradients as well")
     parser.add_argument(
         "--only",
@@ -73,6 +71,10 @@ def place(args: argparse.Namespace) -> tuple[Device, Database]:
 
 def layers(args: argparse.Namespace) -> list[Layer]:
     """The problems that the arguments name, equal ones once."""
+    if not any(target in WORKLOADS or target.endswith(workload_onnx.SUFFIX) for target in args.target):
+        for option in ("batch", "dtype", "layout", "train"):
+            if getattr(args, option):
+                raise InvalidProblem(f"--{option} is of workloads and models: a problem's text says it itself")
     found = merged([layer for target in args.target for layer in _resolve(target, args)])
     if args.only:
         chosen = [
@@ -94,7 +96,7 @@ def _matches(layer: Layer, wanted: str) -> bool:
 
 def _resolve(target: str, args: argparse.Namespace) -> list[Layer]:
     if target in WORKLOADS:
-        return workload(target, args.batch or 1, args.dtype or "f32", args.layout, train=args.train)
+        return workload(target, args.batch or 1, args.dtype or "f32", args.layout or "nchw", train=args.train)
     if target.partition(":")[0] in OPS:
         return [Layer(parse(target), "", 1)]
     if Path(target).is_file():
@@ -108,7 +110,7 @@ def _resolve(target: str, args: argparse.Namespace) -> list[Layer]:
 
 def _model(path: Path, args: argparse.Namespace) -> list[Layer]:
     """The layers of an ONNX model; a line on stderr says what of it is none."""
-    found, skipped = workload_onnx.read(path, args.batch, args.dtype, args.layout, train=args.train)
+    found, skipped = workload_onnx.read(path, args.batch, args.dtype, args.layout or "nchw", train=args.train)
     if skipped:
         nodes = f"{skipped.total()} node{'s' * (skipped.total() > 1)}"
         print(f"nbdnn: {path}: {nodes} skipped: {workload_onnx.listed(skipped)}", file=sys.stderr)

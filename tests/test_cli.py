@@ -45,6 +45,11 @@ def db(tmp_path: Path) -> str:
         (["autotune", "resnet50", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["autotune", "resnet50", "--only", "17x17"], "none of 38 problems matches --only '17x17'"),
         (["explain", "conv_fdw:f32:n1"], "unknown op 'conv_fdw' in 'conv_fdw:f32:n1': expected one of conv_fwd"),
+        (
+            ["explain", PROBLEM, "--dtype", "bf16"],
+            "--dtype is of workloads and models: a problem's text says it itself",
+        ),
+        (["bench", PROBLEM, "--train"], "--train is of workloads and models"),
         (["explain", "nowhere.txt"], "error: there is no file nowhere.txt$"),
         (["explain", "conv_fwd:f32:n1"], "'n1' in 'conv_fwd:f32:n1': expected dims"),
         (["explain", PROBLEM.replace("f32", "f31")], "error: dtype 'f31' is not one of f16"),
