@@ -248,6 +248,14 @@ def test_what_windows_reach_beyond_their_planes_is_memory_of_the_block() -> None
         (pool_rolling.BWD, "f32:n3000c1000h30w30:r4s4:p0x0:u1x1:max:nchw", "x has 2700000000 elements"),
         (pool_rolling.BWD, "f16:n100000c1000h2w2:r4s4:p3x3:u1x1:max:nchw", "y has 2500000000 elements"),
         (pool_staged.BWD, "f16:n100000c1000h2w2:r4s4:p3x3:u1x1:max:nchw", "y has 2500000000 elements"),
+        (pool_marching.BWD, "f32:n2c4h9w9:r3s3:p1x1:u2x2:max:nchw", "max of f32 in nchw"),
+        (pool_marching.BWD, "f64:n2c4h9w9:r3s3:p1x1:u2x2:max:nhwc", "max of f64 in nhwc"),
+        (pool_marching.BWD, "f32:n2c4h9w9:r3s3:p1x1:u2x2:sum:nhwc", "sum of f32 in nhwc"),
+        (pool_marching.BWD, "f32:n2c4h9w9:r2s2:p0x0:u2x2:max:nhwc", "windows (2, 2), (2, 2) apart, share nothing"),
+        (pool_marching.BWD, "f32:n2c4h9w9:r3s3:p1x1:u1x1:max:nhwc", "windows are one apart on all axes"),
+        (pool_marching.BWD, "f32:n2c4h29w29:r9s8:p1x1:u2x2:max:nhwc", "windows of (9, 8) have more taps"),
+        (pool_marching.BWD, "f16:n2c5h9w9:r3s3:p1x1:u2x2:max:nhwc", "5 channels of f16 are no vectors of 4 bytes"),
+        (pool_marching.BWD, "f32:n3000c1000h30w30:r3s3:p1x1:u2x2:max:nhwc", "x has 2700000000 elements"),
         (pool_plane.FWD, "f32:n2c3h8w8:r8s7:p0x0:u1x1:max:nchw", "are not the image"),
         (pool_plane.FWD, "f64:n2c3h8w8:r8s8:p0x0:u1x1:max:nchw", "float64"),
         (pool_plane.BWD, "f32:n2c3h8w8:r8s8:p0x0:u1x1:max:nchw", "of gradients only that of a sum"),
@@ -257,6 +265,31 @@ def test_what_windows_reach_beyond_their_planes_is_memory_of_the_block() -> None
 def test_refusals_say_the_number(candidate: LaunchedCandidate, text: str, reason: str) -> None:
     support = candidate.supports(parse(f"{candidate.op}:{text}"), H200)
     assert not support.ok and reason in support.reason
+
+
+def test_pairs_of_bfloat16_are_compared_since_9_0() -> None:
+    problem = parse("pool_bwd:bf16:n2c8h9w9:r3s3:p1x1:u2x2:max:nhwc")
+    assert pool_marching.BWD.supports(problem, H200).ok
+    support = pool_marching.BWD.supports(problem, replace(H200, capability=(8, 6)))
+    assert not support.ok and "since compute capability 9.0" in support.reason
+
+
+@pytest.mark.parametrize(
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100a", "sm_120"))]
+)
+@pytest.mark.parametrize(
+    "text",
+    ["f32:n4c64d16h56w56:t3r3s3:p1x1x1:u2x2x2:max:ndhwc", "f16:n32c288h35w35:r3s3:p0x0:u2x2:max:nhwc"],
+)
+def test_windows_are_searched_in_registers(text: str, arch: str) -> None:
+    """Nothing is spilled; for compute capabilities above 9.0, where ptxas has other ideas, some words."""
+    problem, device = parse(f"pool_bwd:{text}"), replace(H200, capability=ARCHITECTURES[arch])
+    for config in pool_marching.BWD.configs(problem, device)[:2]:
+        (launch,) = pool_marching.BWD.launches(problem, config, device)
+        kernel, ptx = compile_kernel(launch.source, arch), ptx_text(launch.source, arch)
+        most_bytes = 0 if arch in ("sm_80", "sm_90a") else 32
+        assert kernel.spill_bytes <= most_bytes, f"{config}: {kernel._replace(cubin=b'')}"
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx and ".f64" not in ptx
 
 
 # Planes of less than a vector a thread and of several; pixels, and vectors of channels, that no team divides.

@@ -147,7 +147,7 @@ class Marching(LaunchedCandidate[Tile]):
         if all(r <= u for r, u in zip(problem.window, problem.stride, strict=True)):
             return Support(False, f"windows {problem.window}, {problem.stride} apart, share nothing")
         if prod(problem.stride) == 1:
-            return Support(False, "windows one apart, of which each element is in all: left to rolling")
+            return Support(False, "windows are one apart on all axes, which is left to rolling and window")
         if not takes(axes_of(problem)):
             return Support(
                 False, f"windows of {problem.window} have more taps than this kernel holds, up to {MOST_TAPS}"
