@@ -30,7 +30,6 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pool_marching_plan import (
     MOST_TAPS,
     Fields,
-    Reciprocals,
     Tile,
     Variant,
     cells_of,
@@ -40,7 +39,7 @@ from nbdnn.kernels.cuda.pool_marching_plan import (
     variant,
     widest,
 )
-from nbdnn.kernels.cuda.pool_rolling_plan import SECTOR_BYTES, WARP
+from nbdnn.kernels.cuda.pool_rolling_plan import SECTOR_BYTES, WARP, Reciprocals
 from nbdnn.kernels.cuda.pool_tiles import axes_of
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem

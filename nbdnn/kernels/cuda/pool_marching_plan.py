@@ -165,19 +165,6 @@ class Fields(NamedTuple):
     out_w: int
 
 
-class Reciprocals(NamedTuple):
-    """What `ptx.split` takes of the divisors: multipliers and shifts."""
-
-    slabs: int
-    slabs_shift: int
-    tiles_d: int
-    tiles_d_shift: int
-    tiles_h: int
-    tiles_h_shift: int
-    tiles_w: int
-    tiles_w_shift: int
-
-
 def _is_down(problem: PoolProblem) -> bool:
     """Whether a block marches down rows, of several images at once."""
     return len(problem.spatial) == 2
