@@ -121,11 +121,13 @@ Recogniser = Callable[[Sequence[Any]], "list[int] | None"]
 class Library(ABC):
     """One array library: how its arrays are read, allocated, copied and given back.
 
-    recognises: whether `recogniser` may be asked at every call. always_writable: no array of it is constant.
+    recognises: whether `recogniser` may be asked at every call. always_writable, never_writable: true of all its
+    arrays.
     """
 
     recognises = True
     always_writable = False
+    never_writable = False
 
     @abstractmethod
     def read(self, array: Any) -> tuple[int, Hashable]:

@@ -26,6 +26,8 @@ class Jax(NumPy):
     result is finished before JAX has it.
     """
 
+    never_writable = True
+
     def read(self, array: Any) -> tuple[int, Hashable]:
         gpu = self.gpu(array)
         if gpu < 0:

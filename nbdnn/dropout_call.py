@@ -96,9 +96,9 @@ def _writable(x: Any, state: Any) -> Any:
     seen = view(state, "state", _STATE)
     if seen.writable or seen.shape != (2,):
         return state
+    if not (library.never_writable or library_of(x).never_writable):
+        raise InvalidProblem("state is read-only; it advances in place")
     if seen.gpu < 0:
-        if library is library_of(x):
-            raise InvalidProblem("state is read-only; it advances in place")
         return _state_at(x, np.asarray(state))
     copied = library.allocator((2,), False, "i64", seen.gpu)()
     library.copy(copied, state)
