@@ -211,13 +211,17 @@ def backward_columns(dtype: str, algorithm: str, vl: int, vectors: int, few: boo
         def gradient(strip: _Strip) -> None:
             def terms(i) -> list[Lanes]:
                 strip.ask(dy, i, step, length)
+                shares = strip.read(line(dy, i))
+                if is_log:
+                    return shares
                 strip.ask(y, i, step, length)
-                shares, values = strip.read(line(dy, i)), strip.read(line(y, i))
-                return shares if is_log else [a * b for a, b in zip(shares, values, strict=True)]
+                return [a * b for a, b in zip(shares, strip.read(line(y, i)), strict=True)]
 
             sums = strip.sums(length, few, terms)
             with cgutils.for_range(builder, length) as loop:
                 strip.ask(dx, loop.index, step, length, writes=True)
+                if is_log:
+                    strip.ask(y, loop.index, step, length)
                 both = zip(strip.read(line(dy, loop.index)), strip.read(line(y, loop.index)), sums, strict=True)
                 found = [a - power(b) * c if is_log else (a - c) * b for a, b, c in both]
                 strip.write(found, line(dx, loop.index))
