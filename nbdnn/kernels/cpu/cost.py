@@ -9,6 +9,7 @@ bench prints how good the guesses are.
 from __future__ import annotations
 
 from math import ceil
+from typing import TypeVar
 
 from nbdnn.device import Cpu
 from nbdnn.problem import Problem
@@ -22,6 +23,14 @@ TURN_NS = 0.45  # a transpose in registers
 GATHER_NS = 1.0  # one scalar at a time
 PACK_NS = 0.2  # a filter, turned in registers or copied in rows
 TILE_NS = 25.0  # the epilogue's and the loop's share of one register tile
+
+_WIDE_BYTES = 64
+PriorsT = TypeVar("PriorsT")
+
+
+def fitted(device: Cpu, wide: PriorsT, narrow: PriorsT) -> PriorsT:
+    """What was fitted to cores with vectors of 64 bytes and masks (Zen 4 and 5), or to one without (Zen 3, AVX2)."""
+    return wide if device.vector_bytes >= _WIDE_BYTES else narrow
 
 
 def kernel_us(

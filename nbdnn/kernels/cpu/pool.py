@@ -21,7 +21,7 @@ import numpy as np
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import fitted, kernel_us
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, axes_of
 from nbdnn.kernels.cpu.pool_max_channels import max_of_channels
@@ -147,18 +147,25 @@ class Rows(Candidate[NoConfig, Cpu]):
         elem_ns, taps, tap_ns = _NS_PER_ELEM, prod(problem.window), _NS_PER_TAP
         axes = axes_of(problem)
         if self.op == "pool_bwd" and problem.is_max:
-            elem_ns, taps, tap_ns = self._maxima_ns(problem, axes)
+            elem_ns, taps, tap_ns = self._maxima_ns(problem, axes, device)
         elif problem.channels_last:
             # Rows of x are joined down, then along; of a gradient rows of dy.
             wider = axes.step[2] if self.op == "pool_fwd" else 1
-            elem_ns, taps, tap_ns = 0.1, prod(axes.taps[:2]) * wider + axes.taps[2], 0.045
+            taps = prod(axes.taps[:2]) * wider + axes.taps[2]
+            elem_ns, tap_ns = 0.1, fitted(device, 0.045, 0.55 if problem.is_max else 0.2)
         return kernel_us(device, 0.0, elements * elem_ns + prod(problem.y_shape) * taps * tap_ns, device.threads)
 
-    def _maxima_ns(self, problem: PoolProblem, axes: Axes) -> tuple[float, int, float]:
+    def _maxima_ns(self, problem: PoolProblem, axes: Axes, device: Cpu) -> tuple[float, int, float]:
         """Nanoseconds an element of all operands, taps an axis at a time, and nanoseconds a tap."""
+        if not problem.channels_last and tiles(axes):
+            return 0.2, 0, 0.0
         if not problem.channels_last:
-            return (0.2, 0, 0.0) if tiles(axes) else (0.3, sum(axes.taps), 0.3)
-        return (0.4, sum(axes.taps), 0.3) if axes.taps[0] > 1 else (0.15, sum(axes.taps), 0.08)
+            elem_ns, tap_ns = fitted(device, (0.3, 0.3), (0.4, 0.4))
+        elif axes.taps[0] > 1:
+            elem_ns, tap_ns = fitted(device, (0.4, 0.3), (0.6, 0.4))
+        else:
+            elem_ns, tap_ns = fitted(device, (0.15, 0.08), (0.37, 0.12))
+        return elem_ns, sum(axes.taps), tap_ns
 
     def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:
         vl, axes = device.lanes(problem.compute), axes_of(problem)

@@ -16,14 +16,15 @@ from math import prod
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu import pool_max_lines, pool_max_pixels
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import fitted, kernel_us
 from nbdnn.kernels.cpu.launch import Program
 from nbdnn.kernels.cpu.pool_axes import axes_of
 from nbdnn.kernels.cpu.pool_lines import NONE
 from nbdnn.problem_pool import PoolProblem
 
 MOST_TAPS, MOST_STEP = 8, 8  # along a row of a plane, where all are met one after the other
-_NS_PER_ELEM, _NS_PER_TAP = 0.27, 0.1  # one thread: priors for the guess, fitted to 20 shapes on a Zen 4
+# One thread, nanoseconds an element and a tap: priors for the guess, of 20 shapes each.
+_WIDE_NS, _NARROW_NS = (0.27, 0.1), (0.35, 0.175)
 
 
 class Indices(Candidate[NoConfig, Cpu]):
@@ -50,8 +51,9 @@ class Indices(Candidate[NoConfig, Cpu]):
         return way.chosen_bytes(problem, axes_of(problem), device)
 
     def estimate(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> float:
+        elem_ns, tap_ns = fitted(device, _WIDE_NS, _NARROW_NS)
         elements = sum(operand.size_elems for operand in problem.operands)
-        return kernel_us(device, 0.0, elements * _NS_PER_ELEM + problem.flops * _NS_PER_TAP, device.threads, phases=2)
+        return kernel_us(device, 0.0, elements * elem_ns + problem.flops * tap_ns, device.threads, phases=2)
 
     def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:
         axes = axes_of(problem)

@@ -18,14 +18,16 @@ from math import prod
 from nbdnn.candidate import Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu import pool_scatter_lines, pool_scatter_pixels
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import fitted, kernel_us
 from nbdnn.kernels.cpu.launch import Program
 from nbdnn.kernels.cpu.pool_axes import axes_of
 from nbdnn.kernels.cpu.pool_indices import BWD as INDICES
 from nbdnn.problem import DEFAULT_COMPUTE
 from nbdnn.problem_pool import PoolProblem
 
-_NS_PER_ELEM, _NS_PER_TAP, _NS_PER_WINDOW = 0.2, 0.05, 1.0  # one thread: priors for the guess
+# One thread, nanoseconds an element, a tap and a window, by whether channels are last: priors for the guess.
+_WIDE_NS = {False: (0.2, 0.05, 1.0), True: (0.2, 0.05, 0.0)}
+_NARROW_NS = {False: (0.2, 0.17, 2.0), True: (0.2, 0.9, 0.0)}
 
 
 class Scatter(Candidate[NoConfig, Cpu]):
@@ -44,8 +46,8 @@ class Scatter(Candidate[NoConfig, Cpu]):
     def estimate(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> float:
         x, y, *_ = problem.operands
         tasks = device.threads if problem.channels_last else problem.n * problem.c
-        ns_per_window = prod(problem.window) * _NS_PER_TAP + (0.0 if problem.channels_last else _NS_PER_WINDOW)
-        side_ns = 2 * x.size_elems * _NS_PER_ELEM + y.size_elems * ns_per_window
+        elem_ns, tap_ns, window_ns = fitted(device, _WIDE_NS, _NARROW_NS)[problem.channels_last]
+        side_ns = 2 * x.size_elems * elem_ns + y.size_elems * (prod(problem.window) * tap_ns + window_ns)
         return kernel_us(device, 0.0, side_ns, tasks, phases=2 if problem.channels_last else 1)
 
     def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:

@@ -25,7 +25,7 @@ from numba.core.ccallback import CFunc
 from nbdnn.candidate import Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import fitted, kernel_us
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import convert_row, zero_fill
 from nbdnn.kernels.cpu.spatialtf_channels import channel_lanes, spread_pixels
@@ -40,7 +40,8 @@ from nbdnn.problem_spatialtf import SpatialtfProblem
 
 _TASKS_PER_THREAD = 2
 # One thread, nanoseconds an output and a pixel; a plan's share of a position: priors for the guess.
-_PLANAR_NS, _APART_NS, _CHANNELS_NS, _PIXEL_NS, _PLAN_NS, _DX_NS = 2.0, 3.0, 0.3, 12.0, 2.0, 0.1
+_PLANAR_NS, _APART_NS, _CHANNELS_NS, _PLAN_NS, _DX_NS = 2.0, 3.0, 0.3, 2.0, 0.1
+_PIXEL_NS = 12.0, 8.5  # with wide vectors, with others
 
 
 @cache
@@ -315,7 +316,8 @@ class Channels(_InLayout):
         return ()
 
     def estimate(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> float:
-        return _estimate(problem, device, problem.c * _CHANNELS_NS + _PIXEL_NS + _PLAN_NS)
+        pixel_ns = fitted(device, *_PIXEL_NS) + _PLAN_NS
+        return _estimate(problem, device, problem.c * _CHANNELS_NS + pixel_ns)
 
 
 def _estimate(problem: SpatialtfProblem, device: Cpu, position_ns: float) -> float:

@@ -16,7 +16,7 @@ from functools import cache
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import fitted, kernel_us
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.spatialtf_channels import blend, channel_lanes
 from nbdnn.kernels.cpu.spatialtf_plan import MOST_PIXELS, PLAN_VECTORS
@@ -27,7 +27,8 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
 # One thread, nanoseconds an output; a plan's share of a position: priors for the guess.
-_PLANAR_NS, _APART_NS, _CHANNELS_NS, _PIXEL_NS, _PLAN_NS = 1.0, 1.5, 0.15, 3.0, 0.8
+_PLANAR_NS, _APART_NS, _CHANNELS_NS, _PLAN_NS = 1.0, 1.5, 0.15, 0.8
+_PIXEL_NS = 3.0, 4.3  # with wide vectors, with others
 
 
 @cache
@@ -146,7 +147,7 @@ class Channels(Forward):
 
     def estimate(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> float:
         positions = problem.n * problem.positions
-        outputs_ns = positions * (problem.c * _CHANNELS_NS + _PIXEL_NS + _PLAN_NS)
+        outputs_ns = positions * (problem.c * _CHANNELS_NS + fitted(device, *_PIXEL_NS) + _PLAN_NS)
         return kernel_us(device, 0.0, outputs_ns, device.threads)
 
     def prepare(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> Program:

@@ -27,7 +27,7 @@ from numba.core.ccallback import CFunc
 from nbdnn.candidate import NoConfig
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import fitted, kernel_us
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import convert_rows, zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
@@ -44,7 +44,9 @@ from nbdnn.problem_spatialtf import SpatialtfProblem
 _MOST_RUN = 256  # outputs, which lie in the first-level cache as well as their plan
 _TASKS_PER_THREAD = 2
 # One thread, nanoseconds: priors for the guess.
-_MOVE_NS, _CHANNEL_NS, _CHANNEL_BACK_NS, _OUTPUT_NS, _OUTPUT_BACK_NS = 0.08, 0.1, 0.15, 2.2, 6.5
+_MOVE_NS = 0.08
+_FORWARD_NS = (0.1, 2.2), (0.0, 5.2)  # a channel and an output; with wide vectors, with others
+_BACKWARD_NS = (0.15, 6.5), (0.0, 11.0)
 
 
 @njit(**DEVICE)
@@ -187,7 +189,7 @@ class Samples(Forward):
         return device.threads * _worker_bytes(problem, device, 1)
 
     def estimate(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> float:
-        return _estimate(problem, device, 1, _CHANNEL_NS, _OUTPUT_NS)
+        return _estimate(problem, device, 1, *fitted(device, *_FORWARD_NS))
 
     def prepare(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> Program:
         runs, vl = _runs(problem, device, 1), device.lanes(problem.compute)
@@ -207,7 +209,7 @@ class Gradient(Backward):
         return device.threads * _worker_bytes(problem, device, 2) + parts_bytes(problem, blocks)
 
     def estimate(self, problem: SpatialtfProblem, config: NoConfig, device: Cpu) -> float:
-        return _estimate(problem, device, 2, _CHANNEL_BACK_NS, _OUTPUT_BACK_NS)
+        return _estimate(problem, device, 2, *fitted(device, *_BACKWARD_NS))
 
     def runs(self, problem: SpatialtfProblem, device: Cpu) -> Runs:
         return _runs(problem, device, 2)
