@@ -27,8 +27,8 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.channel_plan import PARAMS, Layout, layout_of, parameters, tiles_of_channels
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
-from nbdnn.kernels.cpu.epilogue import tile_store
+from nbdnn.kernels.cpu.cost import COPY_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
+from nbdnn.kernels.cpu.epilogue import stored_ns, tile_store
 from nbdnn.kernels.cpu.joined import joined
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import lower_rows, lower_task
@@ -170,7 +170,7 @@ class ChannelGemm(Candidate[Config, Cpu]):
             tiles = ceil(pixels / config.mr) * plan.panels
             lowered = 0 if plan.in_place else plan.total_strips * plan.low_rows * plan.low_columns * plan.low_channels
             side_ns = tiles * TILE_NS + lowered * (COPY_NS if geo.in_strides[2] == 1 else TURN_NS)
-            side_ns += pixels * geo.c_out * (COPY_NS if geo.out_strides[2] == 1 else GATHER_NS)
+            side_ns += pixels * geo.c_out * stored_ns(problem, geo.out_strides[2] == 1, config.nv * vl)
             side_ns += k_len * geo.c_out * geo.groups * PACK_NS
             tasks = plan.total_strips * plan.chunks
             total += kernel_us(device, pixels * vectors * k_len, side_ns, tasks, 2 + plan.shared)

@@ -39,10 +39,9 @@ from nbdnn.problem_conv import ConvProblem
 
 _STRIP_BYTES = 16 << 20  # of all matrices of a strip: they stay in last-level cache, and BLAS has enough to share out
 _BLAS_EFFICIENCY = 0.45  # of the vector registers' rate: OpenBLAS, 105 GFLOP/s a Zen 5 core
-_LOWER_NS, _RUN_NS = (
-    0.35,
-    10.0,
-)  # an element written and read again, and neighbours that are copied together; one thread
+# One thread: an element written and read again, neighbours that are copied together, an element of the result, which
+# the library writes to memory as it comes where products have few terms.
+_LOWER_NS, _RUN_NS, _RESULT_NS = 0.35, 10.0, 0.5
 
 _PACK = record("operand", "c_out", "w_g", "w_o", "offsets", "k_len", "run", "packed_offset")
 _STORE = record(
@@ -324,7 +323,8 @@ class Im2col(Candidate[NoConfig, Cpu]):
         vector_fmas = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
         lowered = sum(product.lowered_bytes for product in products) / ITEMSIZE[DEFAULT_COMPUTE[problem.dtype]]
         run = problem.c // problem.groups if problem.channels_last else problem.out_spatial[-1]
-        side_ns = lowered * (_LOWER_NS + _RUN_NS / run)
+        result = sum(operand.size_elems for operand in problem.operands if operand.role == "out")
+        side_ns = lowered * (_LOWER_NS + _RUN_NS / run) + result * _RESULT_NS
         phases = 3 * sum(product.strips for product in products)
         return kernel_us(device, vector_fmas, side_ns, device.threads, phases, _BLAS_EFFICIENCY)
 

@@ -37,8 +37,8 @@ from numba import njit
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
-from nbdnn.kernels.cpu.epilogue import store_kind, tile_store
+from nbdnn.kernels.cpu.cost import COPY_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
+from nbdnn.kernels.cpu.epilogue import store_kind, stored_ns, tile_store
 from nbdnn.kernels.cpu.geometry import Gather, Geometry
 from nbdnn.kernels.cpu.joined import joined
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -234,7 +234,7 @@ class PixelGemm(Candidate[Config, Cpu]):
             side_ns = tiles * TILE_NS + lowered * (TURN_NS if geo.in_strides[2] == 1 else COPY_NS)
             by_vectors = _stored(geo, gather, config.mr, device) != (1, 1)
             adjacent = geo.out_strides[5] * gather.w.out_step == 1 or by_vectors
-            side_ns += stored * (COPY_NS if adjacent else GATHER_NS)
+            side_ns += stored * stored_ns(problem, adjacent, config.nv * vl)
             side_ns += k_len * geo.c_out * geo.groups * PACK_NS if config.packed else 0.0
             tasks, phases = plan.total_strips * plan.chunks, 1 + config.packed + plan.shared
             total += kernel_us(device, vectors * blocks * config.mr * k_len, side_ns, tasks, phases)

@@ -28,7 +28,7 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, PACK_NS, TILE_NS, kernel_us
-from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, tile_store
+from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, stored_ns, tile_store
 from nbdnn.kernels.cpu.geometry import EPILOGUE_FIELDS, Geometry, epilogue_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import Config, pixel_tile
@@ -95,8 +95,8 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                     for line in range(x + _AHEAD_BYTES, x + _AHEAD_BYTES + count * x_step, 64):
                         prefetch(line)
                 if finished:
-                    # Past the caches goes what fills whole vectors that lie on their own size.
-                    streams = int(f.kind == 2 and lanes == width and (y | y_step) % (vl * itemsize) == 0)
+                    # Past the caches go whole lines of them: of a part each vector would be a write to memory.
+                    streams = int(f.kind == 2 and lanes == width and (y | y_step | row_bytes) % 64 == 0)
                     multiply(count, x, x_step, f.c_in, w, y, y_step, lanes, streams)
                 else:
                     multiply(count, x, x_step, f.c_in, w, tile, row_bytes, width, 0)
@@ -181,8 +181,8 @@ class Pointwise(Candidate[Config, Cpu]):
         plan = _plan(problem, config, device)
         vector_fmas = plan.pixels * plan.panels * config.nv * plan.geo.c_in
         side_ns = ceil(plan.pixels / config.mr) * plan.panels * TILE_NS / 2 + plan.geo.c_in * plan.geo.c_out * PACK_NS
-        if problem.epilogue:
-            side_ns += plan.pixels * plan.geo.c_out * COPY_NS
+        stored = stored_ns(problem, True, config.nv * device.lanes(problem.dtype))
+        side_ns += plan.pixels * plan.geo.c_out * (stored if problem.epilogue else stored - COPY_NS)
         return kernel_us(device, vector_fmas, side_ns, plan.blocks * plan.chunks, 2)
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:

@@ -11,6 +11,7 @@ from functools import cache
 from numba import float32, float64, njit
 
 from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS
 from nbdnn.kernels.cpu.exponential import SIGMOID, TANH
 from nbdnn.kernels.cpu.rows import convert_row, spread_row
 from nbdnn.kernels.cpu.vector import NARROW, WIDEN, pointer
@@ -20,12 +21,23 @@ from nbdnn.problem_conv import ConvProblem
 # Where the operands together are larger than this, they do not stay in a last-level cache of 32 MiB: the output is
 # written past the caches, which saves reading each line before it is overwritten.
 _STREAM_BYTES = 20 << 20
+_LINE_BYTES = 64  # what goes past the caches in smaller pieces is a write to memory for each: ten times as slow
+_READ_FIRST_NS = 0.5  # one thread, an element of an output in memory whose lines are read before they are written
+_PAST_CACHES = 2
 
 
 def store_kind(problem: ConvProblem, adjacent: bool) -> int:
     """How a tile's lanes are stored: 0 one by one, 1 as vectors of adjacent elements, 2 past the caches."""
     streams = problem.min_bytes > _STREAM_BYTES and "beta" not in problem.epilogue
-    return (2 if streams else 1) if adjacent else 0
+    return (_PAST_CACHES if streams else 1) if adjacent else 0
+
+
+def stored_ns(problem: ConvProblem, adjacent: bool, lanes: int) -> float:
+    """Nanoseconds of one thread to store an element, of tiles with rows of so many lanes: a prior for the guess."""
+    if not adjacent:
+        return GATHER_NS
+    reads_first = store_kind(problem, adjacent) == _PAST_CACHES and lanes * ITEMSIZE[problem.dtype] % _LINE_BYTES > 0
+    return COPY_NS + (_READ_FIRST_NS if reads_first else 0.0)
 
 
 def is_finished(problem: ConvProblem) -> bool:
@@ -114,7 +126,7 @@ def tile_store(dtype: str, compute: str, vl: int, step: int = 1):
             start = row_off[m]
             if contiguous:
                 to = out + (start + lane_off[0]) * itemsize
-                if step == 1 and contiguous == 2 and to % 64 == 0 and lanes % vl == 0:
+                if step == 1 and contiguous == _PAST_CACHES and (to | lanes * itemsize) % _LINE_BYTES == 0:
                     stream_row(to, tile + line * acc_bytes, lanes)
                 else:
                     narrow_row(to, tile + line * acc_bytes, lanes)
