@@ -59,8 +59,8 @@ def give_lines(row: Row, known: Sequence[tuple[int, int]], past_caches: bool):
     """
     dtype, vl, taps, step, pad, is_deep = row
     compute = DEFAULT_COMPUTE[dtype]
-    read, wide, itemsize, _ = row_types(dtype, compute, vl)
-    numbers = ir.VectorType(I8, vl)
+    read, wide, itemsize, wide_bytes = row_types(dtype, compute, vl)
+    numbers, has_masks = ir.VectorType(I8, vl), vl * wide_bytes >= 64
     # By phase of dx: (tap, how many windows away) of each that may reach it.
     reaching = [
         [(r, (phase + pad) // step - r // step) for r in range((phase + pad) % step, taps, step)]
@@ -112,9 +112,12 @@ def give_lines(row: Row, known: Sequence[tuple[int, int]], past_caches: bool):
                         hit = builder.icmp_signed("==", found[away], numbered[r])
                         slot = element(builder, shares, at, read, itemsize)
                         share = load(builder, slot, read, itemsize, existing(hit, at) if kind == CAREFUL else None)
-                        total = builder.load(sums[phase])
-                        more = builder.fadd(total, convert(builder, share, dtype, compute, vl))
-                        builder.store(builder.select(hit, more, total), sums[phase])
+                        total, value = builder.load(sums[phase]), convert(builder, share, dtype, compute, vl)
+                        if has_masks:
+                            more = builder.select(hit, builder.fadd(total, value), total)
+                        else:  # a sum is never -0.0, so that 0.0 changes none
+                            more = builder.fadd(total, builder.select(hit, value, constant(wide, 0.0)))
+                        builder.store(more, sums[phase])
 
             to, first = moved(builder, dx, (i, dx_apart)), builder.mul(k, I64(step))
             ask_ahead(builder, moved(builder, dy, (i, dy_line)), k, row, AHEAD_BYTES)
