@@ -8,7 +8,6 @@ shape will do, and for the forward None.
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 from nbdnn import conv
@@ -17,6 +16,7 @@ from nbdnn.conv import Axes, BorderMode, get_conv_out_shape
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.ops_bn import GpuDnnBatchNorm, GpuDnnBatchNormGrad, GpuDnnBatchNormInference
 from nbdnn.ops_dropout import GpuDnnDropoutOp
+from nbdnn.ops_layer import Layered
 from nbdnn.ops_pool import GpuDnnPool, GpuDnnPoolDesc, GpuDnnPoolGrad
 from nbdnn.ops_rnn import GpuDnnRNNOp
 from nbdnn.ops_softmax import GpuDnnSoftmax, GpuDnnSoftmaxGrad
@@ -51,8 +51,6 @@ __all__ = [
     "GpuDnnTransformerSampler",
 ]
 
-_layers = count()
-
 
 class GpuDnnConvDesc:
     """What a convolution does besides its operands. Called with the filters' shape, as in Theano, it is itself."""
@@ -73,14 +71,14 @@ class GpuDnnConvDesc:
         return self
 
 
-class _Conv:
+class _Conv(Layered):
     """What the three ops share. ndim: number of spatial axes, None where the operands decide."""
 
     ndim: int | None = None
 
     def __init__(self, algo: str | None, inplace: bool, num_groups: int) -> None:
         self.algo, self.inplace, self.num_groups = algo, inplace, num_groups
-        self._layer = next(_layers)
+        super().__init__()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(algo={self.algo!r}, inplace={self.inplace}, num_groups={self.num_groups})"
@@ -129,8 +127,8 @@ class GpuDnnConv(_Conv):
     def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
         """Gradients with respect to (img, kern, output, desc, alpha, beta)."""
         (img, kern, output, desc, alpha, beta), top = _given(inputs, output_grads)
-        d_img = GpuDnnConvGradI(num_groups=self.num_groups)(kern, top, _shape(img), desc, alpha)
-        d_kern = GpuDnnConvGradW(num_groups=self.num_groups)(img, top, _shape(kern), desc, alpha)
+        d_img = self._own(GpuDnnConvGradI(num_groups=self.num_groups))(kern, top, _shape(img), desc, alpha)
+        d_kern = self._own(GpuDnnConvGradW(num_groups=self.num_groups))(img, top, _shape(kern), desc, alpha)
         return [d_img, d_kern, _scaled(top, output, beta), None, None, None]
 
     @staticmethod
@@ -160,8 +158,8 @@ class GpuDnnConvGradW(_Conv):
     def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
         """Gradients with respect to (img, topgrad, output, desc, alpha, beta)."""
         (img, top, output, desc, alpha, beta), kern = _given(inputs, output_grads)
-        d_img = GpuDnnConvGradI(num_groups=self.num_groups)(kern, top, _shape(img), desc, alpha)
-        d_top = GpuDnnConv(num_groups=self.num_groups)(img, kern, _shape(top), desc, alpha)
+        d_img = self._own(GpuDnnConvGradI(num_groups=self.num_groups))(kern, top, _shape(img), desc, alpha)
+        d_top = self._own(GpuDnnConv(num_groups=self.num_groups))(img, kern, _shape(top), desc, alpha)
         return [d_img, d_top, _scaled(kern, output, beta), None, None, None]
 
 
@@ -180,8 +178,8 @@ class GpuDnnConvGradI(_Conv):
     def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
         """Gradients with respect to (kern, topgrad, output, desc, alpha, beta)."""
         (kern, top, output, desc, alpha, beta), img = _given(inputs, output_grads)
-        d_kern = GpuDnnConvGradW(num_groups=self.num_groups)(img, top, _shape(kern), desc, alpha)
-        d_top = GpuDnnConv(num_groups=self.num_groups)(img, kern, _shape(top), desc, alpha)
+        d_kern = self._own(GpuDnnConvGradW(num_groups=self.num_groups))(img, top, _shape(kern), desc, alpha)
+        d_top = self._own(GpuDnnConv(num_groups=self.num_groups))(img, kern, _shape(top), desc, alpha)
         return [d_kern, d_top, _scaled(img, output, beta), None, None, None]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 from nbdnn import call_setup
@@ -13,16 +12,13 @@ from nbdnn.batchnorm import (
     dnn_batch_normalization_test_grad,
     dnn_batch_normalization_train,
 )
+from nbdnn.ops_layer import Layered
 
-_layers = count()
 
-
-class _BatchNorm:
-    """What the ops share. For the ``*_once`` policies an op is its own layer."""
-
+class _BatchNorm(Layered):
     def __init__(self, mode: str) -> None:
         self.mode = mode
-        self._layer = f"op{next(_layers)}"
+        super().__init__()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(mode={self.mode!r})"
@@ -78,8 +74,8 @@ class GpuDnnBatchNorm(_BatchNorm):
         """Gradients with respect to (x, scale, bias, epsilon, ...), by that with respect to y alone."""
         x, scale, bias, *others = inputs
         epsilon = others[0] if others else 1e-4
-        _, mean, invstd = dnn_batch_normalization_train(x, scale, bias, self.mode, epsilon)
-        gradients = GpuDnnBatchNormGrad(self.mode)(x, output_grads[0], scale, mean, invstd, epsilon)
+        _, mean, invstd = dnn_batch_normalization_train(x, scale, bias, self.mode, epsilon, layer=self._layer)
+        gradients = self._own(GpuDnnBatchNormGrad(self.mode))(x, output_grads[0], scale, mean, invstd, epsilon)
         return [*gradients, *(None for _ in others)]
 
 
@@ -106,7 +102,7 @@ class GpuDnnBatchNormInference(_BatchNorm):
         x, scale, _, mean, variance, *others = inputs
         epsilon = others[0] if others else 1e-4
         given = (x, output_grads[0], scale, mean, variance)
-        gradients = dnn_batch_normalization_test_grad(*given, self.mode, epsilon)
+        gradients = dnn_batch_normalization_test_grad(*given, self.mode, epsilon, layer=self._layer)
         return [*gradients, *(None for _ in others)]
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
+from nbdnn.ops_layer import Layered
 from nbdnn.pool import Axes, dnn_pool, dnn_pool_grad
-
-_layers = count()
 
 
 class GpuDnnPoolDesc:
@@ -20,10 +18,10 @@ class GpuDnnPoolDesc:
         return self
 
 
-class _Pool:
+class _Pool(Layered):
     def __init__(self, mode: str = "max") -> None:
         self.mode = mode
-        self._layer = f"{type(self).__name__} {next(_layers)}"
+        super().__init__()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(mode={self.mode!r})"
@@ -39,7 +37,7 @@ class GpuDnnPool(_Pool):
     def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
         """Gradients with respect to (img, ws, stride, pad)."""
         (img, *where), (top,) = inputs, output_grads
-        return [GpuDnnPoolGrad(self.mode)(img, self(img, *where), top, *where), None, None, None]
+        return [self._own(GpuDnnPoolGrad(self.mode))(img, self(img, *where), top, *where), None, None, None]
 
 
 class GpuDnnPoolGrad(_Pool):

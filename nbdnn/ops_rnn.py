@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 from nbdnn.errors import InvalidProblem
+from nbdnn.ops_layer import Layered
 from nbdnn.rnn import RNNBlock
 
-_layers = count()
 
-
-class GpuDnnRNNOp:
+class GpuDnnRNNOp(Layered):
     """``GpuDnnRNNOp(rnn_mode, direction_mode)(desc, w, x, hx, cx)`` -> tape, y, hy, and of a LSTM cy.
 
     desc: the `nbdnn.RNNBlock` with sizes and input mode; what it says of mode and direction has to be the same. The
@@ -21,7 +19,7 @@ class GpuDnnRNNOp:
 
     def __init__(self, rnn_mode: str, direction_mode: str = "unidirectional") -> None:
         self.rnn_mode, self.direction_mode = rnn_mode, direction_mode
-        self._layer = next(_layers)
+        super().__init__()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.rnn_mode!r}, {self.direction_mode!r})"

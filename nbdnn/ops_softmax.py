@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from nbdnn.ops_layer import Layered
 from nbdnn.softmax import dnn_softmax, dnn_softmax_grad
 
 
-class _Softmax:
+class _Softmax(Layered):
     def __init__(self, algo: str, mode: str) -> None:
         self.algo, self.mode = algo, mode
+        super().__init__()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(algo={self.algo!r}, mode={self.mode!r})"
@@ -19,16 +21,16 @@ class GpuDnnSoftmax(_Softmax):
     """``GpuDnnSoftmax('accurate', 'channel')(x)``: see `nbdnn.dnn_softmax`."""
 
     def __call__(self, x: Any) -> Any:
-        return dnn_softmax(x, self.algo, self.mode)
+        return dnn_softmax(x, self.algo, self.mode, layer=self._layer)
 
     def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
         """Gradient with respect to x."""
         (x,), (dy,) = inputs, output_grads
-        return [dnn_softmax_grad(dy, self(x), self.algo, self.mode)]
+        return [dnn_softmax_grad(dy, self(x), self.algo, self.mode, layer=self._layer)]
 
 
 class GpuDnnSoftmaxGrad(_Softmax):
     """``GpuDnnSoftmaxGrad('accurate', 'channel')(dy, y)``: see `nbdnn.dnn_softmax_grad`."""
 
     def __call__(self, dy: Any, y: Any) -> Any:
-        return dnn_softmax_grad(dy, y, self.algo, self.mode)
+        return dnn_softmax_grad(dy, y, self.algo, self.mode, layer=self._layer)

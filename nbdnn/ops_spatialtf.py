@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
+from nbdnn.ops_layer import Layered
 from nbdnn.spatialtf import (
     dnn_spatialtf_grid,
     dnn_spatialtf_grid_grad,
@@ -12,13 +12,8 @@ from nbdnn.spatialtf import (
     dnn_spatialtf_sampler_grad,
 )
 
-_layers = count()
 
-
-class _Transformer:
-    def __init__(self) -> None:
-        self._layer = f"{type(self).__name__} {next(_layers)}"
-
+class _Transformer(Layered):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
@@ -32,7 +27,7 @@ class GpuDnnTransformerGrid(_Transformer):
 
     def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
         """Gradients with respect to (theta, out_dims)."""
-        return [GpuDnnTransformerGradT()(output_grads[0]), None]
+        return [self._own(GpuDnnTransformerGradT())(output_grads[0]), None]
 
 
 class GpuDnnTransformerSampler(_Transformer):
@@ -45,7 +40,7 @@ class GpuDnnTransformerSampler(_Transformer):
     def grad(self, inputs: tuple, output_grads: tuple) -> list[Any]:
         """Gradients with respect to (img, grid)."""
         (img, grid), (dy,) = inputs, output_grads
-        return list(GpuDnnTransformerGradI()(img, grid, dy))
+        return list(self._own(GpuDnnTransformerGradI())(img, grid, dy))
 
 
 class GpuDnnTransformerGradI(_Transformer):

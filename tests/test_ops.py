@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 from libraries import library
@@ -108,3 +111,41 @@ def test_what_is_no_descriptor_and_no_inputs() -> None:
         op.grad((x, w), (x,))
     with pytest.raises(InvalidProblem, match="output_grads are a ndarray, expected a tuple of one"):
         op.grad((x, w, None, ops.GpuDnnConvDesc()), x)
+
+
+X, W, TOP, SCALE = draw(2, 3, 6, 6), draw(4, 3, 3, 3), draw(2, 4, 4, 4), np.ones((1, 3, 1, 1))
+THETA, GRID, MASK = draw(2, 2, 3), draw(2, 5, 5, 2), np.arange(27, dtype=np.uint8)
+DESC = ops.GpuDnnConvDesc()
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "top"),
+    [
+        (ops.GpuDnnConv, (X, W, None, DESC), TOP),
+        (ops.GpuDnnConvGradI, (W, TOP, X.shape, DESC), X),
+        (ops.GpuDnnConvGradW, (X, TOP, W.shape, DESC), W),
+        (ops.GpuDnnPool, (X, (3, 3), (1, 1), (0, 0)), draw(2, 3, 4, 4)),
+        (partial(ops.GpuDnnSoftmax, "accurate", "channel"), (X,), X),
+        (partial(ops.GpuDnnBatchNorm, "spatial"), (X, SCALE, SCALE), X),
+        (partial(ops.GpuDnnBatchNormInference, "spatial"), (X, *[SCALE] * 4), X),
+        (ops.GpuDnnDropoutOp, (X, 0.5, MASK), X),
+        (ops.GpuDnnTransformerGrid, (THETA, (2, 3, 5, 5)), GRID),
+        (ops.GpuDnnTransformerSampler, (X, GRID), draw(2, 3, 5, 5)),
+    ],
+)
+def test_a_gradient_is_of_its_ops_layer(make: Any, inputs: tuple, top: np.ndarray) -> None:
+    """The ops that a gradient makes at every call would else choose, and measure, at every call."""
+    op = make()
+    with config.change(dnn__policy="guess_once", dnn__conv__algo_fwd="guess_once", dnn__conv__algo_bwd="guess_once"):
+        op.grad(inputs, (top,))
+        with events() as of_the_same:
+            op.grad(inputs, (top,))
+        with events() as of_another:
+            make().grad(inputs, (top,))
+    assert "selected" not in [event.kind for event in of_the_same]
+    assert "selected" in [event.kind for event in of_another]
+
+
+def test_a_state_of_dropout_is_of_whole_numbers() -> None:
+    with pytest.raises(InvalidType, match="state: dtype float64 is not int64"):
+        ops.GpuDnnDropoutOp()(X, 0.5, np.array([3.5, 0.0]))
