@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nbdnn import config
+from nbdnn.cli_targets import op_name
 from nbdnn.dispatch import exchange, upkeep
 from nbdnn.dispatch.database import default_path
 from nbdnn.dispatch.measurement import AnyRecord, LayerChoice, Measurement
@@ -69,7 +70,7 @@ def add_parser(subparsers: Any) -> None:
     forget = command("forget", _forget, "remove the measurements that meet every condition", optional="PROBLEM")
 
     for parser in (listing, forget):
-        parser.add_argument("--op", metavar="OP", help="of this op, such as conv_fwd")
+        parser.add_argument("--op", metavar="OP", type=op_name, help="of this op, such as conv_fwd")
         parser.add_argument("--device", metavar="DEVICE", help="of this fingerprint, or its beginning, such as cpu")
     listing.add_argument("--limit", metavar="N", type=_natural, help="at most N lines")
     for parser in (export, diff):

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nbdnn.cli_targets import op_name
 from nbdnn.errors import DatabaseError
 
 
@@ -18,7 +19,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="where to (default report.html)")
     parser.add_argument("--db", metavar="FILE", help="the tuning database (default: NBDNN_DB, or the user's)")
-    parser.add_argument("--op", metavar="OP", help="of this op alone, such as conv_fwd")
+    parser.add_argument("--op", metavar="OP", type=op_name, help="of this op alone, such as conv_fwd")
     parser.add_argument("--device", metavar="DEVICE", help="of this fingerprint, or its beginning, such as cpu")
     parser.set_defaults(func=run)
 

@@ -86,6 +86,13 @@ def layers(args: argparse.Namespace) -> list[Layer]:
     return found
 
 
+def op_name(text: str) -> str:
+    """The name of an op, as an argument of the command line."""
+    if text not in OPS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no op; there are {', '.join(OPS)}")
+    return text
+
+
 def _matches(layer: Layer, wanted: str) -> bool:
     """Whether a layer is of a family or op, or else has a text, or matches a pattern."""
     if wanted in (*FAMILIES, *OPS):

@@ -324,3 +324,10 @@ def test_nothing_is_left_beside_what_is_no_database(db: str, tmp_path: Path) -> 
     assert (done.returncode, done.stderr) == (2, f"nbdnn: error: {text} is not a database\n")
     assert os.listdir(text.parent) == ["notes.txt"]
     assert text.read_text() == "no database\n" * 100
+
+
+@pytest.mark.parametrize("command", ["db list", "db forget", "report"])
+def test_an_op_that_there_is_not_is_refused(command: str, db: str) -> None:
+    done = nbdnn(*command.split(), "--db", db, "--op", "conv")
+    assert done.returncode == 2
+    assert "argument --op: 'conv' is no op; there are conv_fwd, " in done.stderr
