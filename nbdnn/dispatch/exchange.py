@@ -67,7 +67,9 @@ def read_lines(lines: Iterable[bytes], name: str) -> list[AnyRecord]:
         try:
             if line.strip():
                 records.append(from_line(line))
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            raise ValueError(f"{name}, line {number}: nested too deeply") from None
+        except ValueError as error:
             raise ValueError(f"{name}, line {number}: {error}") from None
     return records
 

@@ -112,7 +112,7 @@ BAD_LINES = [
     (line(device=[]), "device is"),
     (line(measured_at="2025"), "measured_at is"),
     (line(layer="x"), "lacks chosen_at"),
-    (b"[" * 100_000, "recursion"),
+    (b"[" * 100_000, "nested too deeply"),
 ]
 
 
