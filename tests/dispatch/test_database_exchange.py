@@ -273,7 +273,7 @@ def test_prune_gives_the_space_back(path: Path, db: Callable[..., tuple[int, str
         (["--device", "gpu/H200"], "cpu old other"),
         (["--device", "gpu/H2"], "cpu gpu old other"),
         (["--op", "conv_bwd_data"], "cpu gpu old"),
-        (["--op", "conv"], "cpu gpu old other"),
+        (["--op", "conv_bwd_filter"], "cpu gpu old other"),
         (["--cudnn"], "cpu old other"),
         (["--cudnn", "92700"], "cpu old other"),
         (["--cudnn", "91000"], "cpu gpu old other"),
