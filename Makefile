@@ -5,8 +5,6 @@ BIN := .venv/bin
 # Kernels are compiled in every process that needs them first: neighbours in a file stay together.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-FAMILIES := $(addprefix tests/test_,softmax.py pool.py batchnorm.py dropout.py spatialtf.py rnn.py)
-
 .PHONY: demo test interop test-cuda-libs lint bench compare clean
 
 demo: .venv/installed
@@ -18,12 +16,12 @@ test: .venv/installed-dev
 
 # The tests of PyTorch and JAX arrays, which `make test` leaves out where those are not installed.
 interop: .venv/installed-interop
-	NBDNN_TEST_LIBRARIES=all $(PYTEST) tests/test_conv_types.py tests/test_recognition.py tests/test_ops.py \
-		tests/test_examples.py $(FAMILIES)
+	NBDNN_TEST_LIBRARIES=all $(PYTEST) -m 'interop and not gpu and not slow'
 
-# What can be tested of CUDA without a GPU: every kernel compiled for every architecture, and cuDNN's own library.
+# What can be tested of CUDA without a GPU, and `make test` leaves out: kernels compiled for every architecture, and
+# cuDNN's own library.
 test-cuda-libs: .venv/installed-cuda-libs
-	NBDNN_TEST_LIBRARIES=all $(PYTEST) tests/kernels tests/cudnn tests/dispatch/test_ahead.py tests/test_bn_coverage.py
+	NBDNN_TEST_LIBRARIES=all $(PYTEST) -m 'cuda_libs and not gpu and not slow'
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

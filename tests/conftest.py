@@ -9,13 +9,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
+from libraries import library
 
 # A first example may compile a kernel; what an example costs says nothing about its result.
 settings.register_profile("nbdnn", deadline=None, print_blob=True)
 settings.load_profile("nbdnn")
+
+_MARKERS = {"torch": "interop", "jax": "interop", "numba_cuda": "cuda_libs", "cudnn": "cuda_libs"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +45,34 @@ def device() -> Iterator:
     from nbdnn.device import cpu_device
 
     return cpu_device()
+
+
+@pytest.fixture(scope="session")
+def torch() -> ModuleType:
+    return library("torch")
+
+
+@pytest.fixture(scope="session")
+def jax() -> ModuleType:
+    return library("jax")
+
+
+@pytest.fixture(scope="session")
+def numba_cuda() -> ModuleType:
+    return library("numba_cuda")
+
+
+@pytest.fixture(scope="session")
+def cudnn() -> ModuleType:
+    return library("nvidia.cudnn")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`-m` chooses the tests of a library, which are those that ask for it."""
+    for item in items:
+        for marker in {_MARKERS[name] for name in getattr(item, "fixturenames", ()) if name in _MARKERS}:
+            item.add_marker(marker)
 
 
 @pytest.fixture

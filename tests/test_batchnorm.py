@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from layouts import channels_last
-from libraries import library
 
 import nbdnn
 from nbdnn import (
@@ -235,8 +235,7 @@ def test_empty_batches() -> None:
         dnn_batch_normalization_train(x, gamma, beta, "spatial")
 
 
-def test_torch_arrays_give_torch_arrays() -> None:
-    torch = library("torch")
+def test_torch_arrays_give_torch_arrays(torch: ModuleType) -> None:
     x, (gamma, beta) = draw(4, 3, 5, 5), params((4, 3, 5, 5), "spatial", "gamma", "beta")
     tensors = [torch.from_numpy(each) for each in (x, gamma, beta)]
     y, mean, invstd = dnn_batch_normalization_train(*tensors, "spatial")

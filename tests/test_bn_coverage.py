@@ -9,7 +9,6 @@ import pytest
 from cells import check
 from edge_cases import edges
 from gpus import DEVICE
-from libraries import library
 
 from nbdnn.candidate import NoConfig
 from nbdnn.device import Cpu
@@ -50,10 +49,18 @@ COVERAGE = {
 }
 
 
-@pytest.mark.parametrize("name", COVERAGE)
+@pytest.mark.parametrize("name", [name for name in COVERAGE if not name.startswith("cudnn")])
 def test_supports_what_it_must(name: str, device: Cpu) -> None:
-    if name.startswith("cudnn"):
-        library("nvidia.cudnn")
+    assert_supports(name, device)
+
+
+@pytest.mark.usefixtures("cudnn")
+@pytest.mark.parametrize("name", [name for name in COVERAGE if name.startswith("cudnn")])
+def test_cudnn_supports_what_it_must(name: str, device: Cpu) -> None:
+    assert_supports(name, device)
+
+
+def assert_supports(name: str, device: Cpu) -> None:
     ops, dtypes, shapes = COVERAGE[name]
     for op, dtype, shape in product(ops, dtypes, shapes):
         candidate = registry.candidate(f"{op}/{name}")

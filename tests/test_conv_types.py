@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from conv_example import W, X, Y, assert_is_y, kinds
-from libraries import library
 
 from nbdnn import InvalidProblem, InvalidType, config, dnn_conv, dnn_gradweight, events
 from nbdnn.problem import parse
@@ -71,8 +71,7 @@ def test_bfloat16_gradient_as_input_is_float32_inside() -> None:
     assert dnn_gradweight(x, y, W.shape, 1, precision="as_input").dtype == ml_dtypes.bfloat16
 
 
-def test_torch() -> None:
-    torch = library("torch")
+def test_torch(torch: ModuleType) -> None:
     x, w = torch.tensor(X), torch.nn.Parameter(torch.tensor(W))
     y = dnn_conv(x, w, 1, conv_mode="cross")
     np.testing.assert_allclose(y, torch.nn.functional.conv2d(x, w, padding=1).detach(), rtol=1e-4, atol=1e-5)
@@ -94,9 +93,8 @@ def test_torch() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_arrays_without_memory_are_refused() -> None:
+def test_arrays_without_memory_are_refused(torch: ModuleType) -> None:
     """Where PyTorch has freed it, as sharding does, or never had any, as compilers do: address 0 is not read."""
-    torch = library("torch")
     x, w = torch.tensor(X), torch.tensor(W)
     freed = torch.tensor(X)
     out = torch.empty_like(dnn_conv(x, w, 1))
@@ -117,14 +115,12 @@ def test_arrays_without_memory_are_refused() -> None:
         dnn_conv(x, w.to("meta"), 1)
 
 
-def test_a_key_of_jax_is_no_array_of_numbers() -> None:
-    jax = library("jax")
+def test_a_key_of_jax_is_no_array_of_numbers(jax: ModuleType) -> None:
     with pytest.raises(InvalidType, match="img: dtype key<fry> is not one of float16"):
         dnn_conv(jax.random.key(0), jax.numpy.asarray(W))
 
 
-def test_a_deleted_jax_array_is_refused() -> None:
-    jax = library("jax")
+def test_a_deleted_jax_array_is_refused(jax: ModuleType) -> None:
     x, w = jax.numpy.asarray(X), jax.numpy.asarray(W)
     dnn_conv(x, w, 1)
     w.delete()
@@ -132,17 +128,15 @@ def test_a_deleted_jax_array_is_refused() -> None:
         dnn_conv(x, w, 1)
 
 
-def test_a_torch_output_that_is_mapped_anew() -> None:
+def test_a_torch_output_that_is_mapped_anew(torch: ModuleType) -> None:
     """From 4 MiB on it is in huge pages where the system has them; above 32 MiB the C library maps it."""
-    torch = library("torch")
     x = torch.rand(1, 1, 2, 4_500_000)
     y = dnn_conv(x, torch.full((1, 1, 1, 1), 2.0))
     assert torch.equal(y, 2 * x)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_torch_dtypes(dtype: str) -> None:
-    torch = library("torch")
+def test_torch_dtypes(dtype: str, torch: ModuleType) -> None:
     y = dnn_conv(torch.tensor(X).to(getattr(torch, dtype)), W, 1, out=None)
     assert y.dtype == (torch.float64 if dtype == "float64" else torch.float32)  # the common one with W's float32
     y = dnn_conv(torch.tensor(X).to(getattr(torch, dtype)), torch.tensor(W).to(getattr(torch, dtype)), 1)
@@ -150,8 +144,7 @@ def test_torch_dtypes(dtype: str) -> None:
     np.testing.assert_allclose(y.double(), Y, rtol=0.02, atol=0.1)
 
 
-def test_jax() -> None:
-    jax = library("jax")
+def test_jax(jax: ModuleType) -> None:
     x, w = jax.numpy.asarray(X), jax.numpy.asarray(W)
     y = dnn_conv(x, w, 1)
     assert isinstance(y, jax.Array)

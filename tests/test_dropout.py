@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from libraries import library
 
 from nbdnn import InvalidProblem, InvalidType, dnn_dropout, dnn_dropout_grad, ops
 from nbdnn.dispatch import registry
@@ -110,8 +110,7 @@ def test_an_empty_array_gives_empty_results() -> None:
     assert y.shape == (0, 3) and mask.shape == (0,) and list(state) == [4242, 0]
 
 
-def test_results_belong_to_torch() -> None:
-    torch = library("torch")
+def test_results_belong_to_torch(torch: ModuleType) -> None:
     y, mask, state = dnn_dropout(torch.from_numpy(X), 0.5)
     assert all(isinstance(each, torch.Tensor) for each in (y, mask, state))
     assert np.array_equal(y.numpy(), dnn_dropout(X, 0.5)[0])
@@ -120,25 +119,19 @@ def test_results_belong_to_torch() -> None:
     assert dnn_dropout(torch.from_numpy(X), 0.5, state=state)[2] is state and list(state) == [4242, 2 * (X.size // 4)]
 
 
-def test_results_belong_to_jax_whose_states_are_new_ones() -> None:
-    library("jax")
-    import jax
-    import jax.numpy as jnp
-
+def test_results_belong_to_jax_whose_states_are_new_ones(jax: ModuleType) -> None:
     with jax.enable_x64(True):
-        y, mask, state = dnn_dropout(jnp.asarray(X), 0.5)
-        assert np.array_equal(y, dnn_dropout(X, 0.5)[0]) and mask.dtype == jnp.uint8 and state.dtype == jnp.int64
-        later = dnn_dropout(jnp.asarray(X), 0.5, state=state)[2]
+        y, mask, state = dnn_dropout(jax.numpy.asarray(X), 0.5)
+        assert np.array_equal(y, dnn_dropout(X, 0.5)[0])
+        assert mask.dtype == jax.numpy.uint8 and state.dtype == jax.numpy.int64
+        later = dnn_dropout(jax.numpy.asarray(X), 0.5, state=state)[2]
     assert np.asarray(state).tolist() == [4242, X.size // 4]
     assert np.asarray(later).tolist() == [4242, 2 * (X.size // 4)]
 
 
-def test_without_64_bit_integers_the_states_of_jax_are_of_numpy() -> None:
-    library("jax")
-    import jax.numpy as jnp
-
-    y, mask, state = dnn_dropout(jnp.asarray(X), 0.5)
-    later = dnn_dropout(jnp.asarray(X), 0.5, state=state)[2]
+def test_without_64_bit_integers_the_states_of_jax_are_of_numpy(jax: ModuleType) -> None:
+    y, mask, state = dnn_dropout(jax.numpy.asarray(X), 0.5)
+    later = dnn_dropout(jax.numpy.asarray(X), 0.5, state=state)[2]
     assert np.array_equal(y, dnn_dropout(X, 0.5)[0]) and type(mask) is type(y)
     assert state.dtype == later.dtype == np.int64 and not state.flags.writeable
     assert (state.tolist(), later.tolist()) == ([4242, X.size // 4], [4242, 2 * (X.size // 4)])

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from libraries import library
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -25,7 +24,7 @@ def test_the_network_learns() -> None:
     assert losses[0] > 1 and max(losses[-5:]) < 0.2 and right > 0.9
 
 
+@pytest.mark.usefixtures("torch")
 def test_a_layer_of_torch_has_torchs_gradients(capsys: pytest.CaptureFixture[str]) -> None:
-    library("torch")
     assert example("autograd").main() == 0
     assert len(capsys.readouterr().out.splitlines()) == 2

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from libraries import library
 
 from nbdnn import config, dnn_conv, events, ops
 from nbdnn.errors import InvalidProblem, InvalidType
@@ -59,8 +59,7 @@ def test_output_is_scaled_and_overwritten_only_in_place() -> None:
     np.testing.assert_allclose(ops.GpuDnnConv("none")(x, w, output, desc), y)
 
 
-def test_jax_output_is_read_and_a_jax_array_comes_back() -> None:
-    jax = library("jax")
+def test_jax_output_is_read_and_a_jax_array_comes_back(jax: ModuleType) -> None:
     x, w = (jax.numpy.asarray(draw(*shape), jax.numpy.float32) for shape in ((1, 2, 5, 5), (3, 2, 3, 3)))
     y = ops.GpuDnnConv()(x, w, None, ops.GpuDnnConvDesc())
     twice = ops.GpuDnnConv()(x, w, y, ops.GpuDnnConvDesc(), 1.0, 1.0)

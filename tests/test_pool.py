@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -14,7 +15,6 @@ from cells import check
 from edge_cases import edges
 from gpus import DEVICE
 from layouts import channels_last
-from libraries import library
 
 from nbdnn import InvalidProblem, InvalidType, UnsupportedProblem, dnn_pool, dnn_pool_grad, events, ops
 from nbdnn.array import view
@@ -281,8 +281,7 @@ def test_op_objects() -> None:
     assert (desc.ws, desc.stride, desc.mode, desc.pad) == ((2, 2), (2, 2), "max", (0, 0))
 
 
-def test_torch_in_torch_out() -> None:
-    torch = library("torch")
+def test_torch_in_torch_out(torch: ModuleType) -> None:
     x = torch.randn(2, 3, 8, 9, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last).requires_grad_()
     expected = torch.nn.functional.max_pool2d(x, 3, 2, 1)
     y = dnn_pool(x.detach(), 3, 2, "max", 1)

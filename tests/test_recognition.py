@@ -12,7 +12,6 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
-from libraries import library
 
 from nbdnn import config, dnn_batch_normalization_train, dnn_conv, dnn_pool, dnn_softmax, events
 from nbdnn.array import library_of
@@ -26,11 +25,6 @@ _ARGUMENTS = "softmax_fwd", "accurate", "channel", None, None, None, None, None
 _CONV = (
     "conv_fwd", 2, None, "valid", (1, 1), (1, 1), "conv", None, None, None, 1, None, None, None, None, None, False
 )  # fmt: skip
-
-
-@pytest.fixture
-def torch() -> ModuleType:
-    return library("torch")
 
 
 @pytest.fixture

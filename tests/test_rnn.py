@@ -5,12 +5,12 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from libraries import library
 
 import nbdnn
 from nbdnn import InvalidProblem, InvalidType, RNNBlock, UnsupportedProblem, ops, reference_rnn
@@ -313,8 +313,7 @@ def test_theanos_object(mode: str) -> None:
         ops.GpuDnnRNNOp("gru")(block, given["w"], given["x"])
 
 
-def test_results_belong_to_torch() -> None:
-    torch = library("torch")
+def test_results_belong_to_torch(torch: ModuleType) -> None:
     block = RNNBlock(torch.float32, 6, 2, "lstm")
     given = drawn(block)
     tensors = {name: torch.from_numpy(value) for name, value in given.items()}
@@ -327,9 +326,8 @@ def test_results_belong_to_torch() -> None:
 
 @pytest.mark.parametrize("mode", ["rnn_tanh", "rnn_relu", "gru", "lstm"])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_the_block_of_parameters_is_torchs(mode: str, bidirectional: bool) -> None:
+def test_the_block_of_parameters_is_torchs(mode: str, bidirectional: bool, torch: ModuleType) -> None:
     """Its networks have the same gates in the same order, which it packs for cuDNN one after the other."""
-    torch = library("torch")
     options = {"num_layers": 2, "bidirectional": bidirectional, "dtype": torch.float64}
     if mode in ("lstm", "gru"):
         theirs = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[mode](7, 6, **options)
@@ -350,16 +348,13 @@ def test_the_block_of_parameters_is_torchs(mode: str, bidirectional: bool) -> No
     np.testing.assert_allclose(hy, state.detach().numpy(), rtol=1e-12, atol=1e-14)
 
 
-def test_results_belong_to_jax() -> None:
-    library("jax")
-    import jax.numpy as jnp
-
+def test_results_belong_to_jax(jax: ModuleType) -> None:
     block = RNNBlock("float32", 6, 1, "gru")
     given = drawn(block)
-    results, gradients = run(block, {name: jnp.asarray(value) for name, value in given.items()})
+    results, gradients = run(block, {name: jax.numpy.asarray(value) for name, value in given.items()})
     for a, b in zip((*results, *gradients), sum(run(block, given), ()), strict=True):
-        assert isinstance(a, jnp.ndarray) and np.array_equal(np.asarray(a), b)
-    assert block.split_params(jnp.asarray(given["w"]), 0, [3, 7])[0].shape == (7, 6)
+        assert isinstance(a, jax.numpy.ndarray) and np.array_equal(np.asarray(a), b)
+    assert block.split_params(jax.numpy.asarray(given["w"]), 0, [3, 7])[0].shape == (7, 6)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -12,7 +13,6 @@ import pytest
 from cells import check
 from gpus import DEVICE
 from layouts import channels_last
-from libraries import library
 
 from nbdnn import InvalidProblem, InvalidType, dnn_softmax, dnn_softmax_grad, events, ops
 from nbdnn.array import view
@@ -151,8 +151,7 @@ def test_a_call_poses_one_problem_and_runs_who_was_asked() -> None:
     assert any("softmax_fwd/cpu/columns" in str(event) for event in log)
 
 
-def test_torch_in_torch_out() -> None:
-    torch = library("torch")
+def test_torch_in_torch_out(torch: ModuleType) -> None:
     x = torch.randn(2, 3, 4, 5, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
     y = dnn_softmax(x)
     assert y.dtype == torch.bfloat16 and y.is_contiguous(memory_format=torch.channels_last)

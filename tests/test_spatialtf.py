@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import product
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -13,7 +14,6 @@ import pytest
 from cells import check
 from gpus import DEVICE, H200
 from layouts import channels_last
-from libraries import library
 
 from nbdnn import (
     InvalidProblem,
@@ -207,8 +207,7 @@ def test_a_scale_is_a_number_of_any_library(scale: Any) -> None:
     assert dnn_spatialtf(IMG, THETA, scale, scale).shape == (2, 3, 8, 10)
 
 
-def test_a_scale_counts_as_it_is_at_the_call() -> None:
-    torch = library("torch")
+def test_a_scale_counts_as_it_is_at_the_call(torch: ModuleType) -> None:
     img, theta, scale = torch.zeros(2, 3, 4, 5), torch.zeros(2, 2, 3), torch.tensor(2.0)
     assert dnn_spatialtf(img, theta, scale).shape == (2, 3, 4, 10)
     scale.fill_(3)
@@ -277,8 +276,7 @@ def test_op_objects() -> None:
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_torch_in_torch_out(last: bool) -> None:
-    torch = library("torch")
+def test_torch_in_torch_out(last: bool, torch: ModuleType) -> None:
     functional = torch.nn.functional
     img = torch.randn(2, 5, 9, 8, dtype=torch.float64)
     img = img.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format).requires_grad_()
@@ -296,8 +294,7 @@ def test_torch_in_torch_out(last: bool) -> None:
     torch.testing.assert_close(dnn_spatialtf_grid(theta.detach(), (2, 5, 7, 12)), grid.detach())
 
 
-def test_jax_in_jax_out() -> None:
-    jax = library("jax")
+def test_jax_in_jax_out(jax: ModuleType) -> None:
     img, theta = RNG.standard_normal((2, 3, 6, 7)).astype("f"), thetas(2).astype("f")
     out = dnn_spatialtf(jax.numpy.asarray(img), jax.numpy.asarray(theta))
     assert isinstance(out, jax.Array)

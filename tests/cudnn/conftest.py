@@ -10,11 +10,14 @@ import pytest
 from stand_ins import stand_in_driver
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if os.environ.get("NBDNN_TEST_LIBRARIES") or (find_spec("nvidia") and find_spec("nvidia.cudnn")):
-        return
+    there = os.environ.get("NBDNN_TEST_LIBRARIES") or (find_spec("nvidia") and find_spec("nvidia.cudnn"))
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
+        if not item.path.is_relative_to(Path(__file__).parent):
+            continue
+        item.add_marker("cuda_libs")
+        if not there:
             item.add_marker(pytest.mark.skip(reason="nvidia-cudnn is not installed"))
 
 

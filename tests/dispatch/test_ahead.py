@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from database_records import measurement
 from gpus import H200
-from libraries import library
 
 from nbdnn import config
 from nbdnn.cli_tuning import LeftOut, tuned
@@ -56,8 +55,8 @@ def sources(problem: Problem) -> set[cuda_compile.Source]:
     }
 
 
+@pytest.mark.usefixtures("numba_cuda")
 def test_what_a_problem_needs_is_on_disk_when_it_is_tuned(kernels: Path, database: Database) -> None:
-    library("numba_cuda")
     wanted = sources(_SOFTMAX) | sources(_DROPOUT)
     assert len(wanted) > 2 and not any(cuda_compile.is_kept(source, H200.arch) for source in wanted)
     checks: list[int] = []
@@ -91,10 +90,10 @@ def test_what_is_measured_or_alone_or_of_a_cpu_needs_no_process(kernels: Path, d
     assert not kernels.exists()
 
 
+@pytest.mark.usefixtures("numba_cuda")
 def test_the_command_line_tunes_with_what_was_compiled(
     kernels: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library("numba_cuda")
     there: list[bool] = []
 
     def tune(problem: Problem, *given: object, **named: object) -> str:
@@ -123,9 +122,9 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize("delay_s", [0.0, 2.0])
 def test_no_process_outlives_the_one_that_asked(delay_s: float, kernels: Path, tmp_path: Path) -> None:
-    library("numba_cuda")
     program = tmp_path / "program.py"
     paths, database = [str(Path(__file__).parents[1])], str(tmp_path / "tuning.db")
     text = textwrap.dedent(_PROGRAM).format(paths=paths, problem=str(_SOFTMAX), database=database)

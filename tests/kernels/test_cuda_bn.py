@@ -10,7 +10,6 @@ import emulated_ptx
 import pytest
 from gpus import H200
 from guarded import values
-from libraries import library
 
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda import bn_held, bn_plan, bn_streamed, bn_teams
@@ -18,7 +17,7 @@ from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.peaks import shared_bytes
 from nbdnn.problem import parse
 
-library("numba_cuda")
+pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 # Vectors of 16 bytes and of one element, lanes that are one channel and that are several, with all that is written.
 KERNELS = (

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from libraries import library
 
 from nbdnn import config
 from nbdnn.errors import CudaError, NbdnnWarning
@@ -19,7 +18,7 @@ from nbdnn.kernels.cuda import conv_direct
 from nbdnn.kernels.cuda.compile import Source, cache_dir, compile_kernel, ptx_text
 from nbdnn.problem import parse
 
-library("numba_cuda")
+pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 PREPARE = """
 import sys

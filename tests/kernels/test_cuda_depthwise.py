@@ -8,7 +8,6 @@ from itertools import product
 
 import pytest
 from gpus import H200
-from libraries import library
 
 from nbdnn.candidate import Candidate
 from nbdnn.dispatch import registry
@@ -20,7 +19,7 @@ from nbdnn.kernels.cuda.launch import Launch
 from nbdnn.problem import parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
-library("numba_cuda")
+pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a", "sm_120")
 # (shape, dtype, layout): what edge cases are too small for, each a tile or a filter of its own.

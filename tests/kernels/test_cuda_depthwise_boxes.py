@@ -9,7 +9,6 @@ import pytest
 from emulated import result
 from emulated_ptx import install
 from gpus import H200
-from libraries import library
 
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_plan as plan
@@ -100,11 +99,11 @@ def _every(op: str, most: int = 100) -> list[tuple[ConvProblem, Boxes]]:
     return [(problem, config) for problem in problems for config in CANDIDATES[op].configs(problem, H200)[:most]]
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize("most", [1, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", CANDIDATES)
 def test_configs_stay_within_their_means(op: str, most: int) -> None:
     """No spills, no stack (so that the map is not copied there), and registers for all blocks."""
-    library("numba_cuda")
     for problem, config in _every(op, most):
         (launch,) = CANDIDATES[op].launches(problem, config, H200)
         kernel = compile_kernel(launch.source, "sm_90a")
@@ -123,9 +122,9 @@ def test_configs_are_what_tma_and_blocks_take(op: str) -> None:
         assert plan.step(problem, config, H200) * launch.integers.slabs == launch.grid[0]  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("numba_cuda")
 def test_a_pixel_is_loaded_once_a_row() -> None:
     """Nothing is computed between a load and its products, and no output is multiplied by alpha."""
-    library("numba_cuda")
     problem = parse(f"conv_fwd:{_SIZES[0]}")
     config = Boxes(7, 2, 4, 14, 32, 3, 1)
     (launch,) = CANDIDATES["conv_fwd"].launches(problem, config, H200)

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 from gpus import H200
-from libraries import library
 
 from nbdnn.candidate import Candidate
 from nbdnn.dispatch import registry
@@ -18,7 +17,7 @@ from nbdnn.kernels.cuda.planes_plan import Planes
 from nbdnn.problem import parse
 from nbdnn.problem_conv import CONV_OPS
 
-library("numba_cuda")
+pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 _7X7 = "n32c384h14w14:k384r7s7:p3x3:u1x1:d1x1:g384:cross"
 # What edge cases are too small for: (candidate, dtype, layout, shape).

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from gpus import H200
-from libraries import library
 
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
@@ -16,12 +15,12 @@ from nbdnn.problem import FAMILIES, parse
 _MULTIPLIER = 0xD2511F53  # of the generator's first word
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize("elements", ["m33554432", "m65536", "m1000"])
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64", "f32:a4"])
 @pytest.mark.parametrize("op", FAMILIES["dropout"])
 def test_kernels_stay_within_their_means(op: str, dtype: str, elements: str) -> None:
     """No spills, no stack, and blocks enough on a multiprocessor to hide what the generator takes."""
-    library("numba_cuda")
     name, _, align = dtype.partition(":")
     problem = parse(":".join(filter(None, (op, name, elements, align))))
     (candidate,) = registry.candidates(op, kind="cuda")
@@ -34,10 +33,10 @@ def test_kernels_stay_within_their_means(op: str, dtype: str, elements: str) -> 
             assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize(("elements", "cluster"), [(1, 1), (2049, 2), (14337, 8), (16385, 5), (32768, 8)])
 def test_the_kernel_of_few_elements_advances_the_state_itself(elements: int, cluster: int) -> None:
     """When all blocks have said that they have read it; an older GPU has no clusters."""
-    library("numba_cuda")
     problem = parse(f"dropout_fwd:f32:m{elements}")
     (candidate,) = registry.candidates(problem.op, kind="cuda")
     assert isinstance(candidate, LaunchedCandidate)
@@ -49,10 +48,10 @@ def test_the_kernel_of_few_elements_advances_the_state_itself(elements: int, clu
     assert len(candidate.launches(problem, candidate.configs(problem, H200)[0], replace(H200, capability=(8, 0)))) == 2
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 def test_what_is_dropped_is_on_its_way_while_the_generator_draws(dtype: str) -> None:
     """Two quads are two loads of float32, and one of 16-bit data. The compiler had put them behind the rounds."""
-    library("numba_cuda")
     problem = parse(f"dropout_fwd:{dtype}:m33554432")
     (candidate,) = registry.candidates(problem.op, kind="cuda")
     assert isinstance(candidate, LaunchedCandidate)

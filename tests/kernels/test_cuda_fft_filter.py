@@ -16,7 +16,6 @@ from emulated import SCALARS, Block, Memory, memory, operand_memory, run
 from emulated_ptx import FourierWords, install
 from gpus import H200
 from guarded import values
-from libraries import library
 
 from nbdnn import reference_conv
 from nbdnn.kernels.cuda.compile import compile_kernel
@@ -97,7 +96,7 @@ def test_refusals_have_numbers(body: str, reason: str) -> None:
     assert not support.ok and reason in support.reason
 
 
-library("numba_cuda")
+pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 
 class Arithmetic:

@@ -12,7 +12,6 @@ import pytest
 from emulated import result
 from emulated_ptx import Words, install
 from gpus import H200
-from libraries import library
 
 from nbdnn.kernels.cuda import conv_fma_gemm, conv_fma_gemm_filter
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
@@ -118,7 +117,7 @@ def test_a_product_with_few_tiles_is_split() -> None:
         assert blocks >= H200.sms
 
 
-library("numba_cuda")
+pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 _COMPILED = [
     f"{op}:f32:{shape}:{layout}"

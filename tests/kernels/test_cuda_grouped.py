@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from gpus import H200
-from libraries import library
 from windows_cells import ARCHITECTURES, assert_exact, assert_within_budget
 
 from nbdnn.kernels.cuda import conv_grouped
@@ -55,10 +54,10 @@ BUDGETED = [
 ]
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_groups_of_resnext_stay_within_the_budget(arch: str) -> None:
-    library("numba_cuda")
     for candidate, text in BUDGETED:
         assert_within_budget(candidate, text, arch)
 

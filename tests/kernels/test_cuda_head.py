@@ -6,7 +6,6 @@ import re
 
 import pytest
 from gpus import H200
-from libraries import library
 from windows_cells import ARCHITECTURES, assert_exact, assert_within_budget
 
 from nbdnn.kernels.cuda import conv_head, conv_stem
@@ -52,10 +51,10 @@ _HEADS = (
 )
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_heads_stay_within_the_budget(arch: str) -> None:
-    library("numba_cuda")
     for text in [f"conv_fwd:{dtype}:{layer}:{layout}" for dtype in ("f16", "f32") for layer in _HEADS
                  for layout in ("nhwc", "nchw")]:  # fmt: skip
         problem = parse(text)

@@ -13,7 +13,6 @@ from functools import cache
 import pytest
 from edge_cases import edges
 from gpus import H200
-from libraries import library
 
 from nbdnn.device import Gpu
 from nbdnn.dispatch import registry
@@ -23,7 +22,7 @@ from nbdnn.kernels.cuda.peaks import shared_bytes
 from nbdnn.problem import parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
-library("numba_cuda")
+pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 ARCHITECTURES = ("sm_90a", "sm_80", "sm_100a", "sm_120")
 CANDIDATES = [

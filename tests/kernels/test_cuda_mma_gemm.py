@@ -8,7 +8,6 @@ from emulated import memory, result, run
 from emulated_ptx import install
 from gpus import H200
 from guarded import NUMPY_DTYPE
-from libraries import library
 
 from nbdnn.kernels.cuda import conv_mma_gemm, conv_mma_gemm_filter
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
@@ -134,12 +133,12 @@ def _tiles(op: str, dtype: str) -> tuple[MmaCandidate, ConvProblem, tuple[Tile, 
     return candidate, problem, candidate.tiles(problem)
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_sums_stay_in_registers(op: str, dtype: str) -> None:
     """On the oldest and the smallest architecture; the registry's test compiles small problems for the others."""
-    library("numba_cuda")
     candidate, problem, tiles = _tiles(op, dtype)
     for tile in tiles:
         launch, *_ = candidate.launches(problem, Config(tile, 1), H200)
@@ -149,9 +148,9 @@ def test_sums_stay_in_registers(op: str, dtype: str) -> None:
         assert kernel.shared_bytes + launch.dynamic_shared_bytes <= 99 << 10, tile
 
 
+@pytest.mark.usefixtures("numba_cuda")
 def test_the_pipeline_is_what_it_should_be() -> None:
     """The widest tile: one set of copies and products in the loop, all of 16 bytes, none through local memory."""
-    library("numba_cuda")
     candidate, problem, (widest, *_) = _tiles("conv_fwd", "bf16")
     launch, *_ = candidate.launches(problem, Config(widest, 1), H200)
     ptx = ptx_text(launch.source, "sm_90a")

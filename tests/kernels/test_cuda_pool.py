@@ -14,7 +14,6 @@ import pytest
 from edge_cases import edges
 from gpus import H200
 from guarded import values
-from libraries import library
 
 from nbdnn import reference
 from nbdnn.candidate import Candidate, NoConfig
@@ -36,7 +35,7 @@ from nbdnn.kernels.cuda.staged import COPY_BYTES
 from nbdnn.problem import FAMILIES, ITEMSIZE, parse
 from nbdnn.problem_pool import PoolProblem
 
-library("numba_cuda")
+pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 # Of forward and backward: each kind of kernel, at its largest.
 KERNELS = (

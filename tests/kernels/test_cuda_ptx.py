@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from libraries import library
 
 from nbdnn.kernels.cuda.compile import Source, compile_kernel, ptx_text
 
-library("numba_cuda")
+pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 
 def _copies(constant: bool, words: int):

@@ -14,7 +14,6 @@ from budget import ARCHITECTURES, assert_lean, device_of, launched
 from emulated import Memory
 from gpus import H200
 from guarded import values
-from libraries import library
 
 import nbdnn.kernels.cuda
 from nbdnn.candidate import NoConfig
@@ -46,18 +45,18 @@ def kernels(op: str, text: str, arch: str) -> None:
                 assert_lean(launch, problem, arch, f"{candidate.id}, {config}")
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("text", NETWORKS)
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_stay_within_their_means(op: str, text: str, arch: str) -> None:
-    library("numba_cuda")
     kernels(op, text, arch)
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize("op", OPS)
 def test_a_sample_of_the_kernels(op: str) -> None:
-    library("numba_cuda")
     kernels(op, NETWORKS[2], "sm_90a")
 
 

@@ -7,7 +7,6 @@ from math import prod
 
 import pytest
 from gpus import H200
-from libraries import library
 
 from nbdnn.kernels.cuda import conv_rows
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
@@ -49,20 +48,20 @@ def assert_within_budget(candidate: conv_rows.ByRows, problem: ConvProblem, arch
             assert not re.search(r"\.f64|div\.[su]64", ptx_text(source, arch)), f"{source}"
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("candidate", "problem"), _EVERY, ids=str)
 def test_every_layer_stays_within_the_budget(candidate, problem: ConvProblem, arch: str) -> None:
-    library("numba_cuda")
     assert_within_budget(candidate, problem, arch)
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize(("candidate", "text"), [
     (FWD, "conv_fwd:bf16:n2c3h21w24:k32r3s3:p1x1:u2x2:d1x1:g1:cross:nhwc:e:bias+relu"),
     (BWD_FILTER_TF32, "conv_bwd_filter:f32:n2c3h21w24:k32r3s3:p1x1:u2x2:d1x1:g1:cross:nhwc"),
 ])  # fmt: skip
 def test_small_ones_compile(candidate, text: str) -> None:
-    library("numba_cuda")
     assert_within_budget(candidate, parse(text), "sm_90a")
 
 

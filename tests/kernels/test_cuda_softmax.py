@@ -12,7 +12,6 @@ import pytest
 from edge_cases import edges
 from gpus import H200
 from guarded import values
-from libraries import library
 
 from nbdnn.candidate import Candidate, NoConfig
 from nbdnn.dispatch import registry
@@ -52,12 +51,12 @@ CANDIDATES = {
 }
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("text", KERNELS)
 def test_kernels_stay_within_their_means(text: str, arch: str) -> None:
     """No spills, no stack, no arithmetic wider than it must be."""
-    library("numba_cuda")
     device = replace(H200, capability=ARCHITECTURES[arch])
     assert device.arch == arch
     for op in FAMILIES["softmax"]:

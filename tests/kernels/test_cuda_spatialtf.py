@@ -14,7 +14,6 @@ from budget import ARCHITECTURES, assert_lean, device_of, launched
 from emulated import Memory
 from gpus import H200
 from guarded import values
-from libraries import library
 
 import nbdnn.kernels.cuda
 from nbdnn.kernels.cuda import spatialtf_binned, spatialtf_gradient, spatialtf_held, spatialtf_staged
@@ -65,22 +64,22 @@ def texts(op: str) -> tuple[str, ...]:
     return GRIDS if op.startswith("spatialtf_grid") else IMAGES
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("op", "text"), [(op, text) for op in OPS for text in texts(op)])
 def test_kernels_stay_within_their_means(op: str, text: str, arch: str) -> None:
-    library("numba_cuda")
     kernels(op, text, arch)
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize("op", OPS)
 def test_a_sample_of_the_kernels(op: str) -> None:
-    library("numba_cuda")
     kernels(op, texts(op)[1], "sm_90a")
 
 
+@pytest.mark.usefixtures("numba_cuda")
 def test_vectors_are_moved_and_added_whole() -> None:
-    library("numba_cuda")
     for op, algorithm, wanted in (
         ("fwd", "direct", "ld.global.nc.v4"),
         ("fwd", "staged", "cp.async.cg.shared.global"),

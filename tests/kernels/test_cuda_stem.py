@@ -6,7 +6,6 @@ import re
 
 import pytest
 from gpus import H200
-from libraries import library
 from windows_cells import ARCHITECTURES, assert_exact, assert_within_budget
 
 from nbdnn.kernels.cuda import conv_stem
@@ -69,10 +68,10 @@ BUDGETED = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_first_layers_stay_within_the_budget(arch: str) -> None:
-    library("numba_cuda")
     for candidate, text in BUDGETED:
         assert_within_budget(candidate, text, arch)
 

@@ -10,7 +10,6 @@ from emulated import memory, operand_memory, run
 from emulated_ptx import install
 from gpus import H200
 from guarded import NUMPY_DTYPE, values
-from libraries import library
 
 from nbdnn import reference_conv, tolerance
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
@@ -103,9 +102,9 @@ def test_what_is_rounded_twice_may_be_off_by_more() -> None:
     assert not tolerance.fault(problem, Plain(), twice, sample, roundings=2)
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120"])
 def test_the_kernel_needs_few_registers(arch: str) -> None:
-    library("numba_cuda")
     ends = ("e:bias+tanh+res", "e:swish")
     for dtype, layout, end in product(("bf16", "f32", "f64"), ("nchw", "nhwc"), ends):
         launch = finish_launch(parse(f"conv_fwd:{dtype}:n2c8h8w8:k8r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}:{end}"))

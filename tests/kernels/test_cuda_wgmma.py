@@ -8,7 +8,6 @@ import pytest
 from emulated import result
 from emulated_ptx import install
 from gpus import H200
-from libraries import library
 
 from nbdnn.kernels.cuda import conv_wgmma, conv_wgmma_filter
 from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
@@ -76,10 +75,10 @@ def test_the_epilogue_is_fused_whole(end: str, parts: int, monkeypatch: pytest.M
         check(monkeypatch, text, Config(_SMALL, parts))
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize(("op", "dtype"), [*_KINDS, *((op, "f16") for op in CONV_OPS)])
 def test_every_tile_stays_within_its_means(op: str, dtype: str) -> None:
     """No spills and no stack, so that maps are not copied there; registers and shared memory for its blocks."""
-    library("numba_cuda")
     problem = parse(f"{op}:{dtype}:n32c256h28w28:k256r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc")
     candidate = of_problem(problem)
     for config in dict.fromkeys(Config(each, 1) for each in candidate.tiles(problem)):

@@ -8,7 +8,6 @@ import pytest
 from emulated import result
 from emulated_ptx import install
 from gpus import H200
-from libraries import library
 
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import conv_wgmma_patch
@@ -133,6 +132,7 @@ def test_the_epilogue_is_fused_whole(end: str, layout: str, dtype: str, monkeypa
     check(monkeypatch, text, 2, 5, device=_ONE_SM, teams=2, stages=9, held=True)
 
 
+@pytest.mark.usefixtures("numba_cuda")
 @pytest.mark.parametrize(
     "text",
     [
@@ -143,7 +143,6 @@ def test_the_epilogue_is_fused_whole(end: str, layout: str, dtype: str, monkeypa
 )
 def test_every_tile_stays_within_its_means(text: str) -> None:
     """No spills and no stack, so that maps are not copied there; registers and shared memory for its blocks."""
-    library("numba_cuda")
     problem = parse(text)
     candidate = candidate_of(problem)
     for config in candidate.configs(problem, H200):

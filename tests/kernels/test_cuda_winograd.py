@@ -6,7 +6,6 @@ import pytest
 from emulated import result
 from emulated_ptx import install
 from gpus import H200
-from libraries import library
 
 from nbdnn.kernels.cuda import conv_winograd, winograd_transforms
 from nbdnn.kernels.cuda.compile import compile_kernel
@@ -59,7 +58,7 @@ def test_refusals_have_numbers(body: str, reason: str) -> None:
         assert not support.ok and reason in support.reason
 
 
-library("numba_cuda")
+pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
