@@ -11,7 +11,7 @@ import numpy as np
 from nbdnn import call, call_setup
 from nbdnn.array import View
 from nbdnn.call import Call
-from nbdnn.errors import InvalidProblem, InvalidType, is_one_of
+from nbdnn.errors import InvalidProblem, InvalidType, check_one_of
 from nbdnn.problem import LAYOUTS
 from nbdnn.problem_bn import MODES, BnProblem
 
@@ -56,6 +56,12 @@ def compute(arguments: tuple, arrays: Sequence[Any], out: Any, scalars: tuple[An
     return call.compute(_FAMILY, arguments, (*arrays, *call_setup.outputs_given(out, names)), (epsilon, factor), stream)
 
 
+def mode_named(name: Any) -> str:
+    """A mode by one of its names."""
+    check_one_of("mode", name, _MODE)
+    return _MODE[name]
+
+
 def _names(arguments: tuple) -> tuple[str, ...]:
     op = arguments[0]
     return (*_INPUTS[op], *("out" if name == "out" else f"out ({name})" for name in _OUTPUTS[op]))
@@ -63,9 +69,7 @@ def _names(arguments: tuple) -> tuple[str, ...]:
 
 def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]) -> Call:
     op, mode, *options = arguments
-    if not is_one_of(mode, _MODE):
-        raise InvalidProblem(f"mode {mode!r} is not one of {', '.join(_MODE)}")
-    mode = _MODE[mode]
+    mode = mode_named(mode)
     names, plain = _names(arguments)[: len(arrays)], (*_INPUTS[op], *_OUTPUTS[op])[: len(arrays)]
     inputs, outputs = range(len(_INPUTS[op])), range(len(_INPUTS[op]), len(arrays))
     views = call_setup.views_of(names, arrays, required=_REQUIRED[op])

@@ -10,7 +10,7 @@ from nbdnn.array import DTYPE_NAMES
 from nbdnn.call_setup import Options, filters_of, integer_in
 from nbdnn.dispatch import events, registry
 from nbdnn.dispatch.policy import Request
-from nbdnn.errors import InvalidProblem, InvalidType, is_one_of
+from nbdnn.errors import InvalidProblem, InvalidType, check_one_of, is_one_of
 from nbdnn.problem import ITEMSIZE, LAYOUTS
 from nbdnn.problem_conv import ACTIVATIONS, COMPUTE_OF, ConvProblem
 
@@ -113,14 +113,26 @@ def out_shape(ishape: Any, kshape: Any, border_mode: Any, subsample: Any, dilati
 
 def check(given: Arguments) -> None:
     """What can be said without looking at the arrays."""
-    for name, value, valid in (
-        ("direction_hint", given.direction_hint, HINTS),
-        ("conv_mode", given.conv_mode, ("conv", "cross")),
-        ("activation", given.activation, (None, *ACTIVATIONS)),
-        ("precision", given.precision, (None, *config.PRECISIONS)),
-    ):
-        if not is_one_of(value, valid):
-            raise InvalidProblem(f"{name} is {value!r}, expected one of {', '.join(map(repr, valid))}")
+    check_one_of("direction_hint", given.direction_hint, HINTS)
+    check_one_of("activation", given.activation, (None, *ACTIVATIONS))
+    check_described(given.conv_mode, given.precision)
+
+
+def check_described(conv_mode: Any, precision: Any) -> None:
+    """What a descriptor can say wrong of itself."""
+    check_one_of("conv_mode", conv_mode, ("conv", "cross"))
+    check_one_of("precision", precision, (None, *config.PRECISIONS))
+
+
+def check_algo(op: str, ndim: int, algo: Any, name: str = "algo") -> None:
+    """InvalidProblem of what is no method, policy or candidate; name: of the argument or flag that says it."""
+    valid = (*config.METHODS[op, ndim], *config.POLICIES)
+    if is_one_of(algo, valid) or _is_id(algo):
+        return
+    what = "exists in 2-D only" if ndim == 3 and is_one_of(algo, config.METHODS[op, 2]) else "is unknown"
+    raise InvalidProblem(
+        f"{name} {algo!r} {what}; valid: {', '.join(valid)}, or a candidate id such as {op}/cpu/direct"
+    )
 
 
 def compute_type(op: str, dtype: str, precision: str | None) -> str:
@@ -144,8 +156,7 @@ def request(given: Arguments, problem: ConvProblem) -> Request:
     """How the caller wants the problem computed; the flags speak where an argument is None."""
     flag = "dnn.conv.algo_" + problem.op.removeprefix("conv_")
     algo = given.algo if given.algo is not None else config.current()[flag]
-    if not is_one_of(algo, (*config.METHODS[given.op, given.ndim], *config.POLICIES)) and not _is_id(algo):
-        raise InvalidProblem(_unknown_algo(given, algo, "algo" if given.algo is not None else f"flag {flag}"))
+    check_algo(given.op, given.ndim, algo, "algo" if given.algo is not None else f"flag {flag}")
     options = Options(algo, given.workspace_limit, given.deterministic, given.allow_tf32, given.layer)
     filters = filters_of(options)._replace(
         method=algo if algo in config.METHODS[given.op, given.ndim] else "",
@@ -157,13 +168,6 @@ def request(given: Arguments, problem: ConvProblem) -> Request:
 
 def _is_id(algo: Any) -> bool:
     return isinstance(algo, str) and "/" in algo and bool(registry.candidate(algo))
-
-
-def _unknown_algo(given: Arguments, algo: Any, name: str) -> str:
-    valid = (*config.METHODS[given.op, given.ndim], *config.POLICIES)
-    only_2d = given.ndim == 3 and is_one_of(algo, config.METHODS[given.op, 2])
-    problem = "exists in 2-D only" if only_2d else "is unknown"
-    return f"{name} {algo!r} {problem}; valid: {', '.join(valid)}, or a candidate id such as {given.op}/cpu/direct"
 
 
 def _applicable_hint(hint: str | None, problem: ConvProblem) -> str:

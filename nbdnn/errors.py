@@ -49,6 +49,12 @@ def is_one_of(value: Any, names: Collection[str | None]) -> bool:
     return isinstance(value, str | None) and value in names
 
 
+def check_one_of(name: str, value: Any, names: Collection[str | None]) -> None:
+    """InvalidProblem where the argument `name` is none of these."""
+    if not is_one_of(value, names):
+        raise InvalidProblem(f"{name} {value!r} is not one of {', '.join(map(str, names))}")
+
+
 def as_float(value: Any) -> float:
     """`value` as a float, of whatever is a number; TypeError, ValueError or OverflowError of what is none, as text is,
     which `float` would read."""

@@ -13,6 +13,7 @@ from typing import Any
 from nbdnn import conv
 from nbdnn.array import dense_copy, library_of, view
 from nbdnn.conv import Axes, BorderMode, get_conv_out_shape
+from nbdnn.conv_arguments import check_algo, check_described
 from nbdnn.errors import InvalidProblem, InvalidType
 from nbdnn.ops_bn import GpuDnnBatchNorm, GpuDnnBatchNormGrad, GpuDnnBatchNormInference
 from nbdnn.ops_dropout import GpuDnnDropoutOp
@@ -64,6 +65,7 @@ class GpuDnnConvDesc:
         precision: str | None = None,
         num_groups: int = 1,
     ) -> None:
+        check_described(conv_mode, precision)
         self.border_mode, self.subsample, self.dilation = border_mode, subsample, dilation
         self.conv_mode, self.precision, self.num_groups = conv_mode, precision, num_groups
 
@@ -74,9 +76,12 @@ class GpuDnnConvDesc:
 class _Conv(Layered):
     """What the three ops share. ndim: number of spatial axes, None where the operands decide."""
 
+    op: str
     ndim: int | None = None
 
     def __init__(self, algo: str | None, inplace: bool, num_groups: int) -> None:
+        if algo is not None:
+            check_algo(self.op, self.ndim or 2, algo)  # in 2-D there are all of them
         self.algo, self.inplace, self.num_groups = algo, inplace, num_groups
         super().__init__()
 
@@ -115,6 +120,8 @@ class _Conv(Layered):
 class GpuDnnConv(_Conv):
     """The forward: ``GpuDnnConv(algo)(img, kern, output, desc)``."""
 
+    op = "conv_fwd"
+
     def __init__(self, algo: str | None = None, inplace: bool = False, num_groups: int = 1) -> None:
         super().__init__(algo, inplace, num_groups)
 
@@ -146,6 +153,8 @@ class GpuDnnConv(_Conv):
 class GpuDnnConvGradW(_Conv):
     """The gradient of the filters: ``GpuDnnConvGradW()(img, topgrad, output, desc)``."""
 
+    op = "conv_bwd_filter"
+
     def __init__(self, inplace: bool = False, algo: str | None = None, num_groups: int = 1) -> None:
         super().__init__(algo, inplace, num_groups)
 
@@ -165,6 +174,8 @@ class GpuDnnConvGradW(_Conv):
 
 class GpuDnnConvGradI(_Conv):
     """The gradient of the images: ``GpuDnnConvGradI()(kern, topgrad, output, desc)``."""
+
+    op = "conv_bwd_data"
 
     def __init__(self, inplace: bool = False, algo: str | None = None, num_groups: int = 1) -> None:
         super().__init__(algo, inplace, num_groups)

@@ -12,11 +12,13 @@ from nbdnn.batchnorm import (
     dnn_batch_normalization_test_grad,
     dnn_batch_normalization_train,
 )
+from nbdnn.batchnorm_call import mode_named
 from nbdnn.ops_layer import Layered
 
 
 class _BatchNorm(Layered):
     def __init__(self, mode: str) -> None:
+        mode_named(mode)
         self.mode = mode
         super().__init__()
 

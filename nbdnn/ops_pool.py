@@ -6,12 +6,14 @@ from typing import Any
 
 from nbdnn.ops_layer import Layered
 from nbdnn.pool import Axes, dnn_pool, dnn_pool_grad
+from nbdnn.pool_call import mode_named
 
 
 class GpuDnnPoolDesc:
     """What a pooling does: windows of extents `ws`, `stride` apart, `pad` around the image."""
 
     def __init__(self, ws: Axes = (1, 1), stride: Axes = (1, 1), mode: str = "max", pad: Axes = (0, 0)) -> None:
+        mode_named(mode)
         self.ws, self.stride, self.mode, self.pad = ws, stride, mode, pad
 
     def __call__(self) -> GpuDnnPoolDesc:
@@ -20,6 +22,7 @@ class GpuDnnPoolDesc:
 
 class _Pool(Layered):
     def __init__(self, mode: str = "max") -> None:
+        mode_named(mode)
         self.mode = mode
         super().__init__()
 

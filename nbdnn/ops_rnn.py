@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nbdnn.errors import InvalidProblem
+from nbdnn.errors import InvalidProblem, check_one_of
 from nbdnn.ops_layer import Layered
-from nbdnn.rnn import RNNBlock
+from nbdnn.problem_rnn import GATES
+from nbdnn.rnn import DIRECTION_MODES, RNNBlock
 
 
 class GpuDnnRNNOp(Layered):
@@ -18,6 +19,8 @@ class GpuDnnRNNOp(Layered):
     """
 
     def __init__(self, rnn_mode: str, direction_mode: str = "unidirectional") -> None:
+        check_one_of("rnn_mode", rnn_mode, tuple(GATES))
+        check_one_of("direction_mode", direction_mode, DIRECTION_MODES)
         self.rnn_mode, self.direction_mode = rnn_mode, direction_mode
         super().__init__()
 

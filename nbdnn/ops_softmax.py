@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from nbdnn.errors import check_one_of
 from nbdnn.ops_layer import Layered
+from nbdnn.problem_softmax import ALGORITHMS, MODES
 from nbdnn.softmax import dnn_softmax, dnn_softmax_grad
 
 
 class _Softmax(Layered):
     def __init__(self, algo: str, mode: str) -> None:
+        check_one_of("algo", algo, ALGORITHMS)
+        check_one_of("mode", mode, MODES)
         self.algo, self.mode = algo, mode
         super().__init__()
 

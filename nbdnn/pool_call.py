@@ -11,12 +11,18 @@ from typing import Any
 from nbdnn import call, call_setup
 from nbdnn.array import common_dtype
 from nbdnn.call import Call
-from nbdnn.errors import InvalidProblem, InvalidType, is_one_of
+from nbdnn.errors import InvalidProblem, InvalidType, check_one_of
 from nbdnn.problem import LAYOUTS
 from nbdnn.problem_pool import MODES, PoolProblem
 
 _NAMES = {"pool_fwd": ("img", "out"), "pool_bwd": ("img", "out", "out_grad", "dx")}
 _AVERAGE = {"average": "average_inc_pad"}
+
+
+def mode_named(name: Any) -> str:
+    """A mode by one of its names."""
+    check_one_of("mode", name, (*MODES, *_AVERAGE))
+    return _AVERAGE.get(name, name)
 
 
 def _names(arguments: tuple) -> tuple[str, ...]:
@@ -35,9 +41,7 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
         raise InvalidType(f"img has {len(shape)} axes, expected 4 or 5")
     window, dtype = _axes("ws", ws, ndim), common_dtype([each.dtype for each in given])
     last = next((each.layout for each in given if each.layout is not None), False)
-    if not is_one_of(mode, (*MODES, *_AVERAGE)):
-        raise InvalidProblem(f"mode {mode!r} is not one of {', '.join((*MODES, *_AVERAGE))}")
-    mode = _AVERAGE.get(mode, mode)
+    mode = mode_named(mode)
     axes = _axes("pad", 0 if pad is None else pad, ndim), _axes("stride", 1 if stride is None else stride, ndim)
     problem = PoolProblem(op, dtype, shape[0], shape[1], shape[2:], window, *axes, mode, LAYOUTS[ndim][last])
     for place in range(1, len(names)):

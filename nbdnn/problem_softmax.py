@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import prod
 
 from nbdnn.cached import cached_property
-from nbdnn.errors import InvalidProblem, is_one_of
+from nbdnn.errors import check_one_of
 from nbdnn.problem import (
     DEFAULT_ALIGN,
     DEFAULT_COMPUTE,
@@ -53,8 +53,7 @@ class SoftmaxProblem(Problem):
     def __post_init__(self) -> None:
         check_fields(self, SOFTMAX_OPS)
         for name, value, valid in (("algorithm", self.algorithm, ALGORITHMS), ("mode", self.mode, MODES)):
-            if not is_one_of(value, valid):
-                raise InvalidProblem(f"{name} {value!r} is not one of {', '.join(valid)}")
+            check_one_of(name, value, valid)
 
     @property
     def compute(self) -> str:  # type: ignore[override]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
-from nbdnn.errors import CudnnError, InvalidProblem, InvalidType, is_one_of
+from nbdnn.errors import CudnnError, InvalidProblem, InvalidType, check_one_of
 from nbdnn.problem import LARGEST_STEP
 from nbdnn.problem_rnn import OwnTape, RnnProblem
 from nbdnn.rnn_parameters import GATES, Parameters
@@ -91,8 +91,7 @@ class RNNBlock:
             ("input_mode", input_mode, INPUT_MODES),
             ("direction_mode", direction_mode, DIRECTION_MODES),
         ):
-            if not is_one_of(value, valid):
-                raise InvalidProblem(f"{name} {value!r} is not one of {', '.join(valid)}")
+            check_one_of(name, value, valid)
         for name, number in (("hidden_size", hidden_size), ("num_layers", num_layers)):
             if not isinstance(number, Integral) or number < 1:
                 raise InvalidProblem(f"{name} is {number!r}, expected a whole number of at least 1")

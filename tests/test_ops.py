@@ -148,3 +148,27 @@ def test_a_gradient_is_of_its_ops_layer(make: Any, inputs: tuple, top: np.ndarra
 def test_a_state_of_dropout_is_of_whole_numbers() -> None:
     with pytest.raises(InvalidType, match="state: dtype float64 is not int64"):
         ops.GpuDnnDropoutOp()(X, 0.5, np.array([3.5, 0.0]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ops.GpuDnnConv("smal"), "algo 'smal' is unknown; valid: none, small, large"),
+        (lambda: ops.GpuDnnConv("conv_fwd/cpu/smal"), "no candidate 'conv_fwd/cpu/smal'"),
+        (lambda: ops.GpuDnnConv3d("fft"), "algo 'fft' exists in 2-D only; valid: none, small, fft_tiling"),
+        (lambda: ops.GpuDnnConvGradW(algo="winograd"), "algo 'winograd' is unknown; valid: none, small, deterministic"),
+        (lambda: ops.GpuDnnConvGradI(algo="large"), "algo 'large' is unknown; valid: none, small, deterministic"),
+        (lambda: ops.GpuDnnConvDesc(conv_mode="crosscorr"), "conv_mode 'crosscorr' is not one of conv, cross"),
+        (lambda: ops.GpuDnnConvDesc(precision="half"), "precision 'half' is not one of None, as_input_f32"),
+        (lambda: ops.GpuDnnPool("median"), "mode 'median' is not one of max, max_deterministic"),
+        (lambda: ops.GpuDnnPoolDesc(mode="median"), "mode 'median' is not one of max, max_deterministic"),
+        (lambda: ops.GpuDnnSoftmax("slow", "channel"), "algo 'slow' is not one of fast, accurate, log"),
+        (lambda: ops.GpuDnnSoftmaxGrad("fast", "row"), "mode 'row' is not one of instance, channel"),
+        (lambda: ops.GpuDnnBatchNorm("space"), "mode 'space' is not one of peractivation, spatial, per-activation"),
+        (lambda: ops.GpuDnnRNNOp("elman"), "rnn_mode 'elman' is not one of rnn_relu, rnn_tanh"),
+        (lambda: ops.GpuDnnRNNOp("gru", "both"), "direction_mode 'both' is not one of unidirectional"),
+    ],
+)
+def test_names_that_there_are_not_are_refused_where_they_are_given(make: Any, message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        make()
