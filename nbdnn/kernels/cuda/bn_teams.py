@@ -14,6 +14,8 @@ that is not there. Traffic: x (and dy) once, y once. Sums in float32 (float64), 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
@@ -203,26 +205,27 @@ class InTeams(LaunchedCandidate[Teams]):
         return [bn_meeting.clear(teams), main]
 
 
+@lru_cache(maxsize=64)
 def _every(problem: BnProblem, device: Gpu) -> list[Teams]:
     """For each width and number of blocks on a multiprocessor the smallest team, and the one that is done first."""
     found: dict[Teams, None] = {}
     for columns in plan.widths(problem):
         for resident in _RESIDENT_BLOCKS:
-            fitting = [
-                config
-                for team in range(1, device.sms * resident + 1)
-                if _fits(problem, config := Teams(columns, team, resident), device)
-            ]
-            if fitting:
-                soonest = min(fitting, key=lambda config: _rows_in_turn(problem, config, device))
-                found |= {fitting[0]: None, soonest: None}
+            teams = [Teams(columns, team, resident) for team in range(1, device.sms * resident + 1)]
+            # A block of a larger team holds less.
+            smallest = bisect_left(teams, True, key=lambda config: _fits(problem, config, device))
+            if fitting := teams[smallest:]:
+                v = _variant(problem, fitting[0])
+                rows, slabs = plan.rows_of(problem, v), _walk(problem, v, fitting[0]).slabs
+                in_turn = [_rows_in_turn(rows, slabs, config.team, len(teams)) for config in fitting]
+                found |= {fitting[0]: None, fitting[in_turn.index(min(in_turn))]: None}
     return list(found)
 
 
-def _rows_in_turn(problem: BnProblem, config: Teams, device: Gpu) -> int:
+def _rows_in_turn(rows: int, slabs: int, team: int, blocks: int) -> int:
     """Rows of all slabs that a block takes, one after the other."""
-    walk = _walk(problem, _variant(problem, config), config)
-    return ceil(walk.slabs / _teams(problem, config, device)) * walk.chunk
+    chunk = ceil(rows / team)
+    return ceil(slabs / max(1, min(blocks // ceil(rows / chunk), slabs))) * chunk
 
 
 def _fits(problem: BnProblem, config: Teams, device: Gpu) -> bool:

@@ -6,6 +6,7 @@ taps of one. These are its role. Source: own.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -64,9 +65,19 @@ class Variant(NamedTuple):
         return plan.row(plan.reaches(True, self.columns, self.tile[1]), self.lanes, self.y_last)
 
     @property
+    def reaches(self) -> list[plan.Reach]:
+        """Of the rows of taps."""
+        return plan.reaches(True, self.rows, self.tile[0])
+
+    @property
+    def positions(self) -> list[int]:
+        """Rows of x."""
+        return sorted({reach.position for reach in self.reaches})
+
+    @property
     def steps(self):
         """For `ptx_vector_rows.Rows`: each row of x with every row of dy that a tap takes there."""
-        reaches, row = plan.reaches(True, self.rows, self.tile[0]), self.row
+        reaches, row = self.reaches, self.row
         of_dy, of_taps = self.tile[1] * self.width, self.columns.taps * self.width
         return tuple(
             (
@@ -79,24 +90,26 @@ class Variant(NamedTuple):
                 ),
                 (),
             )
-            for position in sorted({reach.position for reach in reaches})
+            for position in self.positions
         )
 
     @property
     def held(self) -> plan.Held:
         """Sums, dy and two rows of x, if there are two."""
         dy, vector = prod(self.tile) * self.width, plan.vector_registers(self.dtype, self.lanes)
-        inputs = min(2, len(self.steps)) * len(self.row.offsets) * self.lanes
-        loaded = vector * (dy // self.lanes + len(self.steps) * len(self.row.offsets))
+        met, offsets = len(self.positions), len(self.row.offsets)
+        inputs = min(2, met) * offsets * self.lanes
+        loaded = vector * (dy // self.lanes + met * offsets)
         return plan.Held(self.sums + dy + inputs, loaded)
 
     @property
     def instructions(self) -> float:
         """Of a thread and tile, about."""
         widening = 0 if self.dtype == "f32" else self.lanes
-        loads = prod(self.tile) * self.width / self.lanes + len(self.steps) * len(self.row.offsets)
+        row, products = self.row, len(self.reaches)
+        loads = prod(self.tile) * self.width / self.lanes + len(self.positions) * len(row.offsets)
         waiting = 1.0 if self.rows.taps > 1 else 2.0  # the few products of a row are waited for
-        return waiting * (loads * (3 + widening) + sum(len(table) for _, table, _ in self.steps)) + 40
+        return waiting * (loads * (3 + widening) + products * len(row.products)) + 40
 
 
 class Sums(NamedTuple):
@@ -176,7 +189,8 @@ def _lanes(problem: ConvProblem) -> int:
     return plan.vector_lanes(problem, 4 if problem.y_channels_last else 8)
 
 
-def variants(problem: ConvProblem) -> list[Variant]:
+@lru_cache(maxsize=256)
+def variants(problem: ConvProblem) -> tuple[Variant, ...]:
     """Every tile whose sums and rows fit into registers; where none does, the smallest."""
     _, rows, columns = plan.axes(problem)
     lanes, last = _lanes(problem), problem.y_channels_last
@@ -198,7 +212,7 @@ def variants(problem: ConvProblem) -> list[Variant]:
         and (last or sum(v.held) <= _MOST_PLANAR)
         and v.instructions <= plan.MOST_PRODUCTS
     ]
-    return list(dict.fromkeys(fitting)) or [variant(1, 1)]
+    return tuple(dict.fromkeys(fitting)) or (variant(1, 1),)
 
 
 def sums(problem: ConvProblem, v: Variant, config: Split, device: Gpu) -> Sums:

@@ -111,9 +111,9 @@ def in_tile(v: Variant, place: Place) -> bool:
 
 def last_tap(v: Variant, window: Place) -> Place:
     """Of a window's taps that lie in the tile: nobody asks for those behind it."""
-    starts = [at * axis.stride - axis.pad for at, axis in zip(window, v.axes, strict=True)]
-    depths, rows, columns = (range(start, start + axis.taps) for start, axis in zip(starts, v.axes, strict=True))
-    return max(tap for tap in product(depths, rows, columns) if in_tile(v, tap))
+    ends = [at * axis.stride - axis.pad + axis.taps for at, axis in zip(window, v.axes, strict=True)]
+    depth, row, column = (min(end, extent) - 1 for end, extent in zip(ends, v.tile.extents, strict=True))
+    return depth, row, column
 
 
 def rows_met(v: Variant) -> dict[tuple[int, int], dict[Place, list[int]]]:

@@ -171,13 +171,14 @@ class Marching(LaunchedCandidate[Tile]):
     def estimate(self, problem: PoolProblem, config: Tile, device: Gpu) -> float:
         """Of the multiprocessor with the most blocks: few warps wait more often."""
         v, f = variant(problem, config), fields(problem, config)
+        resident, warps = v.resident, v.threads / WARP
         searched, given = len(v.planes_met) * v.taps_of_plane, prod(axis.taps for axis in v.axes)
         of_step = (
             _FIXED + v.words * (3 * searched + 2.2 * given) + _OF_TAP * searched + _OF_ELEMENT * prod(problem.stride)
         )
         steps = f.cells + cells_of(v.axes[0]).windows - 1 + v.held
-        whole, rest = divmod(ceil(f.images * f.slabs * f.tiles_d * f.tiles_h * f.tiles_w / device.sms), v.resident)
-        issued = (n * v.threads / WARP * of_step / 4 / _PER_CLOCK for n in [v.resident] * whole + [rest] * (rest > 0))
+        whole, rest = divmod(ceil(f.images * f.slabs * f.tiles_d * f.tiles_h * f.tiles_w / device.sms), resident)
+        issued = (n * warps * of_step / 4 / _PER_CLOCK for n in [resident] * whole + [rest] * (rest > 0))
         issue_s = sum(steps * (clocks + _WAITS) for clocks in issued) / device.clock_hz
         of_pixel = config.vectors * config.lanes * ITEMSIZE[problem.dtype]
         narrow = 1 + (_NARROW_BYTES + (SECTOR_BYTES if of_pixel % SECTOR_BYTES else 0)) / of_pixel

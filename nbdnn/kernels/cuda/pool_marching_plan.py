@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
@@ -46,6 +46,7 @@ class Cells(NamedTuple):
     windows: int
 
 
+@cache
 def cells_of(axis: Axis) -> Cells:
     windows = sorted({window for _, window in covers(axis, axis.stride)})
     return Cells(windows[0], len(windows))

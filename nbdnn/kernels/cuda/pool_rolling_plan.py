@@ -124,6 +124,7 @@ class View(NamedTuple):
     y: tuple[int, int, int, int]
 
 
+@lru_cache(maxsize=256)
 def view_of(problem: PoolProblem, down: bool) -> View:
     last = problem.channels_last
     images, (depth, rows, columns) = problem.n if last else problem.n * problem.c, axes_of(problem)

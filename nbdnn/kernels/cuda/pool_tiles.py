@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
@@ -23,7 +24,8 @@ def axes_of(problem: PoolProblem) -> tuple[Axis, Axis, Axis]:
     return depth, rows, columns
 
 
-def variants(problem: PoolProblem) -> list[tuple[Cost, Variant]]:
+@lru_cache(maxsize=256)
+def variants(problem: PoolProblem) -> tuple[tuple[Cost, Variant], ...]:
     """Every tile that fits into registers."""
     axes, forward, last = axes_of(problem), problem.op == "pool_fwd", problem.channels_last
     widest = min(_VECTOR_BYTES, problem.align) // ITEMSIZE[problem.dtype]
@@ -46,7 +48,7 @@ def variants(problem: PoolProblem) -> list[tuple[Cost, Variant]]:
         cost = _cost(v)
         if cost is not None:
             found.append((cost, v))
-    return found
+    return tuple(found)
 
 
 def _tiles(axes: tuple[Axis, Axis, Axis], forward: bool, last: bool, widest: int, overlap: bool) -> Iterator[Tile]:
