@@ -28,7 +28,7 @@ from numba import njit
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import fitted, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.lower_channels import lower_rows
@@ -48,8 +48,8 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _MR = 6  # tiles in registers: one address register each
-# Nanoseconds an element of U, V and M.
-_FILTER_NS, _INPUT_NS, _OUTPUT_NS = 0.1, 0.15, 0.15
+# Nanoseconds an element of U, V and M, one thread: fitted to vectors of 64 bytes (Zen 5), and to others (Zen 3).
+_WIDE_NS, _NARROW_NS = (0.1, 0.15, 0.15), (0.25, 0.5, 0.5)
 
 
 @cache
@@ -319,9 +319,10 @@ class Winograd(Candidate[NoConfig, Cpu]):
         geo, vl = made.geo, device.lanes(DEFAULT_COMPUTE[problem.dtype])
         xis, tiles = made.tile.products**2, geo.groups * made.tiles_of(made.all_strips)
         fmas = tiles * xis * made.k_len * ceil(geo.c_out / vl)
-        side_ns = geo.groups * geo.c_out * made.k_len * len(made.tile.matrices.filter) ** 2 * _FILTER_NS
+        filter_ns, input_ns, output_ns = fitted(device, _WIDE_NS, _NARROW_NS)
+        side_ns = geo.groups * geo.c_out * made.k_len * len(made.tile.matrices.filter) ** 2 * filter_ns
         of_vectors = (ceil(channels / vl) * vl for channels in (made.k_len, geo.c_out))
-        side_ns += tiles * xis * sum(n * ns for n, ns in zip(of_vectors, (_INPUT_NS, _OUTPUT_NS), strict=True))
+        side_ns += tiles * xis * sum(n * ns for n, ns in zip(of_vectors, (input_ns, output_ns), strict=True))
         tasks = max(1, geo.groups * made.panels * ceil(made.tiles_of(made.chunk_strips) / made.group_tiles))
         return kernel_us(device, fmas, side_ns, tasks, 1 + 2 * made.chunk_count)
 

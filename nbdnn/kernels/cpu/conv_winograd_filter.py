@@ -24,7 +24,7 @@ from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cook_toom import filtering
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import fitted, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import Gather, geometry, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -39,13 +39,14 @@ from nbdnn.problem_conv import ConvProblem
 
 _M = 4
 _ALPHA, _PLANES = _M + 2, (_M + 2) ** 2
-_MR, _NV = 6, 4
+_MR = 6  # channels in registers
 _SET_BYTES = 64 << 20  # of V and D of one set of images
 _CHUNK_SHARE = 0.25  # of the second-level cache for the tiles of a panel that are multiplied at a time
 _BLOCK_ROWS = 96  # input channels of one product task
 _STORE_CHANNELS = 8  # input channels transformed back at a time, 9 taps each
-# Nanoseconds an element of V and D, and of M, one thread: priors for the guess, fitted to 16 shapes on a Zen 5.
-_INPUT_NS, _OUTPUT_NS = 0.9, 0.45
+# Nanoseconds an element of V and D, and of M, one thread: priors for the guess, fitted to 16 shapes on a Zen 5, and to
+# 20 on a Zen 3.
+_WIDE_NS, _NARROW_NS = (0.9, 0.45), (1.8, 0.7)
 
 _PARAMS = record(
     *("first_image", "images", "groups", "c_group", "k_group", "x_n", "x_c", "x_h", "x_w", "y_n", "y_k", "y_h", "y_w"),
@@ -127,10 +128,10 @@ def _input_task(dtype: str, vl: int):
 
 
 @cache
-def _gradient_task(dtype: str, vl: int):
+def _gradient_task(dtype: str, vl: int, nv: int):
     """D of vl output channels: index = group * ceil(k_group / vl) + block of channels."""
     compute = DEFAULT_COMPUTE[dtype]
-    itemsize, acc_bytes, lanes = ITEMSIZE[dtype], ITEMSIZE[compute], _NV * vl
+    itemsize, acc_bytes, lanes = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
     args_at, params_at, lower_lines = struct(ARGS), struct(_PARAMS), _lower_lines(dtype, vl)
     transform, turn = sandwich(compute, vl, filtering(3, _M).filter), transpose(compute, compute, vl)
     plane = vl * vl * acc_bytes
@@ -165,16 +166,16 @@ def _gradient_task(dtype: str, vl: int):
                         turn(panel, lanes * acc_bytes, planes + xi * plane, vl * acc_bytes, channels, tiles)
                 to += tile_columns * lanes * acc_bytes
 
-    return compile_task(transform_dy, (dtype, vl), fastmath=FASTMATH)
+    return compile_task(transform_dy, (dtype, vl, nv), fastmath=FASTMATH)
 
 
 @cache
-def _multiply_task(dtype: str, vl: int):
+def _multiply_task(dtype: str, vl: int, nv: int):
     """M of one xi, panel and block of input channels: index = ((g*36 + xi) * panels + panel) * blocks + block."""
     compute = DEFAULT_COMPUTE[dtype]
-    acc_bytes, lanes, i64 = ITEMSIZE[compute], _NV * vl, pointer("i64")
+    acc_bytes, lanes, i64 = ITEMSIZE[compute], nv * vl, pointer("i64")
     args_at, params_at, row_slots, fill = struct(ARGS), struct(_PARAMS), stack(_MR * 8), zero_fill(compute)
-    product = tile_product(compute, _MR, _NV, vl, acc_bytes, lanes * acc_bytes, True)
+    product = tile_product(compute, _MR, nv, vl, acc_bytes, lanes * acc_bytes, True)
 
     def multiply(args, ctx, index, worker):
         a, f, rows, pitch = args_at(args), params_at(ctx), row_slots(), lanes * acc_bytes
@@ -194,14 +195,14 @@ def _multiply_task(dtype: str, vl: int):
                     i64(rows)[i] = v + min(c + i, end - 1) * f.v_pitch + tile * acc_bytes
                 product(vectors, rows, 0, b, 0, count, sums + c * pitch, pitch)
 
-    return compile_task(multiply, (dtype, vl), fastmath=FASTMATH)
+    return compile_task(multiply, (dtype, vl, nv), fastmath=FASTMATH)
 
 
 @cache
-def _store_task(dtype: str, vl: int):
+def _store_task(dtype: str, vl: int, nv: int):
     """dw of one panel and a few input channels: index = (g * panels + panel) * ceil(c_group / 8) + block."""
     compute = DEFAULT_COMPUTE[dtype]
-    itemsize, acc_bytes, lanes = ITEMSIZE[dtype], ITEMSIZE[compute], _NV * vl
+    itemsize, acc_bytes, lanes = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
     i64, args_at, params_at, row_slots = pointer("i64"), struct(ARGS), struct(_PARAMS), stack(lanes * 8)
     transform, turn = sandwich(compute, vl, filtering(3, _M).output), transpose(compute, compute, vl)
     store, pitch = tile_store(dtype, compute, vl), 9 * _STORE_CHANNELS
@@ -228,7 +229,12 @@ def _store_task(dtype: str, vl: int):
         out = a.p2 + first * f.w_c * itemsize
         store(tile, pitch, used, 9 * channels, out, rows, f.store_offsets, f.adjacent, flags, a.alpha, a.beta)
 
-    return compile_task(store_block, (dtype, vl), fastmath=FASTMATH)
+    return compile_task(store_block, (dtype, vl, nv), fastmath=FASTMATH)
+
+
+def _nv(device: Cpu) -> int:
+    """Vectors of filters in registers."""
+    return 4 if device.isa == "avx512" else 2
 
 
 @dataclass(frozen=True)
@@ -259,7 +265,7 @@ def _plan(problem: ConvProblem, device: Cpu) -> _Plan:
     compute = DEFAULT_COMPUTE[problem.dtype]
     acc_bytes, vl = ITEMSIZE[compute], device.lanes(compute)
     (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
-    c_group, k_group, lanes = problem.c // problem.groups, problem.k // problem.groups, _NV * vl
+    c_group, k_group, lanes = problem.c // problem.groups, problem.k // problem.groups, _nv(device) * vl
     gap_h, gap_w = problem.dilation
     image_tiles = tiles_along(gather.h.count, _M, gap_h) * tiles_along(gather.w.count, _M, gap_w)
     tile_columns = ceil(gather.w.count / (_M * gap_w))
@@ -319,12 +325,14 @@ class WinogradFilter(Candidate[NoConfig, Cpu]):
         tiles = problem.n * plan.image_tiles * _PLANES
         c_group, k_group = problem.c // problem.groups, problem.k // problem.groups
         fmas = problem.groups * tiles * ceil(c_group / _MR) * _MR * ceil(k_group / vl)
-        side_ns = tiles * (problem.c + problem.k) * _INPUT_NS + _PLANES * problem.c * k_group * _OUTPUT_NS
+        input_ns, output_ns = fitted(device, _WIDE_NS, _NARROW_NS)
+        side_ns = tiles * (problem.c + problem.k) * input_ns + _PLANES * problem.c * k_group * output_ns
         tasks = problem.groups * _PLANES * plan.panels * plan.blocks
         return kernel_us(device, fmas, side_ns, tasks, 1 + 3 * ceil(problem.n / plan.images))
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Cpu) -> Program:
         dtype, vl, plan = problem.dtype, device.lanes(DEFAULT_COMPUTE[problem.dtype]), _plan(problem, device)
+        method = dtype, vl, _nv(device)
         tables = _tables(problem, plan)
         products = problem.groups * _PLANES * plan.panels * plan.blocks
         phases: list[Phase] = []
@@ -332,10 +340,10 @@ class WinogradFilter(Candidate[NoConfig, Cpu]):
             ctx = _parameters(problem, plan, tables, first)
             phases.append(Phase(_input_task(dtype, vl), problem.c, ctx))
             channel_blocks = problem.groups * ceil(problem.k // problem.groups / vl)
-            phases.append(Phase(_gradient_task(dtype, vl), channel_blocks, ctx))
-            phases.append(Phase(_multiply_task(dtype, vl), products, ctx))
+            phases.append(Phase(_gradient_task(*method), channel_blocks, ctx))
+            phases.append(Phase(_multiply_task(*method), products, ctx))
         stores = problem.groups * plan.panels * ceil(problem.c // problem.groups / _STORE_CHANNELS)
-        phases.append(Phase(_store_task(dtype, vl), stores, phases[-1].ctx))
+        phases.append(Phase(_store_task(*method), stores, phases[-1].ctx))
         return Program(phases, list(tables.values()))
 
 
