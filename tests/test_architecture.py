@@ -89,7 +89,7 @@ def test_only_config_reads_the_environment() -> None:
 
 
 def test_importing_nbdnn_loads_no_compiler_and_no_array_library_but_numpy() -> None:
-    heavy = ("numba", "llvmlite", "cuda", "torch", "jax", "cupy", "sqlite3", "rich", "ml_dtypes", "onnx")
+    heavy = ("numba", "llvmlite", "cuda.bindings", "torch", "jax", "cupy", "sqlite3", "rich", "ml_dtypes", "onnx")
     code = f"import sys, nbdnn; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
@@ -101,7 +101,7 @@ def test_the_list_of_candidates_loads_nothing_of_cuda() -> None:
         from nbdnn.dispatch import registry
         from nbdnn.problem import FAMILIES
         assert all(registry.table("cuda", family).by_id for family in FAMILIES)
-        print([name for name in ("cuda", "numba") if name in sys.modules])"""
+        print([name for name in ("cuda.bindings", "numba") if name in sys.modules])"""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 

@@ -179,7 +179,7 @@ def test_a_missing_cublas_lt(tmp_path: Path) -> None:
 
 
 def test_parts_of_different_versions(tmp_path: Path) -> None:
-    fake_cudnn(tmp_path, ops_status=1002)
+    fake_cudnn(tmp_path, cudart=library().cdll.cudnnGetCudartVersion(), ops_status=1002)
     kind, message = load(tmp_path)
     assert kind == "MixedVersions" and "cudnnOpsVersionCheck gives 1002: ops is 9.14.0" in message
 

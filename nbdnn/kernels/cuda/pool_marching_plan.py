@@ -52,6 +52,15 @@ def cells_of(axis: Axis) -> Cells:
     return Cells(windows[0], len(windows))
 
 
+@cache
+def _planes_met(axis: Axis) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+    met = [
+        (plane, tuple((window, plane - window * axis.stride) for window in range(plane // axis.stride + 1)))
+        for plane in range(axis.taps - axis.stride, axis.taps)
+    ]
+    return tuple((plane, windows) for plane, windows in met if windows)
+
+
 class Variant(NamedTuple):
     """What a kernel is compiled for. axes: that it marches along, and those of a plane. rows, columns, vectors, lanes:
     of a tile."""
@@ -92,15 +101,10 @@ class Variant(NamedTuple):
         return max(1, 2 * self.held * self.words)
 
     @property
-    def planes_met(self) -> list[tuple[int, list[tuple[int, int]]]]:
+    def planes_met(self) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
         """Of a step's planes of x that windows reach: the place from the step's window without pad, and (window from
         there, its tap)."""
-        axis, found = self.axes[0], []
-        for plane in range(axis.taps - axis.stride, axis.taps):
-            met = [(window, plane - window * axis.stride) for window in range(plane // axis.stride + 1)]
-            if met:
-                found.append((plane, met))
-        return found
+        return _planes_met(self.axes[0])
 
     @property
     def taps_of_plane(self) -> int:
@@ -175,6 +179,7 @@ def variant(problem: PoolProblem, tile: Tile) -> Variant:
     return Variant(problem.dtype, view_of(problem, _is_down(problem)).axes, *tile[1:])
 
 
+@lru_cache(maxsize=256)
 def cells_in(problem: PoolProblem) -> tuple[int, int, int]:
     """Cells along each axis."""
     view = view_of(problem, _is_down(problem))
