@@ -205,8 +205,8 @@ class InTeams(LaunchedCandidate[Teams]):
         return [bn_meeting.clear(teams), main]
 
 
-@lru_cache(maxsize=64)
-def _every(problem: BnProblem, device: Gpu) -> list[Teams]:
+@lru_cache(maxsize=256)
+def _every(problem: BnProblem, device: Gpu) -> tuple[Teams, ...]:
     """For each width and number of blocks on a multiprocessor the smallest team, and the one that is done first."""
     found: dict[Teams, None] = {}
     for columns in plan.widths(problem):
@@ -219,7 +219,7 @@ def _every(problem: BnProblem, device: Gpu) -> list[Teams]:
                 rows, slabs = plan.rows_of(problem, v), _walk(problem, v, fitting[0]).slabs
                 in_turn = [_rows_in_turn(rows, slabs, config.team, len(teams)) for config in fitting]
                 found |= {fitting[0]: None, fitting[in_turn.index(min(in_turn))]: None}
-    return list(found)
+    return tuple(found)
 
 
 def _rows_in_turn(rows: int, slabs: int, team: int, blocks: int) -> int:
