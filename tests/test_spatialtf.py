@@ -349,6 +349,7 @@ COVERAGE: dict[str, Covers] = {
     "spatialtf_fwd/numba/direct": Covers(_EVERY, _ON_GPU),
     "spatialtf_sampler_fwd/numba/direct": Covers(_EVERY, _ON_GPU),
     "spatialtf_bwd/numba/held": Covers("f16 bf16 f32", "mnist enlarged pixel line"),
+    "spatialtf_bwd/numba/staged": Covers("f16 bf16 f32", "mnist photo pixel line one"),
     "spatialtf_bwd/numba/atomic": Covers(_EVERY, _ON_GPU),
     "spatialtf_bwd/numba/gather": Covers(_EVERY, _ON_GPU),
     "spatialtf_sampler_bwd/numba/held": Covers("f16 bf16 f32", "mnist enlarged pixel line"),

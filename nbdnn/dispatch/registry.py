@@ -348,6 +348,7 @@ def _cuda_spatialtf() -> _Lists:
         spatialtf_gradient,
         spatialtf_held,
         spatialtf_staged,
+        spatialtf_staged_gradient,
         spatialtf_theta,
         spatialtf_turned,
     )
@@ -356,6 +357,7 @@ def _cuda_spatialtf() -> _Lists:
         "spatialtf_fwd": (spatialtf_staged.FWD, cudnn_spatialtf.ALL["spatialtf_fwd"], spatialtf_direct.FWD),
         "spatialtf_bwd": (
             spatialtf_held.BWD,
+            spatialtf_staged_gradient.BWD,
             spatialtf_gradient.ATOMIC,
             cudnn_spatialtf.ALL["spatialtf_bwd"],
             spatialtf_gradient.GATHER,

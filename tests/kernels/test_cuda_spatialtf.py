@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from math import ceil
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,13 @@ from gpus import H200
 from guarded import values
 
 import nbdnn.kernels.cuda
-from nbdnn.kernels.cuda import spatialtf_binned, spatialtf_gradient, spatialtf_held, spatialtf_staged
+from nbdnn.kernels.cuda import (
+    spatialtf_binned,
+    spatialtf_gradient,
+    spatialtf_held,
+    spatialtf_staged,
+    spatialtf_staged_gradient,
+)
 from nbdnn.kernels.cuda.compile import ptx_text
 from nbdnn.kernels.cuda.launch import Launch
 from nbdnn.kernels.cuda.spatialtf_binned import Config
@@ -202,6 +210,27 @@ def _in_shared(block: emulated.Block, words: Any, dtype: str, address: int) -> f
     return float(word) if size == 4 else words.WIDEN[dtype](word >> 8 * (address & 2) & 0xFFFF)
 
 
+def _meet(block: emulated.Block):
+    def of(elems: int, width: int):
+        def give(sums: list, pixel: list, moments: list, address: int, *place: float) -> None:
+            right, down, column, row = place
+            at = block.place_of(address, width)
+            top = block.shared[at : at + elems]
+            left, above = 1 - abs(right), 1 - abs(down)
+            if left > 0 and above > 0:
+                sums[:] = [total + left * above * each for total, each in zip(sums, top, strict=False)]
+            product = sum(a * b for a, b in zip(top, pixel, strict=False))
+            for first, share, distance in ((0, above, right), (3, left, down)):
+                if share > 0 and -1 <= distance < 1:
+                    slope = share * product if distance < 0 else -share * product
+                    for k, by in enumerate((1.0, column, row)):
+                        moments[first + k] += by * slope
+
+        return give
+
+    return of
+
+
 def _change_shared(block: emulated.Block, operation: Any):
     def change(address: int, value: int) -> int:
         at = block.place_of(address, 1)
@@ -225,6 +254,7 @@ def _weighted(block: emulated.Block, words: Any):
     return of
 
 
+INF, NAN = float("inf"), float("nan")
 WEIGHTS = SimpleNamespace(
     add_lanes=_add,
     add_row=_add_row,
@@ -237,6 +267,11 @@ WEIGHTS = SimpleNamespace(
     used=lambda weight, value: weight * value if weight else 0.0,
     with_pixel=lambda total, weight, value: total + weight * value if weight else total,
     whole=lambda value: int(max(min(value, 2.0**31 - 1), -(2.0**31))) if value == value else 0,
+    ceiling=lambda value: ceil(max(min(value, 2.0**31 - 1), -(2.0**31))) if value == value else 0,
+    most=lambda a, b: b if a != a else a if b != b else max(a, b),
+    least=lambda a, b: b if a != a else a if b != b else min(a, b),
+    up=ceil,
+    reciprocal=lambda value: 1 / value if value else INF,
     near=lambda right, down: -1 <= right < 1 and -1 <= down < 1,
     prefetch=lambda address: None,
     against=lambda distance, value: value if distance < 0 else -value,
@@ -256,6 +291,7 @@ def run(
     block.collectives["least"] = lambda brought: [min(brought)] * 32
     of_block = {
         "weighted": _weighted(block, words),
+        "meet": _meet(block),
         "least_of_warp": lambda value: block.now.wait("least", value),
         "SHARED": {"add": _change_shared(block, int.__add__), "max": _change_shared(block, max)},
     }
@@ -299,9 +335,6 @@ def test_kernels_compute_what_the_reference_does(op: str, text: str, monkeypatch
             run(problem, candidate, values(problem, "normal"), monkeypatch, most)
 
 
-INF, NAN = float("inf"), float("nan")
-
-
 @pytest.mark.parametrize(
     "theta",
     [
@@ -339,7 +372,29 @@ def test_a_pixel_finds_every_output_near_it(theta: list, monkeypatch: pytest.Mon
     problem = parse("spatialtf_bwd:f32:n1c2h6w9:o10x7:nchw")
     assert isinstance(problem, SpatialtfProblem)
     given = values(problem, "normal") | {"theta": np.array([theta], np.float32)}
-    run(problem, spatialtf_gradient.GATHER, given, monkeypatch)
+    for candidate in (spatialtf_gradient.GATHER, spatialtf_staged_gradient.BWD):
+        run(problem, candidate, given, monkeypatch)
+
+
+@pytest.mark.parametrize(("boxes", "other_way"), [({4: 2048, 2: 1280}, "gather_pixel"), ({2: 24}, "meet")])
+def test_tiles_go_one_way_each(boxes: dict, other_way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the outputs in shared memory, unless these are too many."""
+
+    def never(*args: Any, **kwargs: Any) -> Any:
+        def fails(*args: Any) -> None:
+            raise AssertionError(f"{other_way} was called")
+
+        return fails
+
+    problem = parse("spatialtf_bwd:f16:n1c3h34w40:o35x37:nhwc:pf32")
+    assert isinstance(problem, SpatialtfProblem)
+    monkeypatch.setattr(spatialtf_staged_gradient, "_BOXES", boxes)
+    if other_way == "meet":
+        monkeypatch.setattr(sys.modules[__name__], "_meet", lambda block: never)
+    else:
+        monkeypatch.setattr(spatialtf_staged_gradient, other_way, never)
+    given = values(problem, "normal") | {"theta": np.array([[[0.9, 0.3, 0.1], [-0.3, 1.1, 0]]], np.float32)}
+    run(problem, spatialtf_staged_gradient.BWD, given, monkeypatch, most_configs=2)
 
 
 @pytest.mark.parametrize("theta", THETAS)

@@ -16,6 +16,7 @@ from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, WARP, asm, conversion,
 from nbdnn.kernels.cuda.ptx_tile import shared_at
 from nbdnn.kernels.cuda.ptx_vector import parts_of, widened
 
+SUMS = 6  # of an output's slopes: those along either axis, by themselves, by its column, by its row
 _LETTER = {"f32": "f", "f64": "d"}
 
 
@@ -39,6 +40,21 @@ def _of(formula, operands: int):
 def _size(builder, a):
     dtype, letter = ("f32", "f") if a.type == F32 else ("f64", "d")
     return asm(builder, a.type, f"abs.{dtype} $0, $1;", f"={letter},{letter}", [a])
+
+
+def _instruction(text: str, operands: int):
+    """A formula that is one instruction of either type, for which {} stands in the text."""
+
+    def build(builder, *values):
+        dtype, letter = ("f32", "f") if values[0].type == F32 else ("f64", "d")
+        return asm(builder, values[0].type, text.format(dtype), ",".join([f"={letter}", *[letter] * operands]), values)
+
+    return _of(build, operands)
+
+
+def _reciprocal(builder, a):
+    text, letter = ("rcp.approx.f32 $0, $1;", "f") if a.type == F32 else ("rcp.rn.f64 $0, $1;", "d")
+    return asm(builder, a.type, text, f"={letter},{letter}", [a])
 
 
 def _larger(builder, a, b):
@@ -112,6 +128,14 @@ size, larger, smaller, hat, slope, used = (
 )  # fmt: skip
 
 
+# The larger, the smaller of two, of which one that is NaN does not count; the least whole number that is no less; 1 / a
+# but for a bit of float32, infinite of 0.
+most, least, up, reciprocal = (
+    _instruction("max.{0} $0, $1, $2;", 2), _instruction("min.{0} $0, $1, $2;", 2),
+    _instruction("cvt.rpi.{0}.{0} $0, $1;", 1), _of(_reciprocal, 1),
+)  # fmt: skip
+
+
 @intrinsic
 def with_pixel(typingctx, total, weight, value):
     """total + weight * value; the total where there is no weight, whatever the value."""
@@ -125,6 +149,8 @@ narrow_hat = conversion(
 )
 # A float32 without its fraction as an int32: the nearest that there is, and 0 of NaN.
 whole = conversion("cvt.rzi.s32.f32 $0, $1;", "=r,f", types.int32, types.float32)
+# The least integer that is no less than a float32, alike.
+ceiling = conversion("cvt.rpi.s32.f32 $0, $1;", "=r,f", types.int32, types.float32)
 
 
 @intrinsic
@@ -194,6 +220,76 @@ def weighted(dtype: str, offsets_bytes: tuple[int, ...], next_bytes: int, step: 
         return signature(types.none, array, place, types.uint32, types.uint32, *floats), codegen
 
     return sum_up
+
+
+@cache
+def meet(elems: int, width: int):
+    """Intrinsic (sums, pixel, moments, shared address, right, down, column, row): what an output and a pixel give each
+    other.
+
+    The output's dy lies at the address, the first elements of a vector, and is `right` and `down` of the pixel:
+    sums += weight * dy; moments += (s, column * s, row * s), and t, the slopes along either axis of sum(dy * pixel).
+    What has no weight has no part in it, whatever its value. right and down are never -0.
+    """
+    count = elems + SUMS
+    outs = [f"${i}" for i in range(count)]
+    tops, pixels = ([f"${count + start + i}" for i in range(elems)] for start in (0, elems))
+    right, down, *place = (f"${count + 2 * elems + i}" for i in range(4))
+    one, less = "0f3F800000", "0fBF800000"
+
+    def inside(predicate: str, first: str, distance: str) -> str:
+        """Also where the distance is -1."""
+        text = f"setp.ge.and.f32 {predicate}, {distance}, {less}, {first};"
+        return text + f" setp.lt.and.f32 {predicate}, {distance}, {one}, {predicate};"
+
+    def slope(share: str, distance: str, predicate: str, sums: list[str]) -> str:
+        """Of the other axis' share, less where the distance is not negative."""
+        whole, *moments = sums
+        text = f"lop3.b32 slope, {share}, {distance}, 0x80000000, 0xF2; mul.f32 slope, slope, all;"
+        text += f" @{predicate} add.f32 {whole}, {whole}, slope;"
+        by_place = zip(moments, place, strict=True)
+        return text + "".join(f" @{predicate} fma.rn.f32 {each}, slope, {at}, {each};" for each, at in by_place)
+
+    products = zip(tops[1:], pixels[1:], strict=True)
+    text = " ".join(
+        [
+            "{ .reg .pred a, l, w, s, t; .reg .f32 left, above, weight, all; .reg .b32 slope;",
+            f"abs.f32 left, {right}; sub.f32 left, {one}, left; abs.f32 above, {down}; sub.f32 above, {one}, above;",
+            "setp.gt.f32 a, above, 0f00000000; setp.gt.f32 l, left, 0f00000000;",
+            f"setp.gt.and.f32 w, left, 0f00000000, a; {inside('s', 'a', right)} {inside('t', 'l', down)}",
+            "mul.f32 weight, left, above;",
+            *(f"@w fma.rn.f32 {out}, weight, {top}, {out};" for out, top in zip(outs, tops, strict=False)),
+            f"mul.f32 all, {tops[0]}, {pixels[0]};",
+            *(f"fma.rn.f32 all, {top}, {pixel}, all;" for top, pixel in products),
+            slope("above", right, "s", outs[elems : elems + 3]),
+            slope("left", down, "t", outs[elems + 3 :]),
+            "}",
+        ]
+    )
+    constraints = ",".join(["=f"] * count + ["f"] * (2 * elems + 4) + [str(i) for i in range(count)])
+
+    @intrinsic
+    def give(typingctx, sums, pixel, moments, address, right, down, column, row):
+        def codegen(context, builder, sig, args):
+            def slots(place, many):
+                data = context.make_array(sig.args[place])(context, builder, args[place]).data
+                return [builder.gep(data, [I32(i)]) for i in range(many)]
+
+            held = [*slots(0, elems), *slots(2, SUMS)]
+            row = shared_at(builder, args[3], 0, ir.VectorType(F32, width))
+            vector = builder.load(row, align=4 * width)
+            given = [builder.extract_element(vector, I32(i)) for i in range(elems)]
+            operands = [*given, *(builder.load(slot) for slot in slots(1, elems)), *args[4:]]
+            operands += [builder.load(slot) for slot in held]
+            result = asm(builder, ir.LiteralStructType([F32] * count), text, constraints, operands)
+            for slot, value in zip(held, unpacked(builder, result, count), strict=True):
+                builder.store(value, slot)
+            return context.get_dummy_value()
+
+        floats = [types.float32] * 4
+        return signature(types.none, sums, pixel, moments, types.uint32, *floats), codegen
+
+    return give
 
 
 @cache

@@ -17,7 +17,7 @@ addition costs the same for one element as for four that are a vector. Source: o
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
@@ -26,7 +26,7 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate, in_workspace
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.spatialtf_direct import THREADS, Config, configs, launched
-from nbdnn.kernels.cuda.spatialtf_gather import gather_kernel
+from nbdnn.kernels.cuda.spatialtf_gather import gather_kernel, issued_us
 from nbdnn.kernels.cuda.spatialtf_ordered import ordered
 from nbdnn.kernels.cuda.spatialtf_position import (
     Fields,
@@ -51,7 +51,8 @@ _HELD_BYTES = 32  # of a pixel's sums that a thread holds, in the compute type
 _ASKED_BYTES = 16  # of channels whose pixels it asks for before it uses the first
 PIXEL = 3  # channels of one that is added as part of a row
 _LAUNCH_US = 6.0
-_OVER_COPY = {"gather": 1.6, "atomic": 2.5, "ordered": 2.5}
+_OVER_COPY = {"gather": 1.1, "atomic": 2.5, "ordered": 2.5}
+_PIXEL, _VISIT, _CHANNEL = 150.0, 50.0, 17.0  # instructions of `gather`, of channels that are taken at once
 _ORDERED_NS = 800.0  # an output, one after the other
 # Blocks on a multiprocessor at once: more of them hide what memory takes, and fewer registers spill.
 # Those of threads that have pixels: 64x3x224x224 in float32 108 us, with three 125. With numbers of 64 bits: two.
@@ -250,6 +251,11 @@ class Gradient(LaunchedCandidate[Config]):
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        if self.algorithm == "gather":
+            at_once = self._at_once(problem, config) * self._vector(problem)
+            turns = ceil(problem.c / at_once) * problem.n * prod(problem.spatial)
+            bound_us = issued_us(problem, turns, _PIXEL, _VISIT + _CHANNEL * min(problem.c, at_once), device)
+            return _LAUNCH_US + max(_OVER_COPY[self.algorithm] * moved_us, bound_us)
         one_by_one_us = problem.positions * _ORDERED_NS / 1e3 if self.algorithm == "ordered" else 0.0
         added_us = adding_us(problem, problem.channels_last) if self.algorithm == "atomic" else 0.0
         return _LAUNCH_US + _OVER_COPY[self.algorithm] * moved_us + one_by_one_us + added_us
