@@ -376,7 +376,7 @@ def test_a_pixel_finds_every_output_near_it(theta: list, monkeypatch: pytest.Mon
         run(problem, candidate, given, monkeypatch)
 
 
-@pytest.mark.parametrize(("boxes", "other_way"), [({4: 2048, 2: 1280}, "gather_pixel"), ({2: 24}, "meet")])
+@pytest.mark.parametrize(("boxes", "other_way"), [({4: 32 << 10, 2: 32 << 10}, "gather_pixel"), ({2: 400}, "meet")])
 def test_tiles_go_one_way_each(boxes: dict, other_way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the outputs in shared memory, unless these are too many."""
 
@@ -388,7 +388,7 @@ def test_tiles_go_one_way_each(boxes: dict, other_way: str, monkeypatch: pytest.
 
     problem = parse("spatialtf_bwd:f16:n1c3h34w40:o35x37:nhwc:pf32")
     assert isinstance(problem, SpatialtfProblem)
-    monkeypatch.setattr(spatialtf_staged_gradient, "_BOXES", boxes)
+    monkeypatch.setattr(spatialtf_staged_gradient, "_BOX_BYTES", boxes)
     if other_way == "meet":
         monkeypatch.setattr(sys.modules[__name__], "_meet", lambda block: never)
     else:

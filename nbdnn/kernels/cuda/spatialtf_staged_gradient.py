@@ -43,8 +43,8 @@ _COLUMNS = 32  # of a tile
 _WARP_ROWS, _WARP_COLUMNS = 4, 8  # of a warp's threads
 _TURN_ROWS = _THREADS // _COLUMNS
 _ASKED = 12  # elements of dy of a thread on their way at once
-# Turns of a block, and outputs that it has room for: what a turned tile needs, but of a map that enlarges much.
-_BOXES = {4: 2048, 2: 1280, 8: 4096}
+# Turns of a block, and bytes that it has for outputs: what a turned tile needs, but of a map that enlarges much.
+_BOX_BYTES = {4: 32 << 10, 2: 32 << 10, 8: 64 << 10}
 _SHARED_OF_SM, _SHARED_OF_BLOCK = 220 << 10, 1536  # of a block beside its box
 _BLOCKS_AT_ONCE = 4
 _VISIT, _PIXEL, _BLOCK = 50.0, 110.0, 500.0  # instructions of a visit, of a pixel, of a thread
@@ -204,6 +204,16 @@ def _width(channels: int) -> int:
     return 1 << (channels - 1).bit_length()
 
 
+def _output_bytes(problem: SpatialtfProblem) -> int:
+    return _width(problem.c) * ITEMSIZE["f32"]
+
+
+def _blocks_at_once(problem: SpatialtfProblem, config: Config) -> int:
+    """Of a multiprocessor, which bounds the registers of a thread."""
+    size_bytes = config.box * _output_bytes(problem) + _SHARED_OF_BLOCK
+    return min(_BLOCKS_AT_ONCE, _SHARED_OF_SM // size_bytes)
+
+
 def _tiles(problem: SpatialtfProblem, turns: int) -> int:
     """Of an image's pixels."""
     height, width = problem.spatial
@@ -223,11 +233,14 @@ class StagedGradient(LaunchedCandidate[Config]):
         return YES if index_bits(problem) == 32 else Support(False, "offsets are beyond int32")
 
     def configs(self, problem: SpatialtfProblem, device: Gpu) -> tuple[Config, ...]:
-        height, width = problem.out_spatial
-        return tuple(Config(turns, min(box, height * (width | 1))) for turns, box in _BOXES.items())
+        (height, width), output_bytes = problem.out_spatial, _output_bytes(problem)
+        boxes = ((turns, size_bytes // output_bytes) for turns, size_bytes in _BOX_BYTES.items())
+        return tuple(Config(turns, min(box, height * (width | 1))) for turns, box in boxes)
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
-        pixels = problem.n * _tiles(problem, config.turns) * config.turns * _THREADS
+        at_once = _blocks_at_once(problem, config) * device.sms
+        waves = ceil(problem.n * _tiles(problem, config.turns) / at_once)
+        pixels = waves * at_once * config.turns * _THREADS
         bound_us = issued_us(problem, pixels, _PIXEL + _BLOCK / config.turns, _VISIT, device)
         return _LAUNCH_US + max(bound_us, _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6)
 
@@ -237,15 +250,14 @@ class StagedGradient(LaunchedCandidate[Config]):
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
         kind = Kind(True, problem.dtype, problem.param_dtype, vector_lanes(problem), 1, _COLUMNS, 32)
         tiles, vectors = _tiles(problem, config.turns), problem.c // kind.lanes
-        shared_bytes = config.box * _width(problem.c) * ITEMSIZE["f32"]
-        blocks = max(1, min(_BLOCKS_AT_ONCE, _SHARED_OF_SM // (shared_bytes + _SHARED_OF_BLOCK)))
+        at_once = _blocks_at_once(problem, config)
         main = Launch(
-            source=Source(_kernel, _Variant(tuple(kind), vectors, config.turns, config.box), _THREADS, blocks),
+            source=Source(_kernel, _Variant(tuple(kind), vectors, config.turns, config.box), _THREADS, at_once),
             grid=(problem.n * tiles, 1, 1),
             pointers=(0, 1, 2, 3, WORKSPACE),
             scalars="",
             integers=fields(problem, kind, tiles, vectors),
-            dynamic_shared_bytes=shared_bytes,
+            dynamic_shared_bytes=config.box * _output_bytes(problem),
         )
         return [main, theta_launch(problem, tiles, WORKSPACE, 4)]
 
