@@ -7,14 +7,16 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from gpus import H200
 
 from nbdnn import config
 from nbdnn.errors import CudaError, NbdnnWarning
 from nbdnn.kernels.cuda import compile as cuda_compile
-from nbdnn.kernels.cuda import conv_direct
+from nbdnn.kernels.cuda import conv_direct, inlining, spatialtf_direct
 from nbdnn.kernels.cuda.compile import Source, cache_dir, compile_kernel, ptx_text
 from nbdnn.problem import parse
 
@@ -54,6 +56,32 @@ def test_a_process_compiles_as_many_kernels_as_it_likes(empty_cache: Path) -> No
 
     ir_utils._the_max_label.update(10**6000)
     assert compile_kernel(direct(), "sm_90a").cubin
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_inlining_once_changes_no_instruction(known: bool, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel that inlines what inlines others, several times each; and of a numba-cuda that is not known."""
+    from numba.cuda.core import inline_closurecall, ir
+
+    def parts() -> list:
+        worker = vars(inline_closurecall.InlineWorker)
+        copied = [vars(kind).get("__deepcopy__") for kind in (ir.Var, ir.Loc, ir.Scope)]
+        return [inline_closurecall.copy, worker["inline_ir"], worker["run_untyped_passes"], *copied]
+
+    def instructions() -> str:
+        cuda_compile._ltoir.cache_clear()
+        return re.sub(r"_Z\w+|__local_depot\d+", "", ptx_text(source, "sm_90a"))
+
+    problem = parse("spatialtf_fwd:f32:n2c3h8w8:o8x8:nchw")
+    (launch,) = spatialtf_direct.FWD.launches(problem, spatialtf_direct.FWD.configs(problem, H200)[0], H200)
+    source, before, entered = launch.source, parts(), []
+    if not known:
+        monkeypatch.setattr(inlining, "_READ", ["self"])
+    monkeypatch.setattr(inlining, "_once", lambda read, once=inlining._once: entered.append(1) or once(read))
+    found = instructions()
+    assert parts() == before and bool(entered) == known
+    monkeypatch.setattr(cuda_compile, "inlined_once", nullcontext)
+    assert found == instructions()
 
 
 def test_kernels_wait_for_what_is_before_them_on_the_stream() -> None:

@@ -20,8 +20,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple
 from nbdnn import config
 from nbdnn.errors import CudaError
 from nbdnn.kept import keep
+from nbdnn.kernels.cuda.inlining import inlined_once
 from nbdnn.source import changed_since_start, transitive_hash
 
 Builder = Callable[..., tuple[Callable[..., None], tuple]]
@@ -49,9 +49,6 @@ _USAGE = {
 # stream has ended (`launch.py`), and wait for that.
 OVERLAPS_FROM = 9, 0
 _WAIT = "griddepcontrol.wait;"
-
-# What a scope of numba-cuda's intermediate code holds, as far as `_scopes_copied_once` knows them.
-_SCOPE = {"parent", "localvars", "loc", "redefined", "var_redefinitions"}
 
 _log = logging.getLogger("nbdnn")
 _kernels: dict[tuple, Kernel] = {}
@@ -201,8 +198,7 @@ def _ltoir(source: Source, arch: str) -> bytes:
         function = _waiting(function, len(types))
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ltoir"}
     try:
-        with _scopes_copied_once():
-            _number_blocks_anew()
+        with inlined_once():
             code, _ = cuda.compile(
                 function,
                 cuda.types.void(*types),
@@ -233,57 +229,6 @@ def _waiting(kernel: Callable[..., None], count: int) -> Callable[..., None]:
     names = {"__name__": kernel.__module__, "wait": ptx_tile.effect(_WAIT), "inlined": ptx.inline(kernel)}
     exec(f"def {name}({arguments}):\n    wait()\n    inlined({arguments})\n", names)
     return names[name]
-
-
-def _number_blocks_anew() -> None:
-    """Begin where a process begins to number the blocks of kernels.
-
-    numba-cuda goes on from one compilation to the next, and gives what it inlines into something inlined twice the
-    last number: after 430 kernels of batch normalisation they had thousands of digits, and NVVM refused them. Within a
-    compilation it looks for the largest itself.
-    """
-    try:
-        from numba.cuda.core import ir_utils
-
-        ir_utils._the_max_label = type(ir_utils._the_max_label)()
-    except (ImportError, AttributeError, TypeError):  # a numba-cuda that numbers them otherwise
-        pass
-
-
-@contextmanager
-def _scopes_copied_once() -> Iterator[None]:
-    """Inlining in numba-cuda without what takes a third of the time that it makes a kernel in.
-
-    It copies the blocks of what it inlines deeply, one by one, and with each all variables of the function, which know
-    each other. Of a copied scope it reads the variables' names alone: they need no copies. Numba's lock keeps other
-    compilations out meanwhile. A numba-cuda whose scopes are other than those known here compiles at its own pace.
-    """
-    try:
-        from numba.cuda.core import ir
-        from numba.cuda.core.compiler_lock import global_compiler_lock
-
-        fields = vars(ir.Scope(None, ir.unknown_loc)).keys()
-    except (ImportError, AttributeError, TypeError):
-        fields = set()
-    if fields != _SCOPE or "__deepcopy__" in vars(ir.Scope):
-        yield
-        return
-
-    def copied(scope: ir.Scope, memo: dict[int, Any]) -> ir.Scope:
-        new = ir.Scope(scope.parent, scope.loc)
-        memo[id(scope)] = new
-        for name, variable in scope.localvars._con.items():
-            new.localvars.define(name, variable)
-        new.redefined.update(scope.redefined)
-        new.var_redefinitions.update((name, set(others)) for name, others in scope.var_redefinitions.items())
-        return new
-
-    with global_compiler_lock:
-        ir.Scope.__deepcopy__ = copied
-        try:
-            yield
-        finally:
-            del ir.Scope.__deepcopy__
 
 
 def _link(ltoir: bytes, source: Source, arch: str, *options: str) -> tuple[bytes, str]:
