@@ -15,7 +15,7 @@ in float32; the same bits every time. 64x3x224x224 on an H200: 77 us, `gather` 1
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
@@ -47,7 +47,9 @@ _ASKED = 12  # elements of dy of a thread on their way at once
 _BOX_BYTES = {4: 32 << 10, 2: 32 << 10, 8: 64 << 10}
 _SHARED_OF_SM, _SHARED_OF_BLOCK = 220 << 10, 1536  # of a block beside its box
 _BLOCKS_AT_ONCE = 4
-_VISIT, _PIXEL, _BLOCK = 50.0, 110.0, 500.0  # instructions of a visit, of a pixel, of a thread
+# Instructions of a visit, of one as `gather` makes it, of a pixel, of a thread.
+_VISIT, _GATHERED, _PIXEL, _BLOCK = 50.0, 100.0, 110.0, 500.0
+_TURNED, _AROUND = 1.15, 4  # a turned tile's part of an axis, and outputs around it
 _LAUNCH_US, _OVER_COPY = 6.0, 1.1
 
 
@@ -220,6 +222,13 @@ def _tiles(problem: SpatialtfProblem, turns: int) -> int:
     return ceil(height / (turns * _TURN_ROWS)) * ceil(width / _COLUMNS)
 
 
+def _needed(problem: SpatialtfProblem, turns: int) -> float:
+    """Outputs near a tile of a map that turns somewhat, and sees the image whole."""
+    tile = turns * _TURN_ROWS, _COLUMNS
+    spans = zip(tile, problem.spatial, problem.out_spatial, strict=True)
+    return prod(min(out, _TURNED * pixels * out / extent + _AROUND) for pixels, extent, out in spans)
+
+
 class StagedGradient(LaunchedCandidate[Config]):
     """Tiles of pixels, of the box of outputs that are near them."""
 
@@ -241,7 +250,9 @@ class StagedGradient(LaunchedCandidate[Config]):
         at_once = _blocks_at_once(problem, config) * device.sms
         waves = ceil(problem.n * _tiles(problem, config.turns) / at_once)
         pixels = waves * at_once * config.turns * _THREADS
-        bound_us = issued_us(problem, pixels, _PIXEL + _BLOCK / config.turns, _VISIT, device)
+        too_large = min(1.0, max(0.0, (_needed(problem, config.turns) / config.box - 1) / 2))
+        of_visit = _VISIT + too_large * (_GATHERED - _VISIT)
+        bound_us = issued_us(problem, pixels, _PIXEL + _BLOCK / config.turns, of_visit, device)
         return _LAUNCH_US + max(bound_us, _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6)
 
     def workspace_bytes(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> int:
