@@ -45,7 +45,11 @@ class Jax(NumPy):
         if len(devices) != 1:
             raise InvalidType(f"a JAX array on {len(devices)} devices: it must be on one")
         (device,) = devices
-        return -1 if device.platform == "cpu" else device.local_hardware_id
+        if device.platform != "cpu":
+            return device.local_hardware_id
+        if device.local_hardware_id:
+            raise InvalidType(f"a JAX array on {device}: of JAX's CPU devices it must be on the first")
+        return -1
 
     def view(self, array: Any) -> View:
         if isinstance(array, DeviceArray):
@@ -82,7 +86,8 @@ class Jax(NumPy):
 
     @cached_property
     def _cpu_only(self) -> bool:
-        return jax.default_backend() == "cpu"
+        """Whether there is one device, which is not a GPU."""
+        return jax.default_backend() == "cpu" and jax.local_device_count() == 1
 
 
 def _frozen(array: Any) -> np.ndarray:

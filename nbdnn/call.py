@@ -8,6 +8,7 @@ Python takes the host two to three times as long as in a loop of its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -122,13 +123,19 @@ def _looked_up(
     except TypeError:
         call = None
     if call is None:
-        call = family.prepare(arguments, arrays, scalars)
+        call = _untraced(family.prepare, arguments, arrays, scalars)
         if dispatcher.context(gpu) is not context:  # another thread has set flags, and some of the call go by them
             return _looked_up(gpu, library, family, arguments, arrays, scalars)
         context.remember(key, call)
     if library.recognises and not any(pointer % DEFAULT_ALIGN for pointer in pointers):  # others are read every time
         context.recognise(arguments, arrays, library, call)
     return context, call, pointers
+
+
+def _untraced(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A call unseen by torch.compile, which would take Numba's compiler for a part of its graph."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo.disable(function)(*arguments) if dynamo else function(*arguments)
 
 
 class Made(NamedTuple):
@@ -193,7 +200,7 @@ class Call:
             addresses = self.addressed(pointers)
         plan = self.plan
         if plan is None:
-            plan = self.plan = self._plan(context, addresses, scalars, stream)
+            plan = self.plan = _untraced(self._plan, context, addresses, scalars, stream)
         workspace_bytes, runner = plan.ready
         if workspace_bytes:
             plan.run(addresses, scalars, stream)

@@ -36,8 +36,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
-from nbdnn.errors import ConfigError
+from nbdnn.errors import ConfigError, UnknownFlag
 
 POLICIES = ("guess_once", "guess_on_shape_change", "time_once", "time_on_shape_change")
 PRECISIONS = ("as_input_f32", "as_input", "float16", "float32", "float64")
@@ -205,13 +206,15 @@ def cuda_roots() -> dict[str, Path]:
 class Settings:
     """The value of every flag at one moment. Equal settings are one object, so that memos can go by identity."""
 
-    _known: ClassVar[dict[tuple, Settings]] = {}
+    _known: ClassVar[WeakValueDictionary[tuple, Settings]] = WeakValueDictionary()
+    _being_made: ClassVar[threading.Lock] = threading.Lock()
     _values: dict[str, Any]
 
     def __new__(cls, values: dict[str, Any]) -> Settings:
         settings = super().__new__(cls)
         settings._values = values
-        return cls._known.setdefault(tuple(values.items()), settings)
+        with cls._being_made:
+            return cls._known.setdefault(tuple(values.items()), settings)
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]
@@ -302,13 +305,17 @@ def set_flags(**values: Any) -> None:
 
 @contextmanager
 def change(**values: Any) -> Iterator[None]:
-    """Set flags for the calling thread while the block runs: ``with change(dnn__conv__algo_fwd="time_once"):``."""
-    outer, checked = _thread.changes, _checked(values)
+    """Set flags for the calling thread while the block runs: ``with change(dnn__conv__algo_fwd="time_once"):``.
+
+    Blocks of one thread that do not end in turn, as those of coroutines, see each other's flags while both run.
+    """
+    mine = _checked(values)
     try:
-        _thread.changes, _thread.latest = (*outer, checked), _NOTHING
+        _thread.changes, _thread.latest = (*_thread.changes, mine), _NOTHING
         yield
     finally:
-        _thread.changes, _thread.latest = outer, _NOTHING
+        others = tuple(each for each in _thread.changes if each is not mine)
+        _thread.changes, _thread.latest = others, _NOTHING
 
 
 def database_path(settings: Settings | None = None) -> Path:
@@ -332,7 +339,7 @@ class _Section:
             return current()[name]
         if any(flag.startswith(name + ".") for flag in _FLAGS):
             return _Section(name + ".")
-        raise AttributeError(f"unknown flag {name!r}; the flags are {', '.join(_FLAGS)}")
+        raise UnknownFlag(f"unknown flag {name!r}; the flags are {', '.join(_FLAGS)}")
 
     def __setattr__(self, word: str, value: Any) -> None:
         set_flags(**{self._prefix + word: value})

@@ -28,6 +28,10 @@ class ConfigError(ValueError):
     """An unknown flag, or a value that the flag does not take. The message lists the valid ones."""
 
 
+class UnknownFlag(ConfigError, AttributeError):
+    """A flag that there is not, read as an attribute."""
+
+
 class CudaError(RuntimeError):
     """A call of the CUDA driver or compiler failed. The message names the call, the status and what CUDA says of it."""
 

@@ -48,7 +48,7 @@ def stored_plan(key: tuple[str, ...], device: Gpu, where: Handle | Backend, make
 def _read(path: Path) -> bytes | None:
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         _log.warning("stored plan %s cannot be read (%s): compiling again", path, error)

@@ -97,7 +97,7 @@ class DiskCache:
                 raise ValueError("it is damaged")
             payload = pickle.loads(text)
             return compiler.CompileResult._rebuild(target_context, *payload)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except Exception as error:  # a truncated or foreign file must cost a compilation, never the program
             _log.warning("compiled kernel %s could not be read (%s): compiling again", path, error)

@@ -162,7 +162,7 @@ def _load(path: Path) -> Kernel | None:
         if kernel.digest != digest:
             raise ValueError(f"its code has digest {kernel.digest}, not {digest}")
         return kernel
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         _log.warning("compiled kernel %s could not be read (%s): compiling again", path, error)
