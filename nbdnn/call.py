@@ -20,6 +20,7 @@ from nbdnn.array import Library, View, alignment, at, dense_copy, library_of, re
 from nbdnn.candidate import Runner
 from nbdnn.dispatch import dispatcher, events
 from nbdnn.dispatch.policy import Request
+from nbdnn.dispatch.selection import check_named
 from nbdnn.dispatch.timing import Given
 from nbdnn.errors import CudaError, InvalidProblem, InvalidType
 from nbdnn.problem import DEFAULT_ALIGN, Problem
@@ -263,6 +264,7 @@ class Call:
                 f"no plan for {self.problem} yet, and its first call cannot be captured: run it once before the capture"
             )
         if self.without_plan is not None:
+            check_named(self.problem, context.device, self.request.filters)
             return Unchosen(self.without_plan(self.problem, context.device))
         return context.plan(self.problem, self.request, Given(addresses, scalars))
 

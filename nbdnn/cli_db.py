@@ -11,10 +11,10 @@ from argparse import SUPPRESS, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from nbdnn import config
+from nbdnn.cli_output import write_file
 from nbdnn.cli_targets import op_name
 from nbdnn.dispatch import exchange, upkeep
 from nbdnn.dispatch.database import default_path
@@ -110,7 +110,7 @@ def _export(arguments: Namespace) -> int:
     if arguments.file in (None, "-"):
         _print_lines(lines)
     else:
-        Path(arguments.file).write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
+        write_file(arguments.file, "".join(f"{line}\n" for line in lines))
     return 0
 
 

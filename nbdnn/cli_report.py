@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from nbdnn.cli_output import write_file
 from nbdnn.cli_targets import op_name
 from nbdnn.errors import DatabaseError
 
@@ -36,5 +36,5 @@ def run(args: argparse.Namespace) -> None:
     rows = file.find(partial(upkeep.find, filter=upkeep.Filter(device=args.device, op=args.op)))
     if not rows:
         raise DatabaseError(f"{file.path} holds no measurement of that kind")
-    Path(args.output).write_text(page(rows, file.path), encoding="utf-8")
+    write_file(args.output, page(rows, file.path))
     print(f"{args.output}: problems: {len({(row.device, row.problem) for row in rows})}")

@@ -127,7 +127,7 @@ def _model(path: Path, args: argparse.Namespace) -> list[Layer]:
 def problems(path: Path) -> Iterator[Problem]:
     """Those of a file of texts. InvalidProblem names the file and the line of what is none."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError:
         raise InvalidProblem(f"{path} is not a text file") from None
     for number, line in enumerate(lines, start=1):

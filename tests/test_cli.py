@@ -82,6 +82,9 @@ def test_errors_in_a_file_name_its_line(tmp_path: Path, capsys: pytest.CaptureFi
     problems.write_text(f"# first a good one\n{PROBLEM}\n\n{PROBLEM.replace('k8', 'x8')}\n")
     assert main(["explain", str(problems)]) == 2
     assert f"{problems}, line 4: 'x8r3s3'" in capsys.readouterr().err
+    problems.write_text(f"{PROBLEM.replace('k8', 'x8')}\n", encoding="utf-8-sig")  # as some editors write
+    assert main(["explain", str(problems)]) == 2
+    assert f"{problems}, line 1: 'x8r3s3'" in capsys.readouterr().err
     problems.write_text("# nothing\n")
     assert main(["explain", str(problems)]) == 2
     assert "holds no problem" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -84,6 +85,12 @@ def test_a_number_of_threads_that_is_none_is_named(given: str) -> None:
     assert output == f"nbdnn.errors.ConfigError: NUMBA_NUM_THREADS is {given!r}, expected a number of threads"
 
 
+def test_numba_told_to_compile_nothing_is_named() -> None:
+    code = "import numpy, nbdnn\nnbdnn.dnn_softmax(numpy.ones((2, 3)))"
+    last = in_a_new_process(code, NUMBA_DISABLE_JIT="1").splitlines()[-1]
+    assert last == "nbdnn.errors.ConfigError: NUMBA_DISABLE_JIT is set: nbdnn's kernels run compiled alone"
+
+
 def test_change_is_for_this_thread_and_block() -> None:
     with ThreadPoolExecutor(1) as pool, config.change(dnn__conv__algo_fwd="time_once", **{"dnn.deterministic": True}):
         assert (config.dnn.conv.algo_fwd, config.dnn.deterministic) == ("time_once", True)
@@ -98,6 +105,25 @@ def test_change_ends_with_the_block_also_by_an_error() -> None:
     with pytest.raises(KeyError), config.change(dnn__fallback="raise"):
         raise KeyError
     assert config.dnn.fallback == "warn"
+
+
+def test_blocks_that_do_not_end_in_turn_leave_nothing() -> None:
+    """As those of two coroutines on one thread."""
+    first, second = config.change(dnn__deterministic=True), config.change(dnn__fallback="raise")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (config.dnn.deterministic, config.dnn.fallback) == (False, "raise")
+    second.__exit__(None, None, None)
+    assert (config.dnn.deterministic, config.dnn.fallback) == (False, "warn")
+
+
+def test_flags_that_never_repeat_are_not_kept() -> None:
+    for limit in range(1000, 2000):
+        with config.change(dnn__workspace_limit=limit):
+            config.current()
+    gc.collect()
+    assert len(config.Settings._known) < 100
 
 
 @pytest.mark.parametrize("value", [1.5, float("inf"), float("nan"), True, -1])
@@ -131,8 +157,9 @@ def test_algo_bwd_sets_both() -> None:
 def test_a_misspelt_flag_is_no_new_attribute(name: str) -> None:
     with pytest.raises(ConfigError, match="the flags are"):
         setattr(config, name, "none")
-    with pytest.raises(AttributeError, match="the flags are"):
-        _ = config.dnn.conv.algo_forward
+    for kind in (AttributeError, ConfigError):
+        with pytest.raises(kind, match="the flags are"):
+            _ = config.dnn.conv.algo_forward
 
 
 def test_equal_settings_are_one_object() -> None:

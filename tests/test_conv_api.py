@@ -19,6 +19,7 @@ import nbdnn
 from nbdnn import (
     InvalidProblem,
     InvalidType,
+    UnsupportedProblem,
     config,
     dnn_conv,
     dnn_conv3d,
@@ -243,6 +244,10 @@ def test_an_epilogue_of_infinities_warns_of_nothing() -> None:
 
 def test_no_output_channels() -> None:
     y = dnn_conv(X, W[:0], 1)
+    with pytest.raises(UnsupportedProblem, match="computes pool_fwd, not conv_fwd"):
+        dnn_conv(X[:0], W, 1, algo="pool_fwd/cpu/rows")
+    with pytest.raises(UnsupportedProblem, match="runs on cuda devices"):
+        dnn_conv(X[:0], W, 1, algo="conv_fwd/cudnn/graph")
     assert y.shape == (2, 0, 6, 5)
     assert not dnn_gradinput(W[:0], y, X.shape, 1).any()
     assert dnn_gradweight(X, y, (0, 4, 3, 3), 1).shape == (0, 4, 3, 3)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -118,6 +122,35 @@ def test_arrays_without_memory_are_refused(torch: ModuleType) -> None:
 def test_a_key_of_jax_is_no_array_of_numbers(jax: ModuleType) -> None:
     with pytest.raises(InvalidType, match="img: dtype key<fry> is not one of float16"):
         dnn_conv(jax.random.key(0), jax.numpy.asarray(W))
+
+
+def in_a_new_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    every = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=every, capture_output=True, text=True)
+
+
+@pytest.mark.usefixtures("jax")
+def test_a_jax_array_on_another_cpu_device_is_refused() -> None:
+    code = """if True:
+        import nbdnn, jax
+        first, second = (jax.device_put(jax.numpy.ones((2, 3)), device) for device in jax.devices())
+        print(nbdnn.dnn_softmax(first).devices() == first.devices())
+        nbdnn.dnn_softmax(second)"""
+    done = in_a_new_process(code, XLA_FLAGS="--xla_force_host_platform_device_count=2", JAX_PLATFORMS="cpu")
+    assert done.stdout == "True\n"
+    assert "InvalidType: x: a JAX array on" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("torch")
+def test_a_first_call_may_be_one_that_pytorch_compiles(tmp_path: Path) -> None:
+    """Before any kernel is: Numba's compiler is no part of a graph."""
+    code = """if True:
+        import nbdnn, torch
+        x = torch.randn(3, 4)
+        y = torch.compile(lambda a: nbdnn.dnn_softmax(a) * 2, backend="eager")(x)
+        print(torch.allclose(y, 2 * torch.softmax(x, 1)))"""
+    done = in_a_new_process(code, NBDNN_CACHE_DIR=str(tmp_path))
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_deleted_jax_array_is_refused(jax: ModuleType) -> None:

@@ -46,10 +46,10 @@ def from_line(line: bytes | str) -> AnyRecord:
         if found:
             raise ValueError(f"the record {fault} {', '.join(found)}")
     record = checked(kind(**dict(pairs)))
-    op = parse(record.problem).op
-    if record.candidate.split("/")[:-2] != [op]:
-        raise ValueError(f"candidate {record.candidate!r} is none of {op}, as {op}/cpu/direct would be")
-    return record
+    problem = parse(record.problem)
+    if record.candidate.split("/")[:-2] != [problem.op]:
+        raise ValueError(f"candidate {record.candidate!r} is none of {problem.op}, as {problem.op}/cpu/direct would be")
+    return record._replace(problem=str(problem))
 
 
 class _Object(list):

@@ -120,11 +120,26 @@ def _needs(candidate: Candidate, problem: Problem, config: Hashable, device: Dev
     return candidate.workspace_bytes(problem, config, device)
 
 
-def refusal(candidate: Candidate, problem: Problem, device: Device, filters: Filters) -> str:
+def _elsewhere(candidate: Candidate, problem: Problem, device: Device) -> str:
+    """Why a candidate is for other ops or devices, of whatever shapes."""
     if candidate.op != problem.op:
         return f"computes {candidate.op}, not {problem.op}"
     if (kind := registry.kind_of(candidate)) != device.kind:
         return f"runs on {kind} devices, the problem is on a {device.kind} device"
+    return ""
+
+
+def check_named(problem: Problem, device: Device, filters: Filters) -> None:
+    """UnsupportedProblem where a candidate of another op or device is asked for; of problems that nobody runs."""
+    if filters.candidate:
+        candidate = registry.candidate(filters.candidate)
+        if reason := _elsewhere(candidate, problem, device):
+            raise unsupported(problem, [Refused(candidate, reason)])
+
+
+def refusal(candidate: Candidate, problem: Problem, device: Device, filters: Filters) -> str:
+    if reason := _elsewhere(candidate, problem, device):
+        return reason
     if problem.only and candidate.id != f"{candidate.op}/{problem.only}":
         return f"the operands are {problem.only}'s own"
     if candidate.provider == "cudnn" and config.current()["dnn.enabled"] is False:

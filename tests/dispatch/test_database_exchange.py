@@ -87,6 +87,12 @@ def test_lines_round_trip() -> None:
         assert list(map(type, from_line(to_line(record)))) == list(map(type, record))
 
 
+def test_another_spelling_of_a_problem_is_the_same_problem() -> None:
+    record = measurement()
+    spelled = record._replace(problem=f"{record.problem}:a16")
+    assert from_line(to_line(spelled)) == record
+
+
 def line(**changes: object) -> bytes:
     fields = {**measurement()._asdict(), **changes}
     return json.dumps({name: value for name, value in fields.items() if value is not ...}).encode()

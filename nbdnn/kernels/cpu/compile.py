@@ -21,10 +21,12 @@ import llvmlite
 import numba
 from numba import types
 from numba.core import compiler, serialize
+from numba.core import config as numba_config
 from numba.core.bytecode import FunctionIdentity
 from numba.core.ccallback import CFunc
 
 from nbdnn import config
+from nbdnn.errors import ConfigError
 from nbdnn.kept import keep, sealed, unsealed
 from nbdnn.source import changed_since_start, transitive_hash
 
@@ -39,6 +41,9 @@ DEVICE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, 
 # code of several processes meets in one, equal symbols are linked to whichever came first, and a kernel then calls
 # another's inner function. Counted from a random number, no two are equal.
 FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
+
+if numba_config.DISABLE_JIT:  # type: ignore[attr-defined]
+    raise ConfigError("NUMBA_DISABLE_JIT is set: nbdnn's kernels run compiled alone")
 
 _log = logging.getLogger("nbdnn")
 _tasks: dict[tuple, CFunc] = {}
