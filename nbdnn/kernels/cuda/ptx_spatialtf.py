@@ -16,7 +16,7 @@ from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, I64, WARP, asm, conversion,
 from nbdnn.kernels.cuda.ptx_tile import shared_at
 from nbdnn.kernels.cuda.ptx_vector import parts_of, widened
 
-SUMS = 6  # of an output's slopes: those along either axis, by themselves, by its column, by its row
+_MOMENTS = 6  # of an output's slopes: those along either axis, by themselves, by its column, by its row
 _LETTER = {"f32": "f", "f64": "d"}
 
 
@@ -231,7 +231,7 @@ def meet(elems: int, width: int):
     sums += weight * dy; moments += (s, column * s, row * s), and t, the slopes along either axis of sum(dy * pixel).
     What has no weight has no part in it, whatever its value. right and down are never -0.
     """
-    count = elems + SUMS
+    count = elems + _MOMENTS
     outs = [f"${i}" for i in range(count)]
     tops, pixels = ([f"${count + start + i}" for i in range(elems)] for start in (0, elems))
     right, down, *place = (f"${count + 2 * elems + i}" for i in range(4))
@@ -275,7 +275,7 @@ def meet(elems: int, width: int):
                 data = context.make_array(sig.args[place])(context, builder, args[place]).data
                 return [builder.gep(data, [I32(i)]) for i in range(many)]
 
-            held = [*slots(0, elems), *slots(2, SUMS)]
+            held = [*slots(0, elems), *slots(2, _MOMENTS)]
             row = shared_at(builder, args[3], 0, ir.VectorType(F32, width))
             vector = builder.load(row, align=4 * width)
             given = [builder.extract_element(vector, I32(i)) for i in range(elems)]

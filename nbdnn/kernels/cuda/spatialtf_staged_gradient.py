@@ -38,7 +38,7 @@ from nbdnn.kernels.cuda.spatialtf_theta import SUMS, store_sums, theta_launch
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
-_THREADS, _WARPS = 256, 8
+_THREADS = 256
 _COLUMNS = 32  # of a tile
 _WARP_ROWS, _WARP_COLUMNS = 4, 8  # of a warp's threads
 _TURN_ROWS = _THREADS // _COLUMNS
