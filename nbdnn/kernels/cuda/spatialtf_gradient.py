@@ -252,7 +252,7 @@ class Gradient(LaunchedCandidate[Config]):
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6
         if self.algorithm == "gather":
-            at_once = self._at_once(problem, config) * self._vector(problem)
+            at_once = max(1, self._at_once(problem, config) * self._vector(problem))
             turns = ceil(problem.c / at_once) * problem.n * prod(problem.spatial)
             bound_us = issued_us(problem, turns, _PIXEL, _VISIT + _CHANNEL * min(problem.c, at_once), device)
             return _LAUNCH_US + max(_OVER_COPY[self.algorithm] * moved_us, bound_us)
