@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
 from gpus import H200
 
 from nbdnn.device import Gpu
@@ -19,6 +20,11 @@ ARCHITECTURES = {"sm_80": (8, 0), "sm_90a": (9, 0), "sm_100a": (10, 0), "sm_120"
 
 def device_of(arch: str) -> Gpu:
     return replace(H200, capability=ARCHITECTURES[arch])
+
+
+def in_turn(cases: Iterable[tuple], of: int) -> list:
+    """Parameters of a test: one case of so many in every run, all with -m slow."""
+    return [pytest.param(*case, marks=() if i % of == 0 else pytest.mark.slow) for i, case in enumerate(cases)]
 
 
 def launched(ops: Iterable[str]) -> dict[str, list[LaunchedCandidate]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from budget import ARCHITECTURES, device_of, in_turn
 from gpus import H200
 
 from nbdnn.dispatch import registry
@@ -16,21 +18,29 @@ _MULTIPLIER = 0xD2511F53  # of the generator's first word
 
 
 @pytest.mark.usefixtures("numba_cuda")
-@pytest.mark.parametrize("elements", ["m33554432", "m65536", "m1000"])
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "f64", "f32:a4"])
-@pytest.mark.parametrize("op", FAMILIES["dropout"])
-def test_kernels_stay_within_their_means(op: str, dtype: str, elements: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "dtype", "elements", "arch"),
+    in_turn(
+        product(
+            FAMILIES["dropout"],
+            ("f32", "bf16", "f16", "f64", "f32:a4"),
+            ("m33554432", "m65536", "m1000"),
+            ARCHITECTURES,
+        ),
+        7,
+    ),
+)
+def test_kernels_stay_within_their_means(op: str, dtype: str, elements: str, arch: str) -> None:
     """No spills, no stack, and blocks enough on a multiprocessor to hide what the generator takes."""
     name, _, align = dtype.partition(":")
     problem = parse(":".join(filter(None, (op, name, elements, align))))
     (candidate,) = registry.candidates(op, kind="cuda")
     assert isinstance(candidate, LaunchedCandidate) and candidate.supports(problem, H200).ok
-    for arch, capability in (("sm_80", (8, 0)), ("sm_90a", (9, 0)), ("sm_100a", (10, 0)), ("sm_120", (12, 0))):
-        device = replace(H200, capability=capability)
-        for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
-            kernel = compile_kernel(launch.source, arch)
-            assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{arch}: {kernel._replace(cubin=b'')}"
-            assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536
+    device = device_of(arch)
+    for launch in candidate.launches(problem, candidate.configs(problem, device)[0], device):
+        kernel = compile_kernel(launch.source, arch)
+        assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), f"{arch}: {kernel._replace(cubin=b'')}"
+        assert kernel.registers * launch.source.threads * launch.source.min_blocks <= 65536
 
 
 @pytest.mark.usefixtures("numba_cuda")

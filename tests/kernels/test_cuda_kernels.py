@@ -7,6 +7,7 @@ arithmetic from a careless literal, 64-bit divisions.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -37,7 +38,6 @@ _LARGE_SHAPES = (
     "f64:n3c1024h1000w1000:k1024r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc",
     "f16:n3c1024h1000w1000:k1024r3s3:p1x1:u1x1:d1x1:g1024:cross:nhwc",
 )
-_MOST_OF_A_KIND = 2
 _LARGE_ENDS = {"conv_fwd": "e:bias+tanh+res+beta"}
 
 
@@ -67,29 +67,36 @@ def _device(arch: str) -> Gpu:
     return replace(H200, capability=(int(number[:-1]), int(number[-1])))
 
 
-def _sample(candidate: LaunchedCandidate) -> list[Source]:
-    """Of each kind of kernel as many as fit into minutes, evenly from first to last."""
-    kinds: dict[str, list[Source]] = {}
-    for source in _launches(candidate):
-        kinds.setdefault(source.label, []).append(source)
-    return [source for kind in kinds.values() for source in kind[:: -(-len(kind) // _MOST_OF_A_KIND)]]
+def _every(candidate: LaunchedCandidate) -> Iterator[tuple[Source, str]]:
+    """Every kernel for every architecture that runs it."""
+    for source, (problem, _) in _launches(candidate).items():
+        yield from ((source, arch) for arch in ARCHITECTURES if candidate.supports(problem, _device(arch)).ok)
 
 
+def _sample(candidate: LaunchedCandidate) -> Iterator[tuple[Source, str]]:
+    """Of each kind of kernel one, for one architecture; both in turn."""
+    kinds: dict[str, dict[str, list[Source]]] = {}
+    for source, arch in _every(candidate):
+        kinds.setdefault(source.label, {}).setdefault(arch, []).append(source)
+    for turn, kind in enumerate(kinds.values(), start=CANDIDATES.index(candidate)):
+        arch = list(kind)[turn % len(kind)]
+        yield kind[arch][turn * len(kind[arch]) // 5 % len(kind[arch])], arch
+
+
+@pytest.mark.parametrize("chosen", [_sample, pytest.param(_every, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
-def test_kernels_stay_within_their_means(candidate: LaunchedCandidate) -> None:
-    """No spills, no stack, no arithmetic wider than it must be: for one architecture, and in turn for the others."""
+def test_kernels_stay_within_their_means(candidate: LaunchedCandidate, chosen: Callable) -> None:
+    """No spills, no stack, no arithmetic wider than it must be."""
     compiled = 0
-    for i, source in enumerate(_sample(candidate)):
+    for source, arch in chosen(candidate):
         problem, launch = _launches(candidate)[source]
-        for arch in (ARCHITECTURES[0], ARCHITECTURES[1 + i % (len(ARCHITECTURES) - 1)]):
-            if candidate.supports(problem, _device(arch)).ok:
-                kernel, ptx, what = compile_kernel(source, arch), ptx_text(source, arch), f"{arch}, {problem}: {source}"
-                assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
-                assert kernel.registers * source.threads * source.min_blocks <= 65536, what
-                assert kernel.shared_bytes + launch.dynamic_shared_bytes <= shared_bytes(H200), what
-                assert (".f64" in ptx) == (problem.dtype == "f64"), what
-                assert launch.integer_bits == 64 or not re.search(r"(?:div|rem)\.[su]64", ptx), what
-                compiled += 1
+        kernel, ptx, what = compile_kernel(source, arch), ptx_text(source, arch), f"{arch}, {problem}: {source}"
+        assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
+        assert kernel.registers * source.threads * source.min_blocks <= 65536, what
+        assert kernel.shared_bytes + launch.dynamic_shared_bytes <= shared_bytes(H200), what
+        assert (".f64" in ptx) == (problem.dtype == "f64"), what
+        assert launch.integer_bits == 64 or not re.search(r"(?:div|rem)\.[su]64", ptx), what
+        compiled += 1
     assert compiled
 
 

@@ -388,8 +388,8 @@ def test_planes_that_roll(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = emulated_ptx.install(monkeypatch)
     candidate, problem = pool_rolling.BWD, parse(f"pool_bwd:{text}")
     assert candidate.supports(problem, H200).ok
-    for given in _ties_and_nans(problem):
-        for config in candidate.configs(problem, H200):
+    for number, given in enumerate(_ties_and_nans(problem)):
+        for config in candidate.configs(problem, H200)[number::3]:
             emulated.assert_near(candidate, problem, config, given, H200, block)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from budget import in_turn
 from emulated import result
 from emulated_ptx import install
 from gpus import H200
@@ -14,7 +16,7 @@ from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
 from nbdnn.kernels.cuda.conv_wgmma import WgmmaCandidate, tile
 from nbdnn.kernels.cuda.gemm_plan import Config
 from nbdnn.problem import Problem, parse
-from nbdnn.problem_conv import CONV_OPS
+from nbdnn.problem_conv import CONV_OPS, ConvProblem
 
 CANDIDATES: dict[tuple[str, bool], WgmmaCandidate] = {
     (each.op, each.math == "tf32"): each
@@ -75,20 +77,23 @@ def test_the_epilogue_is_fused_whole(end: str, parts: int, monkeypatch: pytest.M
         check(monkeypatch, text, Config(_SMALL, parts))
 
 
+def _tiles() -> Iterator[tuple[ConvProblem, conv_wgmma.Tile]]:
+    for op, dtype in (*_KINDS, *((op, "f16") for op in CONV_OPS)):
+        problem = parse(f"{op}:{dtype}:n32c256h28w28:k256r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc")
+        yield from ((problem, tile) for tile in of_problem(problem).tiles(problem))
+
+
 @pytest.mark.usefixtures("numba_cuda")
-@pytest.mark.parametrize(("op", "dtype"), [*_KINDS, *((op, "f16") for op in CONV_OPS)])
-def test_every_tile_stays_within_its_means(op: str, dtype: str) -> None:
+@pytest.mark.parametrize(("problem", "tile"), in_turn(_tiles(), 3), ids=str)
+def test_every_tile_stays_within_its_means(problem: ConvProblem, tile: conv_wgmma.Tile) -> None:
     """No spills and no stack, so that maps are not copied there; registers and shared memory for its blocks."""
-    problem = parse(f"{op}:{dtype}:n32c256h28w28:k256r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc")
-    candidate = of_problem(problem)
-    for config in dict.fromkeys(Config(each, 1) for each in candidate.tiles(problem)):
-        (launch, *_) = (each for each in candidate.launches(problem, config, H200) if each.maps)
-        kernel, ptx = compile_kernel(launch.source, "sm_90a"), ptx_text(launch.source, "sm_90a")
-        what = f"{config}: {kernel._replace(cubin=b'')}"
-        assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
-        assert kernel.registers * launch.source.threads * config.tile.min_blocks <= 65536, what
-        assert (launch.dynamic_shared_bytes + 1024) * config.tile.min_blocks <= 228 << 10, what
-        assert ptx.count("wgmma.mma_async") == 4 and "cp.async.bulk.tensor.4d" in ptx
+    (launch, *_) = (each for each in of_problem(problem).launches(problem, Config(tile, 1), H200) if each.maps)
+    kernel, ptx = compile_kernel(launch.source, "sm_90a"), ptx_text(launch.source, "sm_90a")
+    what = f"{tile}: {kernel._replace(cubin=b'')}"
+    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
+    assert kernel.registers * launch.source.threads * tile.min_blocks <= 65536, what
+    assert (launch.dynamic_shared_bytes + 1024) * tile.min_blocks <= 228 << 10, what
+    assert ptx.count("wgmma.mma_async") == 4 and "cp.async.bulk.tensor.4d" in ptx
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from budget import in_turn
 from emulated import result
 from emulated_ptx import install
 from gpus import H200
@@ -132,28 +134,28 @@ def test_the_epilogue_is_fused_whole(end: str, layout: str, dtype: str, monkeypa
     check(monkeypatch, text, 2, 5, device=_ONE_SM, teams=2, stages=9, held=True)
 
 
-@pytest.mark.usefixtures("numba_cuda")
-@pytest.mark.parametrize(
-    "text",
-    [
+def _tiles() -> Iterator[tuple[Problem, Plan]]:
+    for text in (
         "conv_fwd:bf16:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc",
         "conv_bwd_data:f16:n32c128h28w28:k128r3s3:p1x1:u1x1:d1x1:g1:cross:nchw",
         "conv_bwd_data:f32:n32c64h56w56:k32r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc",
-    ],
-)
-def test_every_tile_stays_within_its_means(text: str) -> None:
+    ):
+        problem = parse(text)
+        yield from ((problem, config) for config in candidate_of(problem).configs(problem, H200))
+
+
+@pytest.mark.usefixtures("numba_cuda")
+@pytest.mark.parametrize(("problem", "config"), in_turn(_tiles(), 4), ids=str)
+def test_every_tile_stays_within_its_means(problem: Problem, config: Plan) -> None:
     """No spills and no stack, so that maps are not copied there; registers and shared memory for its blocks."""
-    problem = parse(text)
-    candidate = candidate_of(problem)
-    for config in candidate.configs(problem, H200):
-        (launch, *_) = (each for each in candidate.launches(problem, config, H200) if each.maps)
-        kernel, ptx = compile_kernel(launch.source, "sm_90a"), ptx_text(launch.source, "sm_90a")
-        what = f"{config}: {kernel._replace(cubin=b'')}"
-        assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
-        assert kernel.registers * launch.source.threads * config.tile.min_blocks <= 65536, what
-        assert launch.dynamic_shared_bytes == shared_bytes(problem, config), what
-        assert (launch.dynamic_shared_bytes + 1024) * config.tile.min_blocks <= 228 << 10, what
-        assert ptx.count("wgmma.mma_async") == 4, what
+    (launch, *_) = (each for each in candidate_of(problem).launches(problem, config, H200) if each.maps)
+    kernel, ptx = compile_kernel(launch.source, "sm_90a"), ptx_text(launch.source, "sm_90a")
+    what = f"{config}: {kernel._replace(cubin=b'')}"
+    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
+    assert kernel.registers * launch.source.threads * config.tile.min_blocks <= 65536, what
+    assert launch.dynamic_shared_bytes == shared_bytes(problem, config), what
+    assert (launch.dynamic_shared_bytes + 1024) * config.tile.min_blocks <= 228 << 10, what
+    assert ptx.count("wgmma.mma_async") == 4, what
 
 
 @pytest.mark.parametrize(

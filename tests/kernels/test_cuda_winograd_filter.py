@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from budget import ARCHITECTURES, in_turn
 from emulated import result
 from emulated_ptx import Words, install
 from gpus import H200
@@ -84,8 +86,7 @@ def test_refusals_have_numbers(body: str, reason: str) -> None:
 pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
-@pytest.mark.parametrize("layout", ["nhwc", "nchw", "nhwc:a4"])
+@pytest.mark.parametrize(("layout", "arch"), in_turn(product(("nhwc", "nchw", "nhwc:a4"), ARCHITECTURES), 3))
 def test_a_tile_stays_in_registers(layout: str, arch: str) -> None:
     problem = parse(f"conv_bwd_filter:f32:n32c128h28w28:k128r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}")
     for launch in BWD_FILTER.launches(problem, BWD_FILTER.configs(problem, H200)[0], H200):

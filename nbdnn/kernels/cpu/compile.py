@@ -28,6 +28,7 @@ from numba.core.ccallback import CFunc
 from nbdnn import config
 from nbdnn.errors import ConfigError
 from nbdnn.kept import keep, sealed, unsealed
+from nbdnn.kernels.cpu.linked import LinkedCompiler
 from nbdnn.source import changed_since_start, transitive_hash
 
 TASK_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
@@ -35,7 +36,12 @@ TASK_SIGNATURE = types.void(types.int64, types.int64, types.int64, types.int64)
 FASTMATH = {"contract", "arcp", "nsz"}
 
 # Options of a function that is called from kernels only: `@njit(**DEVICE)`.
-DEVICE: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "error_model": "numpy"}
+DEVICE: dict[str, Any] = {
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+    "error_model": "numpy",
+    "pipeline_class": LinkedCompiler,
+}
 
 # Numba tells closures of one function apart by a number in their symbol, counted from 1 in each process. Where machine
 # code of several processes meets in one, equal symbols are linked to whichever came first, and a kernel then calls
