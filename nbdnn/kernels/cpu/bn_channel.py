@@ -16,12 +16,11 @@ from typing import NamedTuple
 
 from numba import float32, float64, njit
 
-from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH
+from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.vector import NARROW, WIDEN, pointer
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_bn import BnProblem
 
-REASSOCIATED = FASTMATH | {"reassoc"}
 REAL = {"f32": float32, "f64": float64}
 # Of the sum of squared differences from a pivot, what its distance from the mean may be. Beyond, the variance has lost
 # more than 6 of 24 binary digits, and the mean is the next pivot: a first element is rarely so far from all others.

@@ -6,8 +6,8 @@ Where there are channels for all threads a task is a channel, whose planes are s
 x (and dy) come from memory once. Few channels are shared: partial sums, then what becomes of them, then all planes in
 the order of memory, which is how inference goes too: planes of one channel lie far apart, and each begins where no
 prefetcher expects it (32 images of 64 channels of 56x56 on two cores: 0.5 ms instead of 1.1).
-For sums 16-bit data are widened into a worker's scratch. Within a chunk sums are of the compute type, of differences
-from the chunk's first element, or where that is far from all others from the mean; chunks are merged in float64.
+Within a chunk sums are of the compute type, of differences from the chunk's first element, or where that is far from
+all others from the mean; chunks are merged in float64.
 Source: own.
 """
 
@@ -21,14 +21,13 @@ from numba import float64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.bn_channel import REAL, REASSOCIATED, Variant, finish, is_far, merge, variant
-from nbdnn.kernels.cpu.bn_vector import scale_row
+from nbdnn.kernels.cpu.bn_channel import REAL, Variant, finish, is_far, merge, variant
+from nbdnn.kernels.cpu.bn_vector import scale_row, sum_row
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
-from nbdnn.kernels.cpu.rows import ask_for, convert_row
-from nbdnn.kernels.cpu.scratch import Scratch, own_pages
-from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
+from nbdnn.kernels.cpu.rows import ask_for
+from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem
 
@@ -45,37 +44,29 @@ _NS_PER_CHUNK = 25.0
 # `runs` share all planes in the order of memory. coefficients: four a channel.
 _FIELDS = record(
     *("channels", "length", "chunk", "of_plane", "chunks", "parts", "planes", "runs", "m", "ahead"),
-    *("sums", "coefficients", "scratch"),
+    *("sums", "coefficients"),
 )
 
 
 @cache
 def _chunk_sums(v: Variant):
     """Compiled-in function (x, dy, n, center): the sums of n neighbours as a pair."""
-    data, real = pointer(v.compute), REAL[v.compute]
+    data, widen, real, sums = pointer(v.dtype), WIDEN[v.dtype], REAL[v.compute], sum_row(v)
 
-    @njit(**DEVICE, fastmath=REASSOCIATED)
-    def moments(x_at, dy_at, n, center):
-        x = data(x_at)
-        pivot = x[0]
+    @njit(**DEVICE)
+    def moments(x, dy, n, center):
+        pivot = widen(data(x)[0])
         for attempt in range(2):
-            total, squares = real(0.0), real(0.0)
-            for i in range(n):
-                d = x[i] - pivot
-                total += d
-                squares += d * d
+            total, squares = sums(x, x, n, pivot)
             if attempt or not is_far(n, total, squares):
                 break
             pivot += real(float64(total) / n)
         mean = float64(total) / n
         return float64(pivot) + mean, float64(squares) - mean * float64(total)
 
-    @njit(**DEVICE, fastmath=REASSOCIATED)
-    def gradient_sums(x_at, dy_at, n, center):
-        x, dy, total, moment = data(x_at), data(dy_at), real(0.0), real(0.0)
-        for i in range(n):
-            total += dy[i]
-            moment += dy[i] * (x[i] - center)
+    @njit(**DEVICE)
+    def gradient_sums(x, dy, n, center):
+        total, moment = sums(x, dy, n, center)
         return float64(total), float64(moment)
 
     return moments if v.op == "bn_train" else gradient_sums
@@ -87,11 +78,10 @@ def _channel_loops(v: Variant, streams: bool):
     scaled, each with the coefficients of its channel). streams: what is written goes past the caches, which would read
     each of its lines in vain first."""
     at, data, coefficients_bytes = struct(_FIELDS), pointer(v.compute), 4 * ITEMSIZE[v.compute]
-    sums_of_chunk, merged, widen_row = _chunk_sums(v), merge(v.op), convert_row(v.dtype, v.compute, v.vl)
+    sums_of_chunk, merged = _chunk_sums(v), merge(v.op)
     scale_chunk, stream_chunk = (scale_row(v, False, past) for past in (False, True))
     vector_bytes = v.vl * ITEMSIZE[v.dtype]
-    itemsize, is_wide, is_forward = ITEMSIZE[v.dtype], v.dtype == v.compute, v.is_forward
-    wide_bytes = _CHUNK_ELEMS * ITEMSIZE[v.compute]
+    itemsize, is_forward = ITEMSIZE[v.dtype], v.is_forward
     x_place, out_place = 0, dict(v.places)["y" if is_forward else "dx"]
     dy_place = 0 if is_forward else 1
 
@@ -104,19 +94,7 @@ def _channel_loops(v: Variant, streams: bool):
         return start * itemsize, min(f.chunk, f.length - first)
 
     @njit(**DEVICE)
-    def opened(pointers, start, n, scratch):
-        """Addresses of x and dy in the compute type."""
-        x, dy = pointers[x_place] + start, pointers[dy_place] + start
-        if is_wide:
-            return x, dy
-        widen_row(scratch, x, n)
-        if is_forward:
-            return scratch, scratch
-        widen_row(scratch + wide_bytes, dy, n)
-        return scratch, scratch + wide_bytes
-
-    @njit(**DEVICE)
-    def sums(pointers, ctx, channel, first, last, center, scratch):
+    def sums(pointers, ctx, channel, first, last, center):
         f, count, a, b = at(ctx), 0.0, 0.0, 0.0
         for q in range(first, last):
             start, n = chunk_of(f, channel, q)
@@ -125,8 +103,7 @@ def _channel_loops(v: Variant, streams: bool):
                 if not is_forward:
                     ask_for(pointers[dy_place] + start + f.ahead, n * itemsize)
                 ask_for(pointers[out_place] + start + f.ahead, n * itemsize)
-            x, dy = opened(pointers, start, n, scratch)
-            a_more, b_more = sums_of_chunk(x, dy, n, center)
+            a_more, b_more = sums_of_chunk(pointers[x_place] + start, pointers[dy_place] + start, n, center)
             a, b = merged(count, a, b, float64(n), a_more, b_more)
             count += n
         return a, b
@@ -168,7 +145,7 @@ def _tasks(v: Variant, streams: bool):
     i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
     sums, scale_channel, scale_planes = _channel_loops(v, streams)
     finished, merged = finish(v), merge(v.op)
-    is_train, has_sums, scratch_bytes = v.op == "bn_train", v.op != "bn_infer", _scratch_bytes(v)
+    is_train, has_sums = v.op == "bn_train", v.op != "bn_infer"
     real, data, coefficients_bytes = REAL[v.compute], pointer(v.compute), 4 * ITEMSIZE[v.compute]
 
     @njit(**DEVICE)
@@ -179,8 +156,8 @@ def _tasks(v: Variant, streams: bool):
 
     def whole_channel(args, ctx, index, worker):
         pointers, given, f = i64(args), args_at(args), at(ctx)
-        scratch, m = f.scratch + worker * scratch_bytes, float64(f.m)
-        a, b = sums(pointers, ctx, index, 0, f.chunks, mean_of(pointers, index, given, m), scratch)
+        m = float64(f.m)
+        a, b = sums(pointers, ctx, index, 0, f.chunks, mean_of(pointers, index, given, m))
         coefficients = finished(pointers, index, m, a, b, given.alpha, given.beta, 1)
         scale_channel(pointers, ctx, index, coefficients)
 
@@ -189,7 +166,7 @@ def _tasks(v: Variant, streams: bool):
         channel, part = index // f.parts, index % f.parts
         first, last = part * f.chunks // f.parts, (part + 1) * f.chunks // f.parts
         center = mean_of(pointers, channel, given, float64(f.m))
-        a, b = sums(pointers, ctx, channel, first, last, center, f.scratch + worker * scratch_bytes)
+        a, b = sums(pointers, ctx, channel, first, last, center)
         pair = f64(f.sums + 16 * index)
         pair[0], pair[1] = a, b
 
@@ -221,11 +198,6 @@ def _tasks(v: Variant, streams: bool):
 
     tasks = whole_channel, sums_of_part, finish_channels, scale_some
     return tuple(compile_task(task, (v, streams)) for task in tasks)
-
-
-def _scratch_bytes(v: Variant) -> int:
-    """Of a worker: a chunk of x and of dy, in the compute type."""
-    return own_pages(2 * _CHUNK_ELEMS * ITEMSIZE[v.compute])
 
 
 class Planes(Candidate[NoConfig, Cpu]):
@@ -260,7 +232,6 @@ class Planes(Candidate[NoConfig, Cpu]):
             np.empty((channels, parts, 2)),
             np.empty(4 * channels * ITEMSIZE[problem.compute], np.uint8),
         )
-        scratch = Scratch(device, _scratch_bytes(v))
         ctx = filled(
             _FIELDS,
             channels=channels,
@@ -275,7 +246,6 @@ class Planes(Candidate[NoConfig, Cpu]):
             ahead=ahead,
             sums=sums.ctypes.data,
             coefficients=coefficients.ctypes.data,
-            scratch=scratch.start,
         )
         whole_channel, sums_of_part, finish_channels, scale_some = _tasks(v, streams(problem, device))
         if parts == 1 and problem.op != "bn_infer":
@@ -283,7 +253,7 @@ class Planes(Candidate[NoConfig, Cpu]):
         else:
             finishing = Phase(finish_channels, ceil(channels / _FINISHED_CHANNELS), ctx)
             phases = [Phase(sums_of_part, channels * parts, ctx), finishing, Phase(scale_some, runs, ctx)]
-        return Program(phases[1:] if problem.op == "bn_infer" else phases, [sums, coefficients, scratch.memory])
+        return Program(phases[1:] if problem.op == "bn_infer" else phases, [sums, coefficients])
 
 
 TRAIN, INFER, BWD, INFER_BWD = (Planes(op) for op in ("bn_train", "bn_infer", "bn_bwd", "bn_infer_bwd"))

@@ -5,9 +5,9 @@
     finish   a task some channels: merges the parts, and the lanes that are of one channel
     scale    as the first
 
-Traffic: x (and dy) twice, what comes out once; of a batch that fits the last-level cache once. For sums 16-bit data are
-widened into a worker's scratch. Within a part sums are of the compute type, of differences from the part's first line,
-or from the means of its columns where one begins far from all that follows; parts are merged in float64. Source: own.
+Traffic: x (and dy) twice, what comes out once; of a batch that fits the last-level cache once. Within a part sums are
+of the compute type, of differences from the part's first line, or from the means of its columns where one begins far
+from all that follows; parts are merged in float64. Source: own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from numba import float64, njit
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.bn_channel import REAL, Variant, finish, is_far, merge, variant
-from nbdnn.kernels.cpu.bn_vector import scale_row
-from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
+from nbdnn.kernels.cpu.bn_vector import add_lines, scale_row
+from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import ask_for, convert_row
@@ -51,42 +51,6 @@ _FIELDS = record(
 
 
 @cache
-def _line_loops(v: Variant):
-    """Compiled-in functions over n columns: (sums of one line, of four lines `step` bytes apart).
-
-    sums: of pivots, totals and second sums, a row of _BLOCK each. Pivots are what is subtracted from x.
-    """
-    data, size = pointer(v.compute), ITEMSIZE[v.compute]
-    is_train, row_bytes = v.op == "bn_train", _BLOCK * size
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def add_line(sums, x_at, dy_at, n):
-        pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
-        x, dy = data(x_at), data(dy_at)
-        for j in range(n):
-            d = x[j] - pivot[j]
-            factor = d if is_train else dy[j]
-            total[j] += factor
-            second[j] += factor * d
-
-    @njit(**DEVICE, fastmath=FASTMATH)
-    def add_lines(sums, x_at, dy_at, step, n):
-        pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
-        x0, x1, x2, x3 = data(x_at), data(x_at + step), data(x_at + 2 * step), data(x_at + 3 * step)
-        y0, y1, y2, y3 = data(dy_at), data(dy_at + step), data(dy_at + 2 * step), data(dy_at + 3 * step)
-        for j in range(n):
-            d0, d1, d2, d3 = x0[j] - pivot[j], x1[j] - pivot[j], x2[j] - pivot[j], x3[j] - pivot[j]
-            if is_train:
-                total[j] += (d0 + d1) + (d2 + d3)
-                second[j] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3)
-            else:
-                total[j] += (y0[j] + y1[j]) + (y2[j] + y3[j])
-                second[j] += (y0[j] * d0 + y1[j] * d1) + (y2[j] * d2 + y3[j] * d3)
-
-    return add_line, add_lines
-
-
-@cache
 def _part(parameters: np.dtype):
     """Compiled-in function (ctx, index): (part, first line, last line, first column, columns) of a task."""
     at = struct(parameters)
@@ -107,10 +71,11 @@ def _sums_task(v: Variant, together: int, streams: bool):
     """together: lines whose elements are added up before they go to the sums. streams: from memory, asked for ahead."""
     i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
     data, real, size = pointer(v.compute), REAL[v.compute], ITEMSIZE[v.compute]
-    add_line, add_lines = _line_loops(v)
+    row_bytes = _BLOCK * size
+    add_one, add_some = add_lines(v, 1, row_bytes), add_lines(v, together, row_bytes)
     finished, part_of, widen_row = finish(v), _part(_FIELDS), convert_row(v.dtype, v.compute, v.vl)
-    itemsize, is_wide, is_train = ITEMSIZE[v.dtype], v.dtype == v.compute, v.op == "bn_train"
-    row_bytes, dy_place = _BLOCK * size, 0 if is_train else 1
+    itemsize, is_train = ITEMSIZE[v.dtype], v.op == "bn_train"
+    dy_place = 0 if is_train else 1
 
     @njit(**DEVICE)
     def start_sums(sums, pointers, given, f, line, column, n):
@@ -129,27 +94,12 @@ def _sums_task(v: Variant, together: int, streams: bool):
             total[j], second[j] = real(0.0), real(0.0)
 
     @njit(**DEVICE)
-    def opened(pointers, start, step, lines, n, scratch):
-        """Where some lines of x and of dy are in the compute type, and how many bytes apart."""
-        x, dy = pointers[0] + start, pointers[dy_place] + start
-        if is_wide:
-            return x, dy, step
-        wide_dy = scratch if is_train else scratch + _LINES_AT_ONCE * row_bytes
-        for k in range(lines):
-            widen_row(scratch + k * row_bytes, x + k * step, n)
-            if not is_train:
-                widen_row(wide_dy + k * row_bytes, dy + k * step, n)
-        return scratch, wide_dy, row_bytes
-
-    @njit(**DEVICE)
     def add_part(sums, pointers, f, first, last, column, n):
-        scratch = sums + 3 * row_bytes
         step, line = f.width * itemsize, first
         full = min(last, f.lines - 1)
         while together > 1 and line + together <= full:
             start = (line * f.width + column) * itemsize
-            x, dy, apart = opened(pointers, start, step, together, n, scratch)
-            add_lines(sums, x, dy, apart, n)
+            add_some(sums, pointers[0] + start, pointers[dy_place] + start, step, n)
             line += together
         while line < last:
             there = n if line < f.lines - 1 else min(n, f.tail - column)
@@ -159,8 +109,7 @@ def _sums_task(v: Variant, together: int, streams: bool):
                     ask_for(pointers[0] + start + _AHEAD_BYTES, there * itemsize)
                     if not is_train:
                         ask_for(pointers[dy_place] + start + _AHEAD_BYTES, there * itemsize)
-                x, dy, _ = opened(pointers, start, step, 1, there, scratch)
-                add_line(sums, x, dy, there)
+                add_one(sums, pointers[0] + start, pointers[dy_place] + start, 0, there)
             line += 1
 
     @njit(**DEVICE)
@@ -301,10 +250,9 @@ class Rows(Candidate[NoConfig, Cpu]):
         size = ITEMSIZE[problem.compute]
         width = channels * ceil(_LEAST_WIDTH / channels)
         lines, blocks = ceil(rows * channels / width), ceil(width / _BLOCK)
-        # Four lines of which each is read from memory in short pieces leave the processor's prefetcher behind. 16-bit
-        # ones are read whole as they are widened.
+        # Four lines of which each is read from memory in short pieces leave the processor's prefetcher behind.
         far = streams(problem, device)
-        is_short = problem.dtype == problem.compute and width * size < _LONG_LINE_BYTES
+        is_short = width * ITEMSIZE[problem.dtype] < _LONG_LINE_BYTES
         together = 1 if far and is_short else _LINES_AT_ONCE
         shared = min(device.threads * _TASKS_PER_THREAD, problem.operands[0].size_bytes // _PART_BYTES)
         most = _MOST_ADDITIONS[problem.compute] * together
@@ -312,7 +260,7 @@ class Rows(Candidate[NoConfig, Cpu]):
         parts = min(lines, wanted)
         finished = min(_MOST_FINISHED, max(_LEAST_FINISHED, _FINISHED_PARTS // parts))
         sums, coefficients = np.empty((parts, 2, width)), np.empty(4 * width * size + 64, np.uint8)
-        scratch = Scratch(device, (3 + 2 * _LINES_AT_ONCE) * _BLOCK * size)
+        scratch = Scratch(device, 3 * _BLOCK * size)
         ctx = filled(
             _FIELDS,
             channels=channels,

@@ -1,10 +1,11 @@
-"""Vector code of batch normalisation: elements scaled, those of 16 bits widened and narrowed in registers."""
+"""Vector code of batch normalisation: neighbours summed and scaled, 16-bit ones widened and narrowed in registers."""
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 
 from numba import types
+from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
@@ -13,8 +14,10 @@ from nbdnn.kernels.cpu.vector import (
     I64,
     by_ends,
     by_vectors,
+    constant,
     convert,
     element,
+    halved,
     load,
     row_types,
     splat,
@@ -23,21 +26,110 @@ from nbdnn.kernels.cpu.vector import (
 )
 
 _CONTRACT = ("contract",)
+_SUMS = 4  # of each kind, side by side: an addition takes as many cycles, of which two begin in each
+
+
+def _times_plus(builder, a, b, c):
+    return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
+
+
+@cache
+def sum_row(v: Variant):
+    """Intrinsic (x, dy, n, center) -> (a, b): the sums of n neighbours, of d and d * d forward, where d is x - center,
+    of dy and dy * d for gradients."""
+    read, wide, itemsize, _ = row_types(v.dtype, v.compute, v.vl)
+
+    def codegen(context, builder, sig, args):
+        x, dy, n, center = args
+        center = splat(builder, center, wide)
+        sums = [[cgutils.alloca_once_value(builder, constant(wide, 0.0)) for _ in range(2)] for _ in range(_SUMS)]
+
+        def values(start, i, mask):
+            slot = element(builder, start, i, read, itemsize)
+            return convert(builder, load(builder, slot, read, itemsize, mask), v.dtype, v.compute, v.vl)
+
+        def step(i, mask, number: int = 0):
+            d = builder.fsub(values(x, i, mask), center)
+            if mask is not None:
+                d = builder.select(mask, d, constant(wide, 0.0))
+            first = d if v.is_forward else values(dy, i, mask)
+            a, b = sums[number]
+            builder.store(builder.fadd(builder.load(a), first), a)
+            builder.store(_times_plus(builder, first, d, builder.load(b)), b)
+
+        block = I64(_SUMS * v.vl)
+        blocks = builder.sub(n, builder.srem(n, block))
+        with cgutils.for_range_slice(builder, I64(0), blocks, block, I64) as (i, _):
+            for number in range(_SUMS):
+                step(builder.add(i, I64(number * v.vl)), None, number)
+        by_vectors(builder, builder.sub(n, blocks), v.vl, lambda i, mask: step(builder.add(blocks, i), mask))
+        every = [reduce(builder.fadd, [builder.load(pair[kind]) for pair in sums]) for kind in range(2)]
+        found = halved(builder, every, v.vl, lambda *halves: [builder.fadd(a, b) for a, b in zip(*halves, strict=True)])
+        return context.make_tuple(builder, sig.return_type, found)
+
+    @intrinsic
+    def run(typingctx, x, dy, n, center):
+        real = REAL[v.compute]
+        return signature(types.UniTuple(real, 2), *[types.int64] * 3, real), codegen
+
+    return run
+
+
+@cache
+def add_lines(v: Variant, lines: int, row_bytes: int):
+    """Intrinsic (sums, x, dy, apart, n): n columns of so many lines, `apart` bytes apart, each added to its sums.
+
+    sums: a row of what is subtracted from x, one of the sums of d, or of dy, and one of d * d, or dy * d, each of
+    row_bytes, which are whole vectors.
+    """
+    read, wide, itemsize, size = row_types(v.dtype, v.compute, v.vl)
+
+    def codegen(context, builder, sig, args):
+        sums, x, dy, apart, n = args
+
+        def values(start, line, i, mask):
+            slot = element(builder, builder.add(start, builder.mul(apart, I64(line))), i, read, itemsize)
+            return convert(builder, load(builder, slot, read, itemsize, mask), v.dtype, v.compute, v.vl)
+
+        def joined(parts):
+            """Neighbours first."""
+            while len(parts) > 1:
+                parts = [builder.fadd(*parts[k : k + 2], flags=_CONTRACT) for k in range(0, len(parts), 2)]
+            return parts[0]
+
+        def step(i, mask):
+            slots = [element(builder, builder.add(sums, I64(row * row_bytes)), i, wide, size) for row in range(3)]
+            pivot, *before = (builder.load(slot, align=size) for slot in slots)
+            firsts, products = [], []
+            for line in range(lines):
+                d = builder.fsub(values(x, line, i, mask), pivot)
+                if mask is not None:
+                    d = builder.select(mask, d, constant(wide, 0.0))
+                firsts.append(d if v.is_forward else values(dy, line, i, mask))
+                products.append(builder.fmul(firsts[-1], d, flags=_CONTRACT))
+            for slot, was, more in zip(slots[1:], before, (firsts, products), strict=True):
+                builder.store(builder.fadd(was, joined(more), flags=_CONTRACT), slot, align=size)
+
+        by_vectors(builder, n, v.vl, step)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, sums, x, dy, apart, n):
+        return signature(types.none, *[types.int64] * 5), codegen
+
+    return run
 
 
 def _scaled(builder, op: str, x, dy, coefficients):
     """What becomes of vectors of elements, as `bn_channel` says."""
     center, second, scale, offset = coefficients
 
-    def times_plus(a, b, c):
-        return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
-
     if op == "bn_infer_bwd":
         return builder.fmul(dy, scale)
     centered = builder.fsub(x, center)
     if op == "bn_bwd":
-        return times_plus(dy, scale, times_plus(centered, second, offset))
-    return times_plus(builder.fsub(centered, second) if op == "bn_train" else centered, scale, offset)
+        return _times_plus(builder, dy, scale, _times_plus(builder, centered, second, offset))
+    return _times_plus(builder, builder.fsub(centered, second) if op == "bn_train" else centered, scale, offset)
 
 
 @cache

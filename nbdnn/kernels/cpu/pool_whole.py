@@ -11,7 +11,6 @@ Traffic: x and y (dy and dx) once. Sums in float32 (float64), in vectors of part
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from math import ceil, prod
 
@@ -39,6 +38,7 @@ from nbdnn.kernels.cpu.vector import (
     convert,
     element,
     filled,
+    halved,
     load,
     pointer,
     record,
@@ -59,17 +59,6 @@ _FIELDS = record("planes", "planes_a_task", "elements", "averages", "channels", 
 
 def takes_all(axes: Axes) -> bool:
     return axes.extent == axes.taps and not any(axes.pad)
-
-
-def _halved(builder, parts: Sequence[ir.Value], vl: int, join) -> Sequence[ir.Value]:
-    """What the lanes of vectors come to; join: of two such sequences. The halves are vectors of half as many lanes: of
-    eight integers of 64 bits LLVM 20 took the comparison for the lanes that were selected by it."""
-    half = vl // 2
-    while half:
-        low, high = (ir.Constant(ir.VectorType(I32, half), list(range(first, first + half))) for first in (0, half))
-        parts = join(*([builder.shuffle_vector(part, part, lanes) for part in parts] for lanes in (low, high)))
-        half //= 2
-    return [builder.extract_element(part, I32(0)) for part in parts]
 
 
 @cache
@@ -97,7 +86,7 @@ def _join_plane(source: str, compute: str, vl: int, is_max: bool):
         total = builder.load(sums[0])
         for other in sums[1:]:
             total = joined_vectors(builder, is_max, total, builder.load(other))
-        return _halved(builder, [total], vl, lambda a, b: [joined_vectors(builder, is_max, a[0], b[0])])[0]
+        return halved(builder, [total], vl, lambda a, b: [joined_vectors(builder, is_max, a[0], b[0])])[0]
 
     @intrinsic
     def join(typingctx, start, n):
@@ -143,7 +132,7 @@ def _first_maximum(source: str, compute: str, vl: int):
             return [builder.select(better, other, value), builder.select(better, there, at)]
 
         by_vectors(builder, n, vl, look)
-        _, found = _halved(builder, [builder.load(best), builder.load(place)], vl, earlier)
+        _, found = halved(builder, [builder.load(best), builder.load(place)], vl, earlier)
         return found if compute == "f64" else builder.zext(found, I64)
 
     @intrinsic

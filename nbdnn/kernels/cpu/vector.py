@@ -305,6 +305,17 @@ def every(builder, parts):
     return parts[0]
 
 
+def halved(builder, parts, vl: int, join):
+    """What the lanes of vectors come to; join: of two such sequences. The halves are vectors of half as many lanes: of
+    eight integers of 64 bits LLVM 20 took the comparison for the lanes that were selected by it."""
+    half = vl // 2
+    while half:
+        low, high = (ir.Constant(ir.VectorType(I32, half), list(range(first, first + half))) for first in (0, half))
+        parts = join(*([builder.shuffle_vector(part, part, lanes) for part in parts] for lanes in (low, high)))
+        half //= 2
+    return [builder.extract_element(part, I32(0)) for part in parts]
+
+
 def splat(builder, value, vector):
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, value, I32(0))
