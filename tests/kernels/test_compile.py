@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numba import njit
 
 from nbdnn.kept import keep
-from nbdnn.kernels.cpu.compile import cache_dir
+from nbdnn.kernels.cpu.compile import DEVICE, cache_dir, compile_task
+from nbdnn.kernels.cpu.vector import pointer
 from nbdnn.problem_conv import CONV_OPS
 
 PREPARE = """
@@ -39,6 +43,36 @@ def test_a_second_process_compiles_nothing(op: str) -> None:
     compiled("1")
     assert list(cache_dir().glob("*.nbc"))
     assert compiled("2") == ""
+
+
+def test_what_kernels_call_is_code_of_theirs_alone() -> None:
+    """Called by two, and by what one of them calls: linked into each, and by itself no machine code."""
+
+    @njit(**DEVICE)
+    def squared(x):
+        return x * x
+
+    @njit(**DEVICE)
+    def cubed(x):
+        return squared(x) * x
+
+    at = pointer("i64")
+
+    def square(args, ctx, index, worker):
+        at(args)[0] = squared(index)
+
+    def square_and_cube(args, ctx, index, worker):
+        at(args)[0] = squared(index)
+        at(args)[1] = cubed(index)
+
+    memory = np.zeros(2, np.int64)
+    for task, expected in ((square, [49, 0]), (square_and_cube, [49, 343])):
+        compile_task(task, secrets.token_hex()).ctypes(memory.ctypes.data, 0, 7, 0)
+        assert memory.tolist() == expected
+    for dispatcher in (squared, cubed):
+        (result,) = dispatcher.overloads.values()
+        engine = result.target_context.codegen()._engine
+        assert not engine.is_symbol_defined(result.fndesc.mangled_name)
 
 
 def test_a_source_edited_meanwhile_is_not_kept(tmp_path: Path) -> None:
