@@ -93,8 +93,7 @@ def test_a_held_filter_serves_all_tiles(op: str, teams: int, early: bool, monkey
     check(monkeypatch, text, 3, 7, early, _ONE_SM, teams=teams, stages=6, held=True)
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
-@pytest.mark.parametrize("channels", [16, 40, 72])
+@pytest.mark.parametrize(("channels", "early"), [(16, True), (40, False), (72, True)])
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 @pytest.mark.parametrize("op", OPS)
 def test_blocks_stay_while_the_filter_passes_by(
