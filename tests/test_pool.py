@@ -376,20 +376,23 @@ def test_channels_in_vectors_of_every_width(vector_bytes: int, device: Cpu) -> N
 
 @pytest.mark.parametrize("mode", ["max", "sum", "average_inc_pad"])
 @pytest.mark.parametrize(
-    "text",
+    ("text", "at_once"),
     [
-        "f32:n3c131h5w4:r5s4:p0x0:u1x1:{}:nhwc",
-        "f64:n2c511h3w6:r3s6:p0x0:u1x1:{}:nhwc",
-        "f32:n1c1023h2w3:r2s3:p0x0:u1x1:{}:nhwc",
-        "f32:n2c256d3h2w5:t3r2s5:p0x0x0:u1x1x1:{}:ndhwc",
+        ("f32:n3c131h5w4:r5s4:p0x0:u1x1:{}:nhwc", 1),
+        ("f64:n2c511h3w6:r3s6:p0x0:u1x1:{}:nhwc", 4),
+        ("f32:n1c1030h2w3:r2s3:p0x0:u1x1:{}:nhwc", 4),
+        ("bf16:n1c4096h3w1:r3s1:p0x0:u1x1:{}:nhwc", 4),
+        ("bf16:n2c2051h3w3:r3s3:p0x0:u1x1:{}:nhwc", 4),
+        ("f32:n2c256d3h2w5:t3r2s5:p0x0x0:u1x1x1:{}:ndhwc", 4),
     ],
 )
-def test_whole_images_by_lines_of_channels(text: str, mode: str, device: Cpu) -> None:
-    """Lines that are no whole vectors, and as long as they may be; blocks of channels."""
+def test_whole_images_by_lines_of_channels(text: str, at_once: int, mode: str, device: Cpu) -> None:
+    """Lines that are no whole vectors, and as long as they may be; blocks of channels; pixels left over, or too few."""
     problem = parse("pool_fwd:" + text.format(mode))
+    at_once = 1 if problem.is_max and problem.c < 1024 else at_once
     for vector_bytes in (16, min(32, device.vector_bytes)):
         other = replace(device, vector_bytes=vector_bytes)
-        assert pool_channels.goes_by_lines(problem, axes_of(problem), other)
+        assert pool_channels.lines_at_once(problem, axes_of(problem), other) == at_once
         check(registry.candidate("pool_fwd/cpu/windows"), problem, NoConfig(), other)
 
 

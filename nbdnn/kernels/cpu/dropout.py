@@ -167,7 +167,7 @@ def _task(dtype: str, forward: bool, lanes: int):
         first = index * f.elements_a_task
         end = min(f.elements, first + f.elements_a_task)
         while first < end:
-            count = min(_PIECE_ELEMS, end - first)
+            count = min(_PIECE_ELEMS, end - first) if forward else end - first
             if forward:
                 words(drawn, state[1] + first // BLOCK_ELEMS, state[0])
                 bits(mask + first // 8, drawn, threshold, count)

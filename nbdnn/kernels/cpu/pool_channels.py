@@ -53,7 +53,7 @@ from nbdnn.kernels.cpu.vector import (
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
-_TASKS_PER_THREAD = 8
+_TASKS_PER_THREAD, _LINE_TASKS_PER_THREAD = 8, 4
 # Vectors: the longest that channels are left for, so that taps wait for no join of the one before.
 _STRIPS = {True: (16, 8, 4, 2, 1), False: (8, 4, 2, 1)}  # with AVX-512's 32 registers, and with 16
 # How far ahead pixels are asked for. From memory: 8x64x112x112, 3x3 with stride 2, took 0.79 ms of 1.15; what is in a
@@ -61,12 +61,15 @@ _STRIPS = {True: (16, 8, 4, 2, 1), False: (8, 4, 2, 1)}  # with AVX-512's 32 reg
 # cache: sums of 8x2048x7x7 took 30 us of 35 (a Zen 5 thread).
 _AHEAD_BYTES, _AHEAD_PIXELS, _FAR_APART_BYTES, _NEAR_BYTES = 2048, 4, 4096, 512
 _LEAST_CHANNELS = 512  # of a block
-# Where one window is all of an image whose pixels are two strips or more, but not so long that they lie as far apart as
-# addresses repeat in the first-level cache: lines of channels, so that the image is read from its beginning to its end.
-# Sums and maxima of 8x128x28x28 took 0.83 and 0.79 of the time of strips, of 8x256x14x14 0.77 and 0.66, of 4x512x28x28
-# 0.57 and 0.53 (a Zen 3 thread); sums of 64 channels 1.19, of 2048 1.0 to 1.3, of bfloat16, whose sums are twice as
-# long as its pixels, 1.1.
+# Where one window is all of an image whose pixels are two strips or more: lines of channels, so that the image is read
+# from its beginning to its end. Sums and maxima of 8x128x28x28 took 0.83 and 0.79 of the time of strips, of 8x256x14x14
+# 0.77 and 0.66, of 4x512x28x28 0.57 and 0.53 (a Zen 3 thread); sums of 64 channels 1.19, of short ones in bfloat16,
+# whose sums are twice as long as its pixels, 1.1.
 _LEAST_STRIPS = 2
+_MOST_LINE_BYTES = 16384
+# Long lines four at once, by whether they are maxima: from memory sums of 64x2048x7x7 took 0.4 to 0.7 of the time of
+# strips, of bfloat16 0.25 to 0.5, in cache 0.7 to 0.9 (two Zen 3 threads); maxima of 512 channels 1.07 of one at once.
+_LINES_AT_ONCE, _LONG_LINE_BYTES = 4, {True: 4096, False: 1024}
 # One thread: priors for the guess, of a vector of channels by whether it is a maximum.
 _NS_PER_PIXEL, _NS_PER_VECTOR = 0.8, {True: 0.42, False: 0.25}
 _OF_PLANES = Support(False, "layout nchw: the channels of a pixel do not lie side by side")
@@ -148,45 +151,58 @@ def _join_window(source: str, compute: str, vl: int, is_max: bool):
 
 
 @cache
-def _join_lines(dtype: str, vl: int, is_max: bool):
-    """Intrinsic as `_join_window`'s, of what needs no conversion: pixel after pixel, with the maxima or sums of all n
-    channels, `_FAR_APART_BYTES` at most, in memory meanwhile."""
-    _, wide, itemsize, _ = row_types(dtype, dtype, vl)
+def _join_lines(source: str, compute: str, vl: int, is_max: bool, at_once: int):
+    """Intrinsic as `_join_window`'s, of a whole image: so many pixels after the others, with the maxima or sums of all
+    n channels, `_MOST_LINE_BYTES` at most, in memory meanwhile."""
+    read, wide, read_bytes, wide_bytes = row_types(source, compute, vl)
     neutral = constant(wide, float("-inf") if is_max else 0.0)
 
     def codegen(context, builder, sig, args):
-        to, n, start, n_d, n_h, n_w, plane_bytes, row_bytes, pixel_bytes, _, scale = args
-        found = builder.ptrtoint(cgutils.alloca_once(builder, wide, _FAR_APART_BYTES // (vl * itemsize)), I64)
+        to, n, start, n_d, n_h, n_w, _, _, pixel_bytes, _, scale = args
+        found = builder.ptrtoint(cgutils.alloca_once(builder, wide, _MOST_LINE_BYTES // (vl * wide_bytes)), I64)
 
         def slot(i):
-            return element(builder, found, i, wide, itemsize)
+            return element(builder, found, i, wide, wide_bytes)
 
         def finish(i, mask) -> None:
             value = builder.load(slot(i))
             if not is_max:
                 value = builder.fmul(value, splat(builder, scale, wide))
-            store(builder, value, element(builder, to, i, wide, itemsize), itemsize, mask)
+            there = element(builder, to, i, read, read_bytes)
+            store(builder, convert(builder, value, compute, source, vl), there, read_bytes, mask)
+
+        def join(pixel, count: int) -> None:
+            def vector(i, mask) -> None:
+                values = []
+                for number in range(count):
+                    line = builder.add(pixel, builder.mul(pixel_bytes, I64(number)))
+                    value = load(builder, element(builder, line, i, read, read_bytes), read, read_bytes, mask)
+                    values.append(convert(builder, value, source, compute, vl))
+                while len(values) > 1:
+                    values = [joined_vectors(builder, is_max, *values[k : k + 2]) for k in range(0, len(values), 2)]
+                builder.store(joined_vectors(builder, is_max, builder.load(slot(i)), values[0]), slot(i))
+
+            by_vectors(builder, n, vl, vector)
 
         by_vectors(builder, n, vl, lambda i, mask: builder.store(neutral, slot(i)))
-        with _each_pixel(builder, start, (n_d, n_h, n_w), (plane_bytes, row_bytes, pixel_bytes)) as pixel:
-
-            def join(i, mask) -> None:
-                value = load(builder, element(builder, pixel, i, wide, itemsize), wide, itemsize, mask)
-                builder.store(joined_vectors(builder, is_max, builder.load(slot(i)), value), slot(i))
-
-            by_vectors(builder, n, vl, join)
+        pixels = builder.mul(builder.mul(n_d, n_h), n_w)
+        some = builder.sub(pixels, builder.urem(pixels, I64(at_once)))
+        for first, end, count in ((I64(0), some, at_once), (some, pixels, 1))[:at_once]:
+            with cgutils.for_range_slice(builder, first, end, I64(count), I64) as (number, _):
+                join(builder.add(start, builder.mul(number, pixel_bytes)), count)
         by_vectors(builder, n, vl, finish)
         return context.get_dummy_value()
 
-    return _join(dtype, codegen)
+    return _join(compute, codegen)
 
 
 @cache
-def _task(dtype: str, is_max: bool, vl: int, by_lines: bool):
-    """A run of rows of y, of a block of channels: index = run * blocks + block."""
+def _task(dtype: str, is_max: bool, vl: int, lines: int):
+    """A run of rows of y, of a block of channels: index = run * blocks + block. lines: of channels, at once; or 0."""
     compute = DEFAULT_COMPUTE[dtype]
     i64, at, real, itemsize = pointer("i64"), struct(_FIELDS), NUMBA_FLOAT[compute], ITEMSIZE[dtype]
-    join = _join_lines(dtype, vl, is_max) if by_lines else _join_window(dtype, compute, vl, is_max)
+    how = dtype, compute, vl, is_max
+    join = _join_lines(*how, lines) if lines else _join_window(*how)
 
     def join_windows(args, ctx, index, worker):
         pointers, f = i64(args), at(ctx)
@@ -211,16 +227,19 @@ def _task(dtype: str, is_max: bool, vl: int, by_lines: bool):
                 join(to + q * pixel_bytes, n, pixel, n_d, n_h, n_w, f.in_h * row_bytes, row_bytes, pixel_bytes, f.ahead,
                      scale)  # fmt: skip
 
-    return compile_task(join_windows, (dtype, is_max, vl, by_lines))
+    return compile_task(join_windows, (dtype, is_max, vl, lines))
 
 
-def goes_by_lines(problem: PoolProblem, axes: Axes, device: Cpu) -> bool:
-    """Whether an image is joined by lines of channels."""
-    if problem.dtype != problem.compute or not takes_all(axes):
-        return False
-    vector_bytes = device.lanes(problem.dtype) * ITEMSIZE[problem.dtype]
+def lines_at_once(problem: PoolProblem, axes: Axes, device: Cpu) -> int:
+    """By how many lines of channels at once an image is joined; 0: not by lines."""
+    pixel_bytes, wide_bytes = (problem.c * ITEMSIZE[dtype] for dtype in (problem.dtype, problem.compute))
+    if not takes_all(axes) or wide_bytes > _MOST_LINE_BYTES:
+        return 0
+    if pixel_bytes >= _LONG_LINE_BYTES[problem.is_max]:
+        return _LINES_AT_ONCE
+    vector_bytes = device.lanes(problem.compute) * ITEMSIZE[problem.compute]
     strip_bytes = _STRIPS[vector_bytes >= 64][0] * vector_bytes
-    return _LEAST_STRIPS * strip_bytes <= problem.c * ITEMSIZE[problem.dtype] < _FAR_APART_BYTES
+    return int(pixel_bytes == wide_bytes >= _LEAST_STRIPS * strip_bytes)
 
 
 class Windows(Candidate[NoConfig, Cpu]):
@@ -239,7 +258,9 @@ class Windows(Candidate[NoConfig, Cpu]):
 
     def prepare(self, problem: PoolProblem, config: NoConfig, device: Cpu) -> Program:
         axes = axes_of(problem)
-        rows, wanted = problem.n * axes.out[0] * axes.out[1], device.threads * _TASKS_PER_THREAD
+        lines = lines_at_once(problem, axes, device)
+        tasks = _LINE_TASKS_PER_THREAD if lines else _TASKS_PER_THREAD
+        rows, wanted = problem.n * axes.out[0] * axes.out[1], device.threads * tasks
         blocks = min(ceil(problem.c / _LEAST_CHANNELS), ceil(wanted / rows))
         block_channels = ceil(problem.c / blocks / _LEAST_CHANNELS) * _LEAST_CHANNELS
         blocks, rows_a_task = ceil(problem.c / block_channels), ceil(rows / wanted)
@@ -260,7 +281,7 @@ class Windows(Candidate[NoConfig, Cpu]):
             averages=problem.mode.startswith("average"),
             excludes_pad=problem.mode == "average_exc_pad",
         )
-        task = _task(problem.dtype, problem.is_max, device.lanes(problem.compute), goes_by_lines(problem, axes, device))
+        task = _task(problem.dtype, problem.is_max, device.lanes(problem.compute), lines)
         return Program([Phase(task, ceil(rows / rows_a_task) * blocks, ctx)])
 
 
