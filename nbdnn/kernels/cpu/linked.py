@@ -27,12 +27,10 @@ class _Linked(JITCodeLibrary):
         self._ensure_finalized()
         return 0
 
-    def finalize(self) -> None:
-        self._raise_if_finalized()
-        for library in dict.fromkeys(self._linking_libraries):
-            self._reload_init.update(library._reload_init)
-            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
-        self._final_module.verify()
+    def _optimize_final_module(self) -> None:
+        """In the kernels."""
+
+    def _finalize_final_module(self) -> None:
         self._finalize_dynamic_globals()
         self._finalized = True
 

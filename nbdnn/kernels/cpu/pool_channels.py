@@ -187,7 +187,7 @@ def _join_lines(source: str, compute: str, vl: int, is_max: bool, at_once: int):
         by_vectors(builder, n, vl, lambda i, mask: builder.store(neutral, slot(i)))
         pixels = builder.mul(builder.mul(n_d, n_h), n_w)
         some = builder.sub(pixels, builder.urem(pixels, I64(at_once)))
-        for first, end, count in ((I64(0), some, at_once), (some, pixels, 1))[:at_once]:
+        for first, end, count in ((I64(0), some, at_once), (some, pixels, 1))[:at_once]:  # of one at once none are left
             with cgutils.for_range_slice(builder, first, end, I64(count), I64) as (number, _):
                 join(builder.add(start, builder.mul(number, pixel_bytes)), count)
         by_vectors(builder, n, vl, finish)
