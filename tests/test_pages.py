@@ -24,7 +24,7 @@ def _some() -> Iterator[list[str]]:
         yield from (ids[i : i + _AT_ONCE] for i in range(0, len(ids), _AT_ONCE))
 
 
-@pytest.mark.parametrize("ids", _some(), ids=",".join)
+@pytest.mark.parametrize("ids", list(_some()), ids=",".join)
 def test_pages_beside_the_operands_are_not_touched(ids: list[str]) -> None:
     """In a process of their own, which would die."""
     script = Path(__file__).parent / "beside_pages.py"
