@@ -33,26 +33,29 @@ def _times_plus(builder, a, b, c):
     return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
 
 
+def _values(builder, v: Variant, start, i, mask):
+    """A vector of neighbours, in the compute type."""
+    read, _, itemsize, _ = row_types(v.dtype, v.compute, v.vl)
+    slot = element(builder, start, i, read, itemsize)
+    return convert(builder, load(builder, slot, read, itemsize, mask), v.dtype, v.compute, v.vl)
+
+
 @cache
 def sum_row(v: Variant):
     """Intrinsic (x, dy, n, center) -> (a, b): the sums of n neighbours, of d and d * d forward, where d is x - center,
     of dy and dy * d for gradients."""
-    read, wide, itemsize, _ = row_types(v.dtype, v.compute, v.vl)
+    wide = row_types(v.dtype, v.compute, v.vl)[1]
 
     def codegen(context, builder, sig, args):
         x, dy, n, center = args
         center = splat(builder, center, wide)
         sums = [[cgutils.alloca_once_value(builder, constant(wide, 0.0)) for _ in range(2)] for _ in range(_SUMS)]
 
-        def values(start, i, mask):
-            slot = element(builder, start, i, read, itemsize)
-            return convert(builder, load(builder, slot, read, itemsize, mask), v.dtype, v.compute, v.vl)
-
         def step(i, mask, number: int = 0):
-            d = builder.fsub(values(x, i, mask), center)
+            d = builder.fsub(_values(builder, v, x, i, mask), center)
             if mask is not None:
                 d = builder.select(mask, d, constant(wide, 0.0))
-            first = d if v.is_forward else values(dy, i, mask)
+            first = d if v.is_forward else _values(builder, v, dy, i, mask)
             a, b = sums[number]
             builder.store(builder.fadd(builder.load(a), first), a)
             builder.store(_times_plus(builder, first, d, builder.load(b)), b)
@@ -82,14 +85,13 @@ def add_lines(v: Variant, lines: int, row_bytes: int):
     sums: a row of what is subtracted from x, one of the sums of d, or of dy, and one of d * d, or dy * d, each of
     row_bytes, which are whole vectors.
     """
-    read, wide, itemsize, size = row_types(v.dtype, v.compute, v.vl)
+    _, wide, _, size = row_types(v.dtype, v.compute, v.vl)
 
     def codegen(context, builder, sig, args):
         sums, x, dy, apart, n = args
 
         def values(start, line, i, mask):
-            slot = element(builder, builder.add(start, builder.mul(apart, I64(line))), i, read, itemsize)
-            return convert(builder, load(builder, slot, read, itemsize, mask), v.dtype, v.compute, v.vl)
+            return _values(builder, v, builder.add(start, builder.mul(apart, I64(line))), i, mask)
 
         def joined(parts):
             """Neighbours first."""
@@ -148,8 +150,7 @@ def scale_row(v: Variant, by_column: bool, past_caches: bool = False, lines: int
 
         def step(i, mask):
             def values(start, line):
-                slot = element(builder, builder.add(start, builder.mul(apart, I64(line))), i, read, itemsize)
-                return convert(builder, load(builder, slot, read, itemsize, mask), v.dtype, v.compute, v.vl)
+                return _values(builder, v, builder.add(start, builder.mul(apart, I64(line))), i, mask)
 
             def of_channel(given):
                 if by_column:
