@@ -146,12 +146,19 @@ def joined(extents: tuple[int, ...]) -> str:
     return "x".join(map(str, extents))
 
 
-def check_fields(problem: Any, ops: tuple[str, ...]) -> None:
-    """The checks of what every family's problems have: op, dtype, n, c, spatial and layout."""
+def check_kind(problem: Problem, ops: tuple[str, ...]) -> None:
+    """The checks of what every problem has: op, dtype and align."""
     if problem.op not in ops:
         raise InvalidProblem(f"unknown op {problem.op!r}: expected one of {', '.join(ops)}")
     if problem.dtype not in ITEMSIZE:
         raise InvalidType(f"dtype {problem.dtype!r} is not one of {', '.join(ITEMSIZE)}")
+    if problem.align < (size := ITEMSIZE[problem.dtype]):
+        raise InvalidProblem(f"alignment is {problem.align}, it must be at least the {size} bytes of {problem.dtype}")
+
+
+def check_fields(problem: Any, ops: tuple[str, ...]) -> None:
+    """The checks of what problems of images have: op, dtype, align, n, c, spatial and layout."""
+    check_kind(problem, ops)
     ndim = len(problem.spatial)
     if ndim not in LAYOUTS:
         raise InvalidType(f"{problem.op} has 2 or 3 spatial axes, not {ndim}")

@@ -36,11 +36,11 @@ from nbdnn.problem import (
     DEFAULT_COMPUTE,
     DIM_NAMES,
     FAMILIES,
-    ITEMSIZE,
     LARGEST_STEP,
     LAYOUTS,
     Operand,
     Problem,
+    check_kind,
     check_numbers,
     dense_strides,
     joined,
@@ -98,10 +98,7 @@ class ConvProblem(Problem):
         self._validate_numbers()
 
     def _validate_types(self) -> None:
-        if self.op not in CONV_OPS:
-            raise InvalidProblem(f"unknown op {self.op!r}: expected one of {', '.join(CONV_OPS)}")
-        if self.dtype not in ITEMSIZE:
-            raise InvalidType(f"dtype {self.dtype!r} is not one of {', '.join(ITEMSIZE)}")
+        check_kind(self, CONV_OPS)
         if self.ndim not in LAYOUTS:
             raise InvalidType(f"a convolution has 2 or 3 spatial axes, not {self.ndim}")
         for name, value, valid in (

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nbdnn.cached import cached_property
-from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import DEFAULT_ALIGN, DEFAULT_COMPUTE, FAMILIES, ITEMSIZE, Operand, Problem
+from nbdnn.problem import DEFAULT_ALIGN, DEFAULT_COMPUTE, FAMILIES, Operand, Problem, check_kind, check_numbers
 from nbdnn.problem_text import Tokens
 
 # A block of the generator gives four words, one for each of four elements.
@@ -41,12 +40,8 @@ class DropoutProblem(Problem):
     scalars: ClassVar[tuple[float, ...]] = (2.0**30, 4 / 3)
 
     def __post_init__(self) -> None:
-        if self.op not in FAMILIES["dropout"]:
-            raise InvalidProblem(f"unknown op {self.op!r}: expected one of {', '.join(FAMILIES['dropout'])}")
-        if self.dtype not in ITEMSIZE:
-            raise InvalidType(f"dtype {self.dtype!r} is not one of {', '.join(ITEMSIZE)}")
-        if self.elements < 0:
-            raise InvalidProblem(f"elements is {self.elements}, it must be at least 0")
+        check_kind(self, FAMILIES["dropout"])
+        check_numbers("elements", (self.elements,), 0)
 
     @property
     def compute(self) -> str:  # type: ignore[override]

@@ -36,8 +36,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
 from nbdnn.cached import cached_property
-from nbdnn.errors import InvalidProblem, InvalidType
-from nbdnn.problem import DEFAULT_ALIGN, DEFAULT_COMPUTE, FAMILIES, ITEMSIZE, Operand, Problem, dense_strides, named
+from nbdnn.errors import InvalidProblem
+from nbdnn.problem import (
+    DEFAULT_ALIGN,
+    DEFAULT_COMPUTE,
+    FAMILIES,
+    Operand,
+    Problem,
+    check_kind,
+    check_numbers,
+    dense_strides,
+    named,
+)
 from nbdnn.problem_text import Tokens
 from nbdnn.rnn_parameters import GATES, Parameters
 
@@ -101,15 +111,11 @@ class RnnProblem(Problem):
     multiplies_matrices: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.op not in FAMILIES["rnn"]:
-            raise InvalidProblem(f"unknown op {self.op!r}: expected one of {', '.join(FAMILIES['rnn'])}")
-        if self.dtype not in ITEMSIZE:
-            raise InvalidType(f"dtype {self.dtype!r} is not one of {', '.join(ITEMSIZE)}")
+        check_kind(self, FAMILIES["rnn"])
         if self.mode not in GATES:
             raise InvalidProblem(f"mode {self.mode!r} is not one of {', '.join(GATES)}")
         for name, smallest in (("steps", 0), ("batch", 0), ("input", 1), ("hidden", 1), ("layers", 1)):
-            if (value := getattr(self, name)) < smallest:
-                raise InvalidProblem(f"{name} is {value}, it must be at least {smallest}")
+            check_numbers(name, (getattr(self, name),), smallest)
         if self.skip and self.input != self.hidden:
             raise InvalidProblem(f"skip input adds {self.input} inputs to {self.hidden} hidden units")
         if self.training and self.op == "rnn_bwd":

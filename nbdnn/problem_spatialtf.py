@@ -29,10 +29,11 @@ from nbdnn.problem import (
     DEFAULT_COMPUTE,
     DIM_NAMES,
     FAMILIES,
-    ITEMSIZE,
     Operand,
     Problem,
     check_fields,
+    check_kind,
+    check_numbers,
     dense_strides,
     named,
 )
@@ -74,17 +75,14 @@ class SpatialtfProblem(Problem):
             check_fields(self, FAMILIES["spatialtf"])
             if len(self.spatial) != 2:
                 raise InvalidType(f"{self.op} has 2 spatial axes, not {len(self.spatial)}")
-        elif self.dtype not in ITEMSIZE:
-            raise InvalidType(f"dtype {self.dtype!r} is not one of {', '.join(ITEMSIZE)}")
-        elif self.n < 0:
-            raise InvalidProblem(f"extent is {self.n}, it must be at least 0")
+        else:
+            check_kind(self, FAMILIES["spatialtf"])
+            check_numbers("extent", (self.n,), 0)
         if self.param_dtype not in (self.dtype, DEFAULT_COMPUTE[self.dtype] if self.has_image else self.dtype):
             raise InvalidType(f"parameters of dtype {self.param_dtype!r} do not go with data of {self.dtype!r}")
         if len(self.out_spatial) != 2:
             raise InvalidProblem(f"output has {len(self.out_spatial)} spatial axes, expected 2")
-        for extent in self.out_spatial:
-            if extent < 1:
-                raise InvalidProblem(f"output extent is {extent}, it must be at least 1")
+        check_numbers("output extent", self.out_spatial, 1)
 
     @property
     def compute(self) -> str:  # type: ignore[override]

@@ -8,7 +8,7 @@ from nbdnn.errors import InvalidProblem
 
 _DIMS = re.compile(r"n(\d+)c(\d+)(?:d(\d+))?h(\d+)w(\d+)")
 _PAIR = re.compile(r"(\d+)\.(\d+)")
-_ALIGNMENTS = "a1", "a2", "a4", "a8", "a16"
+_ALIGNMENTS = "a2", "a4", "a8", "a16"
 
 
 class Tokens:
