@@ -60,26 +60,26 @@ class Covers(NamedTuple):
 
 
 _EVERY_DTYPE, _EVERY_LAYOUT = "f16 bf16 f32 f64", "nchw nhwc ncdhw ndhwc"
-_FORWARD_ENDS = "e:bias e:bias+relu e:swish e:sigmoid e:tanh e:bias+relu+res+beta a4"
+_FORWARD_ENDS = "e:bias e:bias+relu e:swish e:sigmoid e:tanh e:bias+relu+res+beta a8"
 _FORWARD = Covers(_EVERY_DTYPE, _EVERY_LAYOUT, ", ".join(_SHAPES_2D), _FORWARD_ENDS)
-_GRADIENT = _FORWARD._replace(ends="e:beta a4")
+_GRADIENT = _FORWARD._replace(ends="e:beta a8")
 # Matrix units: channels of a group in multiples of 8 (TF32: 4).
 _OF_MATRIX = "3x3, 1x1, 5x5, stride, dilation, asymmetric, conv mode, one pixel"
-_MATRIX = Covers("f16 bf16", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
-_MATRIX_TF32 = Covers("f32", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a4"))
+_MATRIX = Covers("f16 bf16", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a8"))
+_MATRIX_TF32 = Covers("f32", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuffix(" a8"))
 _OF_STRIDE_1 = "3x3, 1x1, 5x5, dilation, conv mode, one pixel"
 _OF_PATCHES = _MATRIX._replace(layouts="nchw nhwc", shapes="3x3, 5x5, dilation, conv mode, one pixel")
 _POINTWISE = Covers("f32 f64", "nhwc ndhwc", "1x1", _FORWARD_ENDS)
-_OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a4")
+_OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a8")
 _OF_ROWS = _OF_STEM._replace(shapes="rows of words", ends=_FORWARD_ENDS)
 _OF_ROWS_FILTER = _OF_STEM._replace(layouts="nhwc", shapes="rows of words", ends="e:beta")
 _OF_HEAD = _OF_STEM._replace(shapes="few filters")
-_OF_FOLDS = Covers("f16 bf16", _EVERY_LAYOUT, "7x7/2, patches, odd channels", _FORWARD_ENDS.removesuffix(" a4"))
+_OF_FOLDS = Covers("f16 bf16", _EVERY_LAYOUT, "7x7/2, patches, odd channels", _FORWARD_ENDS.removesuffix(" a8"))
 _OF_PATCHES_FOLDED = _OF_FOLDS._replace(shapes="patches")
 _OF_GROUPED = _OF_STEM._replace(shapes="groups")
 _OF_BANDS = Covers("f16 bf16", "nchw nhwc", "depthwise, depthwise 7x7", "e:beta")
 _OF_LANES = _OF_BANDS._replace(dtypes="f32", layouts="nhwc")
-_OF_BOXES = Covers("f16 bf16 f32", "nhwc", "depthwise", _FORWARD_ENDS.removesuffix(" a4"))
+_OF_BOXES = Covers("f16 bf16 f32", "nhwc", "depthwise", _FORWARD_ENDS.removesuffix(" a8"))
 _OF_TAPS = "5x5, dilation, one pixel"
 _OF_WINOGRAD = "3x3, groups, conv mode, one pixel"
 _OF_GPU_WINOGRAD = "3x3, conv mode, one pixel"
@@ -100,8 +100,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/folded_fma_gemm": _OF_FOLDS._replace(dtypes="f32", shapes="7x7/2, patches"),
     "conv_fwd/numba/depthwise": _FORWARD._replace(dtypes="f16 bf16 f32", shapes="depthwise"),
     "conv_fwd/numba/depthwise_boxes": _OF_BOXES,
-    "conv_fwd/numba/depthwise_mma": _OF_BANDS._replace(ends=_FORWARD_ENDS.removesuffix(" a4")),
-    "conv_fwd/numba/depthwise_lanes": _OF_LANES._replace(ends=_FORWARD_ENDS.removesuffix(" a4")),
+    "conv_fwd/numba/depthwise_mma": _OF_BANDS._replace(ends=_FORWARD_ENDS.removesuffix(" a8")),
+    "conv_fwd/numba/depthwise_lanes": _OF_LANES._replace(ends=_FORWARD_ENDS.removesuffix(" a8")),
     "conv_fwd/numba/direct": _FORWARD,
     "conv_fwd/numba/fma_gemm": _FORWARD._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_fwd/numba/winograd_2x2": _FORWARD._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
@@ -161,7 +161,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/pixel_dot": _GRADIENT._replace(dtypes="bf16"),
     "conv_bwd_data/cpu/channel_dot": _GRADIENT._replace(dtypes="bf16"),
-    "conv_bwd_data/cpu/pointwise": _POINTWISE._replace(ends="e:beta a4"),
+    "conv_bwd_data/cpu/pointwise": _POINTWISE._replace(ends="e:beta a8"),
     "conv_bwd_data/cpu/few_outputs": _GRADIENT._replace(shapes="few channels, 7x7/2, groups, depthwise, patches"),
     "conv_bwd_data/cpu/winograd_2x2": _GRADIENT._replace(shapes=f"{_OF_WINOGRAD}, dilation"),
     "conv_bwd_data/cpu/winograd_4x4": _GRADIENT._replace(shapes=f"{_OF_WINOGRAD}, dilation"),

@@ -21,13 +21,14 @@ from numba import float64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.bn_channel import REAL, Variant, finish, is_far, merge, variant
+from nbdnn.kernels.cpu.bn_channel import FEW_ELEMS, Variant, is_far, merge, variant
+from nbdnn.kernels.cpu.bn_finish import finish, finish_row
 from nbdnn.kernels.cpu.bn_vector import scale_row, sum_row
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import ask_for
-from nbdnn.kernels.cpu.vector import WIDEN, filled, pointer, record, struct
+from nbdnn.kernels.cpu.vector import NUMBA_FLOAT, WIDEN, filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem
 
@@ -41,7 +42,7 @@ _NS_PER_ELEM = {"bn_train": 0.25, "bn_infer": 0.15, "bn_bwd": 0.35, "bn_infer_bw
 _NS_PER_CHUNK = 25.0
 
 # A channel's chunks are counted through its planes; `parts` share them. sums: (a, b) in float64 by channel and part.
-# `runs` share all planes in the order of memory. coefficients: four a channel.
+# `runs` share all planes in the order of memory. coefficients: four rows of the channels.
 _FIELDS = record(
     *("channels", "length", "chunk", "of_plane", "chunks", "parts", "planes", "runs", "m", "ahead"),
     *("sums", "coefficients"),
@@ -51,7 +52,7 @@ _FIELDS = record(
 @cache
 def _chunk_sums(v: Variant):
     """Compiled-in function (x, dy, n, center): the sums of n neighbours as a pair."""
-    data, widen, real, sums = pointer(v.dtype), WIDEN[v.dtype], REAL[v.compute], sum_row(v)
+    data, widen, real, sums = pointer(v.dtype), WIDEN[v.dtype], NUMBA_FLOAT[v.compute], sum_row(v)
 
     @njit(**DEVICE)
     def moments(x, dy, n, center):
@@ -77,7 +78,7 @@ def _channel_loops(v: Variant, streams: bool):
     """Compiled-in functions: (sums of the chunks [first, last) of a channel; a channel scaled; planes [first, last)
     scaled, each with the coefficients of its channel). streams: what is written goes past the caches, which would read
     each of its lines in vain first."""
-    at, data, coefficients_bytes = struct(_FIELDS), pointer(v.compute), 4 * ITEMSIZE[v.compute]
+    at, data = struct(_FIELDS), pointer(v.compute)
     sums_of_chunk, merged = _chunk_sums(v), merge(v.op)
     scale_chunk, stream_chunk = (scale_row(v, False, past) for past in (False, True))
     vector_bytes = v.vl * ITEMSIZE[v.dtype]
@@ -127,9 +128,10 @@ def _channel_loops(v: Variant, streams: bool):
     @njit(**DEVICE)
     def scale_planes(pointers, ctx, first, last):
         f = at(ctx)
+        rows, c = data(f.coefficients), f.channels
         for plane in range(first, last):
-            found = data(f.coefficients + plane % f.channels * coefficients_bytes)
-            coefficients = (found[0], found[1], found[2], found[3])
+            channel = plane % c
+            coefficients = (rows[channel], rows[c + channel], rows[2 * c + channel], rows[3 * c + channel])
             for k in range(f.of_plane):
                 begin = k * f.chunk
                 start = (plane * f.length + begin) * itemsize
@@ -141,32 +143,29 @@ def _channel_loops(v: Variant, streams: bool):
 @cache
 def _tasks(v: Variant, streams: bool):
     """(a whole channel; a part's sums; some channels finished; some planes scaled). A gradient's sums are of
-    differences from the mean, which is there beforehand: what `finish` gives for sums of nothing."""
+    differences from the mean, which is there beforehand."""
     i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
     sums, scale_channel, scale_planes = _channel_loops(v, streams)
-    finished, merged = finish(v), merge(v.op)
+    finished, finished_row, merged = finish(v), finish_row(v), merge(v.op)
     is_train, has_sums = v.op == "bn_train", v.op != "bn_infer"
-    real, data, coefficients_bytes = REAL[v.compute], pointer(v.compute), 4 * ITEMSIZE[v.compute]
+    real, data, size = NUMBA_FLOAT[v.compute], pointer(v.compute), ITEMSIZE[v.compute]
+    given_mean, widen, at_mean = pointer(v.param_dtype), WIDEN[v.param_dtype], dict(v.places).get("mean", 0)
 
     @njit(**DEVICE)
-    def mean_of(pointers, channel, given, m):
-        if is_train:
-            return real(0.0)
-        return finished(pointers, channel, m, 0.0, 0.0, given.alpha, given.beta, 0)[0]
+    def mean_of(pointers, channel):
+        return real(0.0) if is_train else widen(given_mean(pointers[at_mean])[channel])
 
     def whole_channel(args, ctx, index, worker):
         pointers, given, f = i64(args), args_at(args), at(ctx)
-        m = float64(f.m)
-        a, b = sums(pointers, ctx, index, 0, f.chunks, mean_of(pointers, index, given, m))
-        coefficients = finished(pointers, index, m, a, b, given.alpha, given.beta, 1)
+        a, b = sums(pointers, ctx, index, 0, f.chunks, mean_of(pointers, index))
+        coefficients = finished(pointers, index, f.m, a, b, given.alpha, given.beta)
         scale_channel(pointers, ctx, index, coefficients)
 
     def sums_of_part(args, ctx, index, worker):
-        pointers, given, f = i64(args), args_at(args), at(ctx)
+        pointers, f = i64(args), at(ctx)
         channel, part = index // f.parts, index % f.parts
         first, last = part * f.chunks // f.parts, (part + 1) * f.chunks // f.parts
-        center = mean_of(pointers, channel, given, float64(f.m))
-        a, b = sums(pointers, ctx, channel, first, last, center)
+        a, b = sums(pointers, ctx, channel, first, last, mean_of(pointers, channel))
         pair = f64(f.sums + 16 * index)
         pair[0], pair[1] = a, b
 
@@ -185,11 +184,17 @@ def _tasks(v: Variant, streams: bool):
 
     def finish_channels(args, ctx, index, worker):
         pointers, given, f = i64(args), args_at(args), at(ctx)
-        for channel in range(index * _FINISHED_CHANNELS, min(f.channels, (index + 1) * _FINISHED_CHANNELS)):
-            a, b = sums_of_channel(f, channel) if has_sums else (0.0, 0.0)
-            found = finished(pointers, channel, float64(f.m), a, b, given.alpha, given.beta, 1)
-            to = data(f.coefficients + channel * coefficients_bytes)
-            to[0], to[1], to[2], to[3] = found
+        first, c = index * _FINISHED_CHANNELS, f.channels
+        n = min(c - first, _FINISHED_CHANNELS)
+        if has_sums:
+            rows = data(f.coefficients)
+            for channel in range(first, first + n):
+                a, b = sums_of_channel(f, channel)
+                found = finished(pointers, channel, f.m, a, b, given.alpha, given.beta)
+                rows[channel], rows[c + channel], rows[2 * c + channel], rows[3 * c + channel] = found
+        else:
+            to = f.coefficients + first * size
+            finished_row(pointers, first, n, f.m, 0, 0, given.alpha, given.beta, to, c * size)
 
     def scale_some(args, ctx, index, worker):
         f = at(ctx)
@@ -248,11 +253,12 @@ class Planes(Candidate[NoConfig, Cpu]):
             coefficients=coefficients.ctypes.data,
         )
         whole_channel, sums_of_part, finish_channels, scale_some = _tasks(v, streams(problem, device))
+        alone = problem.operands[0].size_elems <= FEW_ELEMS
         if parts == 1 and problem.op != "bn_infer":
-            phases = [Phase(whole_channel, channels, ctx)]
+            phases = [Phase(whole_channel, channels, ctx, alone)]
         else:
-            finishing = Phase(finish_channels, ceil(channels / _FINISHED_CHANNELS), ctx)
-            phases = [Phase(sums_of_part, channels * parts, ctx), finishing, Phase(scale_some, runs, ctx)]
+            finishing = Phase(finish_channels, ceil(channels / _FINISHED_CHANNELS), ctx, alone)
+            phases = [Phase(sums_of_part, channels * parts, ctx, alone), finishing, Phase(scale_some, runs, ctx, alone)]
         return Program(phases[1:] if problem.op == "bn_infer" else phases, [sums, coefficients])
 
 

@@ -20,14 +20,15 @@ from numba import float64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.bn_channel import REAL, Variant, finish, is_far, merge, variant
+from nbdnn.kernels.cpu.bn_channel import FEW_ELEMS, Variant, is_far, merge_row, variant
+from nbdnn.kernels.cpu.bn_finish import finish_row, means
 from nbdnn.kernels.cpu.bn_vector import add_lines, scale_row
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import ask_for, convert_row
 from nbdnn.kernels.cpu.scratch import Scratch
-from nbdnn.kernels.cpu.vector import filled, pointer, record, struct
+from nbdnn.kernels.cpu.vector import NUMBA_FLOAT, filled, pointer, record, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem
 
@@ -69,29 +70,37 @@ def _part(parameters: np.dtype):
 @cache
 def _sums_task(v: Variant, together: int, streams: bool):
     """together: lines whose elements are added up before they go to the sums. streams: from memory, asked for ahead."""
-    i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
-    data, real, size = pointer(v.compute), REAL[v.compute], ITEMSIZE[v.compute]
+    i64, f64, at = pointer("i64"), pointer("f64"), struct(_FIELDS)
+    data, real, size = pointer(v.compute), NUMBA_FLOAT[v.compute], ITEMSIZE[v.compute]
     row_bytes = _BLOCK * size
     add_one, add_some = add_lines(v, 1, row_bytes), add_lines(v, together, row_bytes)
-    finished, part_of, widen_row = finish(v), _part(_FIELDS), convert_row(v.dtype, v.compute, v.vl)
+    means_of, part_of, widen_row = means(v), _part(_FIELDS), convert_row(v.dtype, v.compute, v.vl)
     itemsize, is_train = ITEMSIZE[v.dtype], v.op == "bn_train"
     dy_place = 0 if is_train else 1
 
     @njit(**DEVICE)
-    def start_sums(sums, pointers, given, f, line, column, n):
+    def clear_sums(sums, n):
+        total, second = data(sums + row_bytes), data(sums + 2 * row_bytes)
+        for j in range(n):
+            total[j], second[j] = real(0.0), real(0.0)
+
+    @njit(**DEVICE)
+    def start_sums(sums, pointers, f, line, column, n):
         """Pivots of a training are the part's first line, of a gradient the means; the sums are 0."""
-        pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
+        pivot = data(sums)
         if is_train:
             there = n if line < f.lines - 1 else min(n, f.tail - column)
             widen_row(sums, pointers[0] + (line * f.width + column) * itemsize, max(there, 0))
             for j in range(max(there, 0), n):
                 pivot[j] = real(0.0)
         else:
-            for j in range(n):
-                channel = (column + j) % f.channels
-                pivot[j] = finished(pointers, channel, float64(f.m), 0.0, 0.0, given.alpha, given.beta, 0)[0]
-        for j in range(n):
-            total[j], second[j] = real(0.0), real(0.0)
+            done = 0
+            while done < n:
+                channel = (column + done) % f.channels
+                some = min(n - done, f.channels - channel)
+                means_of(pointers, channel, some, sums + done * size)
+                done += some
+        clear_sums(sums, n)
 
     @njit(**DEVICE)
     def add_part(sums, pointers, f, first, last, column, n):
@@ -113,73 +122,78 @@ def _sums_task(v: Variant, together: int, streams: bool):
             line += 1
 
     @njit(**DEVICE)
-    def count_of(f, first, last, column):
-        """Elements of a column, at least 1: the last line may be short."""
-        return max(last - first - (last == f.lines and column >= f.tail), 1)
-
-    @njit(**DEVICE)
-    def mended(sums, f, first, last, column, n):
-        """Whether pivots were too far from what they were subtracted from: they are the means then, and the sums 0."""
+    def mended(sums, first, end, count):
+        """Whether pivots of these columns were too far from what they were subtracted from: they are the means then."""
         pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
-        far, count, tail = 0, real(last - first), f.tail if last == f.lines else f.width
-        for j in range(n):
-            far |= is_far(count - real(column + j >= tail), total[j], second[j])
+        far = False
+        for j in range(first, end):
+            far |= is_far(real(count), total[j], second[j])
         if far:
-            for j in range(n):
-                pivot[j] += real(total[j] / count_of(f, first, last, column + j))
-                total[j], second[j] = real(0.0), real(0.0)
+            for j in range(first, end):
+                pivot[j] += real(total[j] / count)
         return far
 
-    def sums_of_part(args, ctx, index, worker):
-        pointers, given, f = i64(args), args_at(args), at(ctx)
-        part, first, last, column, n = part_of(ctx, index)
-        sums = f.scratch + worker * f.scratch_bytes
-        start_sums(sums, pointers, given, f, first, column, n)
-        for attempt in range(2):
-            add_part(sums, pointers, f, first, last, column, n)
-            if attempt or not (is_train and mended(sums, f, first, last, column, n)):
-                break
+    @njit(**DEVICE)
+    def keep(sums, first, end, count, a, b):
+        """The sums of these columns, which have so many elements, in float64."""
         pivot, total, second = data(sums), data(sums + row_bytes), data(sums + 2 * row_bytes)
-        a, b = f64(f.sums + 16 * part * f.width), f64(f.sums + 16 * part * f.width + 8 * f.width)
-        for j in range(n):
+        for j in range(first, end):
             if is_train:
-                mean = float64(total[j]) / count_of(f, first, last, column + j)
-                a[column + j] = float64(pivot[j]) + mean
-                b[column + j] = float64(second[j]) - mean * float64(total[j])
+                mean = float64(total[j]) / count
+                f64(a)[j], f64(b)[j] = float64(pivot[j]) + mean, float64(second[j]) - mean * float64(total[j])
             else:
-                a[column + j], b[column + j] = float64(total[j]), float64(second[j])
+                f64(a)[j], f64(b)[j] = float64(total[j]), float64(second[j])
+
+    def sums_of_part(args, ctx, index, worker):
+        pointers, f = i64(args), at(ctx)
+        part, first, last, column, n = part_of(ctx, index)
+        sums, count = f.scratch + worker * f.scratch_bytes, last - first
+        # Columns from `whole` on have no element in the last line.
+        whole, fewer = n if last < f.lines else min(n, max(f.tail - column, 0)), max(count - 1, 1)
+        start_sums(sums, pointers, f, first, column, n)
+        add_part(sums, pointers, f, first, last, column, n)
+        if is_train and mended(sums, 0, whole, count) | mended(sums, whole, n, fewer):
+            clear_sums(sums, n)
+            add_part(sums, pointers, f, first, last, column, n)
+        a = f.sums + 16 * part * f.width + 8 * column
+        keep(sums, 0, whole, count, a, a + 8 * f.width)
+        keep(sums, whole, n, fewer, a, a + 8 * f.width)
 
     return compile_task(sums_of_part, (v, together, streams))
 
 
 @cache
 def _finish_task(v: Variant):
-    i64, f64, args_at, at = pointer("i64"), pointer("f64"), struct(ARGS), struct(_FIELDS)
-    data, size = pointer(v.compute), ITEMSIZE[v.compute]
-    finished, merged, has_sums = finish(v), merge(v.op), v.op != "bn_infer"
+    i64, args_at, at, size = pointer("i64"), struct(ARGS), struct(_FIELDS), ITEMSIZE[v.compute]
+    merged, finished, copied = merge_row(v), finish_row(v), convert_row(v.compute, v.compute, v.vl)
+    has_sums = v.op != "bn_infer"
 
     @njit(**DEVICE)
-    def sums_of(f, channel):
-        count, a, b = 0.0, 0.0, 0.0
+    def merge_sums(f, channel, n, a, b):
+        """The sums of some channels, those of all parts and of all rows of a line merged into the first ones."""
+        count, pitch = 0, 8 * f.width
         for part in range(f.parts):
             first, last = part * f.lines // f.parts, (part + 1) * f.lines // f.parts
-            a_more, b_more = f64(f.sums + 16 * part * f.width), f64(f.sums + 16 * part * f.width + 8 * f.width)
-            for j in range(channel, f.width, f.channels):
-                n = float64(last - first - (last == f.lines and j >= f.tail))
-                a, b = merged(count, a, b, n, a_more[j], b_more[j])
-                count += n
-        return a, b
+            for column in range(channel, f.width, f.channels):
+                more = last - first - (last == f.lines and column >= f.tail)
+                if count:
+                    share, start = more / (count + more), f.sums + 2 * pitch * part + 8 * column
+                    merged(n, share, count * share, a, b, start, start + pitch)
+                count += more
 
     def finish_channels(args, ctx, index, worker):
         pointers, given, f = i64(args), args_at(args), at(ctx)
-        pitch = f.width * size
-        rows = f.coefficients
-        for channel in range(index * f.finished, min(f.channels, (index + 1) * f.finished)):
-            a, b = sums_of(f, channel) if has_sums else (0.0, 0.0)
-            found = finished(pointers, channel, float64(f.m), a, b, given.alpha, given.beta, 1)
-            for j in range(channel, f.width, f.channels):
-                data(rows)[j], data(rows + pitch)[j] = found[0], found[1]
-                data(rows + 2 * pitch)[j], data(rows + 3 * pitch)[j] = found[2], found[3]
+        channel = index * f.finished
+        n, pitch = min(f.finished, f.channels - channel), f.width * size
+        a = f.sums + 8 * channel
+        b = a + 8 * f.width
+        if has_sums:
+            merge_sums(f, channel, n, a, b)
+        rows = f.coefficients + channel * size
+        finished(pointers, channel, n, f.m, a, b, given.alpha, given.beta, rows, pitch)
+        for column in range(channel + f.channels, f.width, f.channels):
+            for row in range(4):
+                copied(f.coefficients + row * pitch + column * size, rows + row * pitch, n)
 
     return compile_task(finish_channels, v)
 
@@ -276,10 +290,11 @@ class Rows(Candidate[NoConfig, Cpu]):
             scratch=scratch.start,
             scratch_bytes=scratch.size_bytes,
         )
-        finishing = Phase(_finish_task(v), ceil(channels / finished), ctx)
-        phases = [finishing, Phase(_scale_task(v, far), parts * blocks, ctx)]
+        alone = problem.operands[0].size_elems <= FEW_ELEMS
+        finishing = Phase(_finish_task(v), ceil(channels / finished), ctx, alone)
+        phases = [finishing, Phase(_scale_task(v, far), parts * blocks, ctx, alone)]
         if problem.op != "bn_infer":
-            phases = [Phase(_sums_task(v, together, far), parts * blocks, ctx), *phases]
+            phases = [Phase(_sums_task(v, together, far), parts * blocks, ctx, alone), *phases]
         return Program(phases, [sums, coefficients, scratch.memory])
 
 

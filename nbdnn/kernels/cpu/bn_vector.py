@@ -9,9 +9,10 @@ from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
 
-from nbdnn.kernels.cpu.bn_channel import REAL, Variant
+from nbdnn.kernels.cpu.bn_channel import Variant
 from nbdnn.kernels.cpu.vector import (
     I64,
+    NUMBA_FLOAT,
     by_ends,
     by_vectors,
     constant,
@@ -72,7 +73,7 @@ def sum_row(v: Variant):
 
     @intrinsic
     def run(typingctx, x, dy, n, center):
-        real = REAL[v.compute]
+        real = NUMBA_FLOAT[v.compute]
         return signature(types.UniTuple(real, 2), *[types.int64] * 3, real), codegen
 
     return run
@@ -123,7 +124,7 @@ def add_lines(v: Variant, lines: int, row_bytes: int):
 
 
 def _scaled(builder, op: str, x, dy, coefficients):
-    """What becomes of vectors of elements, as `bn_channel` says."""
+    """What becomes of vectors of elements, as `bn_finish` says."""
     center, second, scale, offset = coefficients
 
     if op == "bn_infer_bwd":
@@ -173,7 +174,7 @@ def scale_row(v: Variant, by_column: bool, past_caches: bool = False, lines: int
 
     @intrinsic
     def run(typingctx, to, x, dy, n, center, second, scale, offset, apart):
-        coefficient = types.int64 if by_column else REAL[v.compute]
+        coefficient = types.int64 if by_column else NUMBA_FLOAT[v.compute]
         return signature(types.none, *[types.int64] * 4, *[coefficient] * 4, types.int64), codegen
 
     return run
