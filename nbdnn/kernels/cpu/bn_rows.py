@@ -2,7 +2,7 @@
 
     a line:  a row of channels; of few channels several rows, which lie one after the other, up to 256 elements
     sums     a task a part of the lines x a block of columns, a sum a lane
-    finish   a task some channels: merges the parts, and the lanes that are of one channel
+    finish   a task some channels, or where a line has several rows all: merges the parts, and the lanes of one channel
     scale    as the first
 
 Traffic: x (and dy) twice, what comes out once; of a batch that fits the last-level cache once. Within a part sums are
@@ -38,8 +38,8 @@ _LONG_LINE_BYTES = 4096
 _AHEAD_BYTES = 2048  # of what comes from memory: training 8x256x56x56 took 1.13 ms of 1.44 (a Zen 5 thread)
 # To a part's sums, one after the other: they lose few digits so. Where what merges parts has no more digits, fewer.
 _MOST_ADDITIONS = {"f32": 512, "f64": 64}
-# Channels of a task, and parts of them: a second task costs a parallel region (1.5 us), one of 256 x 49 parts 40 us.
-_MOST_FINISHED, _LEAST_FINISHED, _FINISHED_PARTS = 512, 16, 4096
+# Channels of a task, and parts of them: a second task costs a parallel region (1.5 us).
+_MOST_FINISHED, _LEAST_FINISHED, _FINISHED_PARTS = 1024, 16, 1 << 14
 _TASKS_PER_THREAD, _PART_BYTES = 4, 1 << 20  # more tasks than threads where each has so much of x: parts are merged
 _NS_PER_ELEM = {"bn_train": 0.3, "bn_infer": 0.15, "bn_bwd": 0.4, "bn_infer_bwd": 0.35}
 
@@ -169,17 +169,30 @@ def _finish_task(v: Variant):
     has_sums = v.op != "bn_infer"
 
     @njit(**DEVICE)
-    def merge_sums(f, channel, n, a, b):
-        """The sums of some channels, those of all parts and of all rows of a line merged into the first ones."""
-        count, pitch = 0, 8 * f.width
-        for part in range(f.parts):
+    def add(n, count, more, a, b, a_more, b_more):
+        share = more / max(count + more, 1)
+        merged(n, share, count * share, a, b, a_more, b_more)
+
+    @njit(**DEVICE)
+    def merge_parts(f, column, n, a, b):
+        """The sums of n columns, those of all parts merged into the first part's."""
+        pitch, whole, count = 8 * f.width, max(min(n, f.tail - column), 0), f.lines // f.parts
+        for part in range(1, f.parts):
             first, last = part * f.lines // f.parts, (part + 1) * f.lines // f.parts
-            for column in range(channel, f.width, f.channels):
-                more = last - first - (last == f.lines and column >= f.tail)
-                if count:
-                    share, start = more / (count + more), f.sums + 2 * pitch * part + 8 * column
-                    merged(n, share, count * share, a, b, start, start + pitch)
-                count += more
+            start, more, past = f.sums + 2 * pitch * part + 8 * column, last - first, 8 * whole
+            add(whole, count, more, a, b, start, start + pitch)
+            more -= last == f.lines
+            add(n - whole, count, more, a + past, b + past, start + past, start + pitch + past)
+            count = last
+
+    @njit(**DEVICE)
+    def merge_rows(f, a, b):
+        """The sums of all columns, those of a line's rows merged into the first row's."""
+        count = f.lines
+        for column in range(f.channels, f.width, f.channels):
+            more = f.lines - (column >= f.tail)
+            add(f.channels, count, more, a, b, a + 8 * column, b + 8 * column)
+            count += more
 
     def finish_channels(args, ctx, index, worker):
         pointers, given, f = i64(args), args_at(args), at(ctx)
@@ -188,7 +201,10 @@ def _finish_task(v: Variant):
         a = f.sums + 8 * channel
         b = a + 8 * f.width
         if has_sums:
-            merge_sums(f, channel, n, a, b)
+            is_row = f.width == f.channels
+            merge_parts(f, channel, n if is_row else f.width, a, b)
+            if not is_row:
+                merge_rows(f, a, b)
         rows = f.coefficients + channel * size
         finished(pointers, channel, n, f.m, a, b, given.alpha, given.beta, rows, pitch)
         for column in range(channel + f.channels, f.width, f.channels):
@@ -272,7 +288,9 @@ class Rows(Candidate[NoConfig, Cpu]):
         most = _MOST_ADDITIONS[problem.compute] * together
         wanted = max(ceil(max(device.threads, shared) / blocks), ceil(lines / most))
         parts = min(lines, wanted)
-        finished = min(_MOST_FINISHED, max(_LEAST_FINISHED, _FINISHED_PARTS // parts))
+        finished = (
+            min(_MOST_FINISHED, max(_LEAST_FINISHED, _FINISHED_PARTS // parts)) if width == channels else channels
+        )
         sums, coefficients = np.empty((parts, 2, width)), np.empty(4 * width * size + 64, np.uint8)
         scratch = Scratch(device, 3 * _BLOCK * size)
         ctx = filled(
