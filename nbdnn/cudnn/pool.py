@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
 from nbdnn.cudnn.api import call, failure, function, naming
@@ -40,6 +40,8 @@ _KNOWN = 4096
 _LAUNCH_US = 4.0
 # Times the floor, at its best on an H200: priors for the guess.
 _SLOWER = {"pool_fwd": 4.0, "pool_bwd": 8.0}
+_TAPS_PER_CLOCK_AND_SM = 6.4
+_TAP_CLOCKS, _SEARCHED_CLOCKS = 60, 46  # of one thread's, of a window; of all windows that an element is in
 
 
 def _descriptor(problem: PoolProblem) -> Legacy:
@@ -129,7 +131,12 @@ class Pooling(Candidate[NoConfig, Gpu]):
         return Support(False, reason) if reason else YES
 
     def estimate(self, problem: PoolProblem, config: NoConfig, device: Gpu) -> float:
-        return _LAUNCH_US + _SLOWER[self.op] * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        moved_us = _SLOWER[self.op] * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        taps, one_by_one = problem.flops / (_TAPS_PER_CLOCK_AND_SM * device.sms), prod(problem.window) * _TAP_CLOCKS
+        if self.op == "pool_bwd" and problem.is_max:
+            met = prod(ceil(w / u) for w, u in zip(problem.window, problem.stride, strict=True))
+            one_by_one = met * prod(problem.window) * _SEARCHED_CLOCKS
+        return _LAUNCH_US + max(moved_us, max(taps, one_by_one) / device.clock_hz * 1e6)
 
     def prepare(self, problem: PoolProblem, config: NoConfig, device: Gpu) -> Runner:
         with naming(problem):

@@ -27,6 +27,7 @@ _MOST_ELEMS = 2**31 - 1
 _ALIGN_BYTES = 16
 _LAUNCH_US = 4.0
 # Times what a copy takes; CHANNEL took 26 times that forward and up to 90 backward, on an H200.
+_ELEMENT_NS = 1.5  # of a row of neighbours, however few there are
 _SLOWER = {"softmax_fwd": (1.5, 26.0), "softmax_bwd": (1.5, 60.0)}
 
 
@@ -82,7 +83,9 @@ class Softmax(Candidate[NoConfig, Gpu]):
 
     def estimate(self, problem: SoftmaxProblem, config: NoConfig, device: Gpu) -> float:
         slower = _SLOWER[self.op][problem.rows[2] > 1]
-        return _LAUNCH_US + slower * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        moved_us = slower * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        _, length, inner = problem.rows
+        return _LAUNCH_US + max(moved_us, length * _ELEMENT_NS / 1e3 if inner == 1 else 0.0)
 
     def prepare(self, problem: SoftmaxProblem, config: NoConfig, device: Gpu) -> Runner:
         with naming(problem):

@@ -166,6 +166,29 @@ def test_blocks_that_take_a_part(text: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
+    ("text", "columns"),
+    [
+        ("bn_infer:f32:n1c320h37w62:per-activation:nchw", 256),
+        ("bn_infer:f16:n4c40h73w73:per-activation:nhwc:pf32", 64),
+        ("bn_infer:f32:n4096c4096h1w1:per-activation:nchw", 16),
+        ("bn_infer:f32:n8c64h1w1:per-activation:nchw", 16),
+    ],
+)
+def test_few_rows_have_blocks_of_many_columns(text: str, columns: int) -> None:
+    """Where a block's threads would have no rows; not where that would leave multiprocessors without blocks."""
+    problem = parse(text)
+    assert {config.columns for config in bn_streamed.INFER.configs(problem, H200)} == {columns}
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_blocks_of_many_columns(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = emulated_ptx.install(monkeypatch)
+    problem = parse(f"bn_infer:{dtype}:n3c80h5w7:per-activation:nchw")
+    config, given = bn_streamed.Streamed(256, 16), values(problem, "normal")
+    emulated.assert_near(bn_streamed.INFER, problem, config, given, H200, block, problem.scalars)
+
+
+@pytest.mark.parametrize(
     ("text", "lanes"),
     [
         ("bn_train:f32:n2c3h8w8:spatial:nchw", 4),

@@ -31,9 +31,13 @@ _AT_ONCE = 4  # vectors of a thread that are on their way
 _PARTS_AT_ONCE = 8  # sums of parts that a lane of the second kernel asks for
 _MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor: 85 registers a thread; 128 of 2 x 8 lanes and float64
 _CHUNK_BYTES = (32 << 10, 16 << 10, 64 << 10)  # of x, a block
+_BLOCKS_AT_LEAST = 2  # of a multiprocessor, where columns are joined for want of rows
 _NARROW = 32  # channels of a block, where inference takes two slabs at a time: f32 is 2 % faster
 _LAUNCH_US, _NEXT_US = 3.0, 1.5  # of the first kernel; of each beside it, and of what lies between them
 _SHARE_OF_COPY = 0.9
+_BLOCK_US = {"bn_infer": 3e-3}  # of a block, however little it has to do; of others _GRADIENT_BLOCK_US
+_GRADIENT_BLOCK_US = 5.5e-3
+_SLOT_US = 0.13  # of a thread's vectors, one after the other
 # Of training where neighbours are channels (H200): what the sums of a block cost, of 8 channels a thread and of fewer;
 # and 32 parts of a channel, one after the other.
 _SUMS_US, _PARTS_US = (6e-3, 2e-3), 0.05
@@ -265,6 +269,8 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         narrow = problem.dtype == "f32" and columns * lanes == _NARROW
         if self.op == "bn_infer" and narrow and problem.planes[1] >= 2 * _NARROW:
             columns *= 2
+        if self.op == "bn_infer":
+            columns = _filled(problem, columns, device)
         every = [Streamed(columns, chunk_bytes >> 10) for chunk_bytes in _CHUNK_BYTES]
         if self.op == "bn_infer_bwd":  # as many blocks as are there at once
             v = plan.variant(problem, columns, _THREADS)
@@ -290,7 +296,8 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         if self.op == "bn_train" and not v.planar:
             sums_us = integers.parts * integers.slabs * _SUMS_US[v.lanes < 8] + integers.parts / 32 * _PARTS_US
         moved_us = (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
-        return _LAUNCH_US + others * _NEXT_US + sums_us + moved_us
+        begun_us = integers.parts * integers.slabs * _BLOCK_US.get(self.op, _GRADIENT_BLOCK_US)
+        return _LAUNCH_US + others * _NEXT_US + sums_us + max(moved_us, begun_us, integers.slots * _SLOT_US)
 
     def launches(self, problem: BnProblem, config: Streamed, device: Gpu) -> list[Launch]:
         v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)
@@ -328,6 +335,17 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         if is_alone:
             return [over_rows(False)]
         return [over_rows(False), finish] if self.op == "bn_infer_bwd" else [over_rows(False), finish, over_rows(True)]
+
+
+def _filled(problem: BnProblem, columns: int, device: Gpu) -> int:
+    """As many columns as leave no thread of a block without its rows, as long as all multiprocessors have blocks."""
+    rows, channels, inner = problem.planes
+    vectors = channels * ITEMSIZE[problem.dtype] // problem.vector_bytes
+    while inner == 1 and columns * rows < _AT_ONCE * _THREADS and columns < _THREADS:
+        if vectors < 2 * columns * _BLOCKS_AT_LEAST * device.sms:
+            break
+        columns *= 2
+    return columns
 
 
 def _min_blocks(v: Variant) -> int:

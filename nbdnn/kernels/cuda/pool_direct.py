@@ -25,9 +25,10 @@ from nbdnn.problem import DEFAULT_COMPUTE
 from nbdnn.problem_pool import PoolProblem
 
 _THREADS = 256
-_LAUNCH_US = 3.0
+_LAUNCH_US = 3.5
 # Seen on an H200: 3 to 3.7 taps of a sum or of a forward's maximum, 1 to 2.5 where a gradient searches for a maximum.
 _TAPS_PER_CLOCK_AND_SM, _SEARCHED_PER_CLOCK_AND_SM = 3.5, 1.2
+_TAP_CLOCKS = 175  # of one thread
 
 
 def _forward_kernel(*specialised_on):
@@ -113,7 +114,9 @@ class Direct(LaunchedCandidate[NoConfig]):
         taps = problem.flops * (prod(problem.window) if searches else 1)
         per_clock = _SEARCHED_PER_CLOCK_AND_SM if searches else _TAPS_PER_CLOCK_AND_SM
         moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6
-        return _LAUNCH_US + moved_us + taps / (per_clock * device.sms * device.clock_hz / 1e6)
+        one_by_one = prod(problem.window) * _TAP_CLOCKS if self.op == "pool_fwd" else 0
+        clocks = one_by_one + taps / (per_clock * device.sms)
+        return _LAUNCH_US + moved_us + clocks / device.clock_hz * 1e6
 
     def launches(self, problem: PoolProblem, config: NoConfig, device: Gpu) -> list[Launch]:
         *_, target = problem.operands

@@ -52,7 +52,8 @@ _CONFIGS, _CONFIGS_BESIDE = 6, 2  # tiles; of those that find maxima, where othe
 _LAUNCH_US = 3.0
 # Of a thread's, priors for the guess: what looks for maxima hardly waits for memory.
 _INSTRUCTIONS_PER_CLOCK_AND_SM, _OF_MAXIMA_GRADIENTS = 64.0, 96.0
-_RESIDENT = 2048  # threads that a multiprocessor holds
+# Threads that a multiprocessor holds, and what a tile takes at least of what it takes on a GPU that is full.
+_RESIDENT, _LEAST_WAIT = 2048, 0.15
 
 
 class Blocks(NamedTuple):
@@ -189,10 +190,12 @@ def _kernel(*specialised_on):
 
 
 def _guess_us(problem: PoolProblem, cost: Cost, device: Gpu) -> float:
-    """Microseconds of a tile: a GPU that it leaves half empty takes as long as a full one."""
+    """Microseconds of a tile: a GPU that is half empty takes as long as one that is just full."""
     *_, target = problem.operands
     threads = target.size_elems / cost.outputs
-    instructions = target.size_elems * cost.instructions * (1 + _RESIDENT * device.sms / threads)
+    waves = threads / (_RESIDENT * device.sms)
+    waiting = min(1 / waves, max(3.0, _LEAST_WAIT / waves))
+    instructions = target.size_elems * cost.instructions * (1 + waiting)
     finds = problem.is_max and problem.op == "pool_bwd"
     per_clock = _OF_MAXIMA_GRADIENTS if finds else _INSTRUCTIONS_PER_CLOCK_AND_SM
     issue_s = instructions / (per_clock * device.sms * device.clock_hz)

@@ -49,6 +49,7 @@ _MOST_GRID = 65535  # of the grid's second axis
 # Of a grid alone: rows of a thread, which divides for its columns once.
 _VECTOR_BYTES, _MOST_ROWS = 16, 4
 _LAUNCH_US, _OVER_COPY = 3.0, 1.3
+_VECTOR_US = 0.22  # of a thread's vector of channels, one after the other
 
 
 class Config(NamedTuple):
@@ -71,6 +72,15 @@ def configs(problem: SpatialtfProblem, device: Gpu, pixels: bool = False, lanes:
     found = _shares(problem, device, work, lanes or vector_lanes(problem))
     in_rows = tile_columns(problem) and (problem.c <= FEW_CHANNELS or pixels)
     return (*found, found[0]._replace(rows=True)) if in_rows else found
+
+
+def waited_us(problem: SpatialtfProblem, config: Config, work: int, lanes: int, vector_us: float, device: Gpu) -> float:
+    """What threads wait for their vectors of channels, one after the other, in as many waves as there are; work: of an
+    image, positions or pixels."""
+    vectors = max(problem.c // lanes, 1)
+    of_a_thread = ceil(min(config.group, vectors) / config.threads)
+    threads = problem.n * work * ceil(vectors / config.group) * config.threads
+    return of_a_thread * vector_us * max(1.0, threads / (_RESIDENT_THREADS * device.sms))
 
 
 def _shares(problem: SpatialtfProblem, device: Gpu, work: int, lanes: int) -> tuple[Config, ...]:
@@ -199,7 +209,9 @@ class Direct(LaunchedCandidate[Config]):
         return configs(problem, device)
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
-        return _LAUNCH_US + _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        moved_us = _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        waited = waited_us(problem, config, problem.positions, vector_lanes(problem), _VECTOR_US, device)
+        return _LAUNCH_US + max(moved_us, waited)
 
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
         one_wave = problem.c == 1 and problem.n * problem.positions <= _RESIDENT_THREADS * device.sms

@@ -25,7 +25,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate, in_workspace
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.kernels.cuda.spatialtf_direct import THREADS, Config, configs, launched
+from nbdnn.kernels.cuda.spatialtf_direct import THREADS, Config, configs, launched, waited_us
 from nbdnn.kernels.cuda.spatialtf_gather import gather_kernel, issued_us
 from nbdnn.kernels.cuda.spatialtf_ordered import ordered
 from nbdnn.kernels.cuda.spatialtf_position import (
@@ -53,6 +53,7 @@ PIXEL = 3  # channels of one that is added as part of a row
 _LAUNCH_US = 6.0
 _OVER_COPY = {"gather": 1.1, "atomic": 2.5, "ordered": 2.5}
 _PIXEL, _VISIT, _CHANNEL = 150.0, 50.0, 17.0  # instructions of `gather`, of channels that are taken at once
+_GATHERED_US, _ADDED_US = 0.7, 0.45  # of a thread's vector of channels, one after the other
 _ORDERED_NS = 800.0  # an output, one after the other
 # Blocks on a multiprocessor at once: more of them hide what memory takes, and fewer registers spill.
 # Those of threads that have pixels: 64x3x224x224 in float32 108 us, with three 125. With numbers of 64 bits: two.
@@ -250,15 +251,19 @@ class Gradient(LaunchedCandidate[Config]):
         return config._replace(group=min(-(-config.group // step) * step, max(config.group, problem.c)))
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
-        moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        moved_us, lanes = problem.min_bytes / copy_bytes_per_s(device) * 1e6, self._vector(problem)
         if self.algorithm == "gather":
-            at_once = max(1, self._at_once(problem, config) * self._vector(problem))
+            at_once = max(1, self._at_once(problem, config) * lanes)
             turns = ceil(problem.c / at_once) * problem.n * prod(problem.spatial)
             bound_us = issued_us(problem, turns, _PIXEL, _VISIT + _CHANNEL * min(problem.c, at_once), device)
-            return _LAUNCH_US + max(_OVER_COPY[self.algorithm] * moved_us, bound_us)
+            waited = waited_us(problem, config, prod(problem.spatial), lanes, _GATHERED_US, device)
+            return _LAUNCH_US + max(_OVER_COPY[self.algorithm] * moved_us, bound_us, waited)
         one_by_one_us = problem.positions * _ORDERED_NS / 1e3 if self.algorithm == "ordered" else 0.0
-        added_us = adding_us(problem, problem.channels_last) if self.algorithm == "atomic" else 0.0
-        return _LAUNCH_US + _OVER_COPY[self.algorithm] * moved_us + one_by_one_us + added_us
+        others_us = 0.0
+        if self.algorithm == "atomic":
+            waited = waited_us(problem, config, problem.positions, lanes, _ADDED_US, device)
+            others_us = max(adding_us(problem, problem.channels_last), waited)
+        return _LAUNCH_US + _OVER_COPY[self.algorithm] * moved_us + one_by_one_us + others_us
 
     def workspace_bytes(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> int:
         return self._total_bytes(problem) + self._parts(problem, config) * problem.n * SUMS * ITEMSIZE[problem.compute]

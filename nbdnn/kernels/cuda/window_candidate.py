@@ -134,7 +134,7 @@ class ByWindows(LaunchedCandidate[ConfigT]):
         else:
             flops_per_s = self.shares.tensor * tensor_flops_per_s(device, problem.dtype, math == "tf32")
         # The image is read for each set of filters that a block has; of groups each has its own.
-        _, *others = self.plan(problem, config, device).grid
+        blocks, *others = self.plan(problem, config, device).grid
         again = max(0.0, prod(others) / problem.groups - 1)
         moved_bytes = problem.min_bytes + again * problem.operands[1 if exchanged(problem) else 0].size_bytes
         moved_us = moved_bytes / (self.shares.copy * copy_bytes_per_s(device)) * 1e6
@@ -142,7 +142,8 @@ class ByWindows(LaunchedCandidate[ConfigT]):
         if apart and math != "fma" and prod(problem.filter) > 1:
             moved_us *= _APART
         launches = 2 if self.op == "conv_bwd_filter" else 1
-        return launches * _LAUNCH_US + max(self.flops(problem) / flops_per_s * 1e6, moved_us)
+        idle = max(1.0, device.sms / (blocks * prod(others)))
+        return launches * _LAUNCH_US + max(self.flops(problem) / flops_per_s * 1e6, moved_us) * idle
 
     def launches(self, problem: ConvProblem, config: ConfigT, device: Gpu) -> list[Launch]:
         planned = self.plan(problem, config, device)
