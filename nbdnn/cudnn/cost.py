@@ -18,7 +18,10 @@ _A_PLACE = 0.03
 # a plain product of matrices, 0.4 to 0.8 in bf16, where its bytes did not take longer: 0.8 to 1 of a copy's rate.
 _SHARE = {"f16": 0.4, "bf16": 0.4, "f32": 0.6, "f64": 0.5}
 _SHARE_OF_POINTS, _SHARE_OF_COPY = 0.5, 0.95
-_FEW_CHANNELS = 16
+_FEW_CHANNELS, _EVEN = 32, 8
+# What else the engines take that cuDNN ranks first where channels are few or no multiple of 8, in groups, or taps
+# dilated: of 133 such problems of small extents they took 2.1 times the best of all, and what is guessed now 1.3.
+_ODD_US = 12.0
 # 16-bit data in NCHW are turned to channels-last and back: read and written once more; but for 1x1.
 _TURNED = ("f16", "bf16")
 
@@ -28,12 +31,17 @@ def method_us(problem: ConvProblem, device: Gpu, place: int, tf32: bool = False,
     kind, channels = "bf16" if tf32 else problem.dtype, problem.c // problem.groups
     is_pointwise = kind in _TURNED and max(problem.filter, default=1) == 1 and max(problem.stride, default=1) == 1
     share = _SHARE_OF_POINTS if is_pointwise else _SHARE[kind]
-    if problem.groups == 1 and min(channels, problem.k) >= _FEW_CHANNELS:
+    odd_us = 0.0
+    if problem.groups == 1 and min(channels, problem.k) >= _FEW_CHANNELS and _is_plain(problem):
         products_us = problem.flops / tensor_flops_per_s(device, problem.dtype, tf32) * 1e6
         busy_us = max(products_us / share, problem.min_bytes / copy_bytes_per_s(device) / _SHARE_OF_COPY * 1e6)
     else:
         # Few channels or filters fill no matrix: first, last and grouped layers reached about 0.1 of the floor.
-        busy_us = floor_us(problem, device, tf32) / (share / 4 if channels > 1 else share)
+        busy_us, odd_us = floor_us(problem, device, tf32) / (share / 4), _ODD_US
     if kind in _TURNED and not problem.channels_last and not is_pointwise:
         busy_us += 2 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
-    return (busy_us * slower + _LAUNCH_US) * (1 + _A_PLACE * place)
+    return (busy_us * slower + _LAUNCH_US + odd_us) * (1 + _A_PLACE * place)
+
+
+def _is_plain(problem: ConvProblem) -> bool:
+    return max(problem.dilation, default=1) == 1 and problem.c % _EVEN == problem.k % _EVEN == 0

@@ -32,6 +32,7 @@ _MIN_BLOCKS = 4  # of a multiprocessor's 65536 registers, 64 a thread
 _SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
 # Seen on an H200: a launch with its sums; what a cluster of k blocks costs to start is k squared times the second.
 _LAUNCH_US, _CLUSTER_US = 4.0, 0.75e-3
+_BLOCK_LANE_US = 9e-4  # of a lane of channels of a block, however few its rows are
 _SHARE_OF_COPY = 0.85
 # Of the copy rate, by the bytes of a row that lie side by side.
 _SHARE_OF_WIDTH = {64: 0.9, 32: 0.7, 16: 0.5, 8: 0.3, 4: 0.2, 2: 0.1}
@@ -152,7 +153,8 @@ class HeldInShared(LaunchedCandidate[Held]):
         start_us = _CLUSTER_US * blocks * config.cluster if config.cluster > 1 else 0.0
         # Where a multiprocessor has one block, nothing is read while that one sums.
         alone = 1.1 if of_sm == 1 else 1.0
-        return _LAUNCH_US + start_us + alone * problem.min_bytes / rate * 1e6
+        begun_us = 0.0 if v.planar else blocks * v.lanes * _BLOCK_LANE_US
+        return _LAUNCH_US + start_us + max(alone * problem.min_bytes / rate * 1e6, begun_us)
 
     def launches(self, problem: BnProblem, config: Held, device: Gpu) -> list[Launch]:
         v = _variant(problem, config)

@@ -22,6 +22,7 @@ from nbdnn.problem_bn import BnProblem
 
 _INT32_END = 2**31 - 2**20  # threads count on beyond the last row
 SLAB_BYTES = 128
+_THREADS = 256  # of a block
 # Pointers that kernels take for a channel, in this order; those that an op has not are null.
 PARAMS = ("gamma", "beta", "mean", "spread", "running_mean", "running_var")
 RESULTS = {
@@ -156,12 +157,16 @@ def rows_of(problem: BnProblem, v: Variant) -> int:
 
 
 def widths(problem: BnProblem) -> tuple[int, ...]:
-    """Columns that a block may take: as many as there are, in powers of 2, up to a slab of 128 bytes."""
-    _, channels, inner = problem.planes
+    """Columns that a block may take: as many as there are, in powers of 2, up to a slab of 128 bytes, or more of them
+    where rows are so few that threads would have none."""
+    rows, channels, inner = problem.planes
     if inner > 1:
         return (1,)
     there = channels * ITEMSIZE[problem.dtype] // problem.vector_bytes
-    widest = min(SLAB_BYTES // problem.vector_bytes, 32, 1 << (there - 1).bit_length())
+    of_slab = SLAB_BYTES // problem.vector_bytes
+    while of_slab < 32 and rows * of_slab < _THREADS:
+        of_slab *= 2
+    widest = min(of_slab, 32, 1 << (there - 1).bit_length())
     return tuple(dict.fromkeys(max(1, widest >> shift) for shift in (0, 1, 2)))
 
 

@@ -15,7 +15,7 @@ or from cache, for each of the four pixels that an output is near. Sums in float
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
@@ -40,6 +40,7 @@ _THREADS_OF_SM, _CONFIGS = 1024, 5
 # Seen on an H200: a launch, a block's plan, and its outputs in turn; and the share of the multiprocessors that clusters
 # of eight find room on, as if one block were on each of them.
 _LAUNCH_US, _BLOCK_US, _TURN_US, _IN_LARGE_CLUSTERS = 2.5, 2.5, 1.2, 0.87
+_VISIT_US = 0.16  # of a vector of channels of an output near a pixel
 
 
 class Config(NamedTuple):
@@ -281,9 +282,13 @@ class Binned(LaunchedCandidate[Config]):
         v = shape.variant
         resident = min(_THREADS_OF_SM // config.threads, blocks_at_once(shape.shared_bytes + _STATIC_BYTES, device))
         at_once = device.sms * (_IN_LARGE_CLUSTERS if v.cluster == _CLUSTERS[-1] else max(resident, 1))
-        elements = shape.plan.rows * problem.spatial[1] * shape.held.group * Kind(*v.kind).lanes
+        pixels = shape.plan.rows * problem.spatial[1]
+        elements = pixels * shape.held.group * Kind(*v.kind).lanes
         each_ns = 0.5 + 2 / v.at_once if v.copied else 0.2 + 0.1 * ITEMSIZE[problem.dtype]
-        of_block_us = _BLOCK_US + v.turns * _TURN_US + elements * each_ns / 1e3
+        # A pixel's outputs come one after the other, and so do vectors of channels that have no thread of their own.
+        of_thread = shape.held.group / max(1.0, config.threads / pixels)
+        waited_us = of_thread * _VISIT_US * 4 * problem.positions / prod(problem.spatial)
+        of_block_us = _BLOCK_US + v.turns * _TURN_US + max(elements * each_ns / 1e3, waited_us)
         return _LAUNCH_US + ceil(problem.n * v.cluster / at_once) * of_block_us
 
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:

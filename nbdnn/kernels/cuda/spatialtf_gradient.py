@@ -53,7 +53,8 @@ PIXEL = 3  # channels of one that is added as part of a row
 _LAUNCH_US = 6.0
 _OVER_COPY = {"gather": 1.1, "atomic": 2.5, "ordered": 2.5}
 _PIXEL, _VISIT, _CHANNEL = 150.0, 50.0, 17.0  # instructions of `gather`, of channels that are taken at once
-_GATHERED_US, _ADDED_US = 0.7, 0.45  # of a thread's vector of channels, one after the other
+# Of a thread's vector of channels, one after the other: of so many outputs to a pixel, and of one.
+_GATHERED_US, _NEAR, _ADDED_US = 0.7, 2.0, 0.45
 _ORDERED_NS = 800.0  # an output, one after the other
 # Blocks on a multiprocessor at once: more of them hide what memory takes, and fewer registers spill.
 # Those of threads that have pixels: 64x3x224x224 in float32 108 us, with three 125. With numbers of 64 bits: two.
@@ -256,7 +257,8 @@ class Gradient(LaunchedCandidate[Config]):
             at_once = max(1, self._at_once(problem, config) * lanes)
             turns = ceil(problem.c / at_once) * problem.n * prod(problem.spatial)
             bound_us = issued_us(problem, turns, _PIXEL, _VISIT + _CHANNEL * min(problem.c, at_once), device)
-            waited = waited_us(problem, config, prod(problem.spatial), lanes, _GATHERED_US, device)
+            visits = max(1.0, problem.positions / (_NEAR * prod(problem.spatial)))
+            waited = waited_us(problem, config, prod(problem.spatial), lanes, visits * _GATHERED_US, device)
             return _LAUNCH_US + max(_OVER_COPY[self.algorithm] * moved_us, bound_us, waited)
         one_by_one_us = problem.positions * _ORDERED_NS / 1e3 if self.algorithm == "ordered" else 0.0
         others_us = 0.0
