@@ -113,3 +113,10 @@ class Candidate(ABC, Generic[ConfigT, DeviceT]):
     @abstractmethod
     def prepare(self, problem: Any, config: ConfigT, device: DeviceT) -> Runner:
         """Compile or load what is needed and return the runner. May take seconds."""
+
+    def ready(self, problem: Any, config: ConfigT, device: DeviceT) -> Runner:
+        """What `prepare` returns, for calls: one that would wake threads may first ask what they are worth."""
+        runner = self.prepare(problem, config, device)
+        if settle := getattr(runner, "settle", None):
+            settle(device, lambda on: self.estimate(problem, config, on))
+        return runner

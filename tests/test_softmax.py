@@ -189,13 +189,13 @@ _COLUMNS = "n32c1000h28w28:accurate:channel:nchw n4c21h9w7:log:channel:nchw n2c5
 _EVERY, _OF_GPU = "f16 bf16 f32 f64", "f16 bf16 f32"
 
 COVERAGE: dict[str, Covers] = {
-    "cpu/rows": Covers(_EVERY, _ROWS, "a4"),
-    "cpu/short_rows": Covers(_EVERY, "n65536c16h1w1:accurate:channel:nchw n4c21h9w7:log:channel:nhwc", "a4"),
-    "cpu/columns": Covers(_EVERY, f"{_ROWS} {_COLUMNS}", "a4"),
+    "cpu/rows": Covers(_EVERY, _ROWS, "a8"),
+    "cpu/short_rows": Covers(_EVERY, "n65536c16h1w1:accurate:channel:nchw n4c21h9w7:log:channel:nhwc", "a8"),
+    "cpu/columns": Covers(_EVERY, f"{_ROWS} {_COLUMNS}", "a8"),
     "numba/rows": Covers(_OF_GPU, f"{_ROWS} n512c131072h1w1:accurate:channel:nchw", "a4"),
     "numba/columns": Covers(_OF_GPU, _COLUMNS, "a4"),
-    "numba/parts": Covers(_EVERY, "n512c131072h1w1:accurate:channel:nchw n1c3000000000h1w1:log:channel:nchw", "a4"),
-    "numba/direct": Covers(_EVERY, f"{_ROWS} {_COLUMNS} n1c3000000000h1w1:log:channel:nchw", "a4"),
+    "numba/parts": Covers(_EVERY, "n512c131072h1w1:accurate:channel:nchw n1c3000000000h1w1:log:channel:nchw", "a8"),
+    "numba/direct": Covers(_EVERY, f"{_ROWS} {_COLUMNS} n1c3000000000h1w1:log:channel:nchw", "a8"),
 }
 
 

@@ -345,7 +345,7 @@ COVERAGE: dict[str, Covers] = {
     **{f"{op}/cpu/planar": Covers(_EVERY, _ALL) for op in _WITH_IMAGE},
     **{f"{op}/cpu/channels": Covers(_EVERY, _ALL, "nhwc") for op in _WITH_IMAGE},
     **{f"{op}/cpu/pixels": Covers(_EVERY, _ALL) for op in _WITH_IMAGE},
-    **{f"{op}/cpu/rows": Covers(_EVERY, _ALL, "", "a4") for op in ("spatialtf_grid_fwd", "spatialtf_grid_bwd")},
+    **{f"{op}/cpu/rows": Covers(_EVERY, _ALL, "", "a8") for op in ("spatialtf_grid_fwd", "spatialtf_grid_bwd")},
     "spatialtf_fwd/numba/direct": Covers(_EVERY, _ON_GPU),
     "spatialtf_sampler_fwd/numba/direct": Covers(_EVERY, _ON_GPU),
     "spatialtf_bwd/numba/held": Covers("f16 bf16 f32", "mnist enlarged pixel line"),
@@ -357,8 +357,8 @@ COVERAGE: dict[str, Covers] = {
     "spatialtf_sampler_bwd/numba/atomic": Covers(_EVERY, _ON_GPU),
     "spatialtf_sampler_bwd/numba/ordered": Covers(_EVERY, _ON_GPU),
     "spatialtf_sampler_bwd/numba/turned": Covers("f16 bf16 f32", _ON_GPU, "nchw"),
-    "spatialtf_grid_fwd/numba/direct": Covers(_EVERY, _ON_GPU, "", "a4"),
-    "spatialtf_grid_bwd/numba/sums": Covers(_EVERY, _ON_GPU, "", "a4"),
+    "spatialtf_grid_fwd/numba/direct": Covers(_EVERY, _ON_GPU, "", "a8"),
+    "spatialtf_grid_bwd/numba/sums": Covers(_EVERY, _ON_GPU, "", "a8"),
 }
 
 

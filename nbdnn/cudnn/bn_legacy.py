@@ -38,6 +38,7 @@ _FUNCTIONS = {
 _LAUNCH_US = 5.0
 # Of the copy rate, seen on an H200: inference; sums of NCHW; of NHWC, and of channels that are one value wide.
 _SHARE_INFER, _SHARE_PLANES, _SHARE_ROWS = 0.5, 0.4, 0.02
+_SHARE_ACTIVATIONS, _ROW_US = 0.45, 0.6  # sums a thread an activation, image after image
 
 
 class _Described(NamedTuple):
@@ -136,8 +137,11 @@ class BatchNorm(Candidate[NoConfig, Gpu]):
 
     def estimate(self, problem: BnProblem, config: NoConfig, device: Gpu) -> float:
         share = _SHARE_PLANES if problem.planes[2] > 1 else _SHARE_ROWS
+        share = _SHARE_ACTIVATIONS if self._mode == BatchNormMode.PER_ACTIVATION else share
         share = _SHARE_INFER if self.op == "bn_infer" else share
-        return _LAUNCH_US + problem.min_bytes / (share * copy_bytes_per_s(device)) * 1e6
+        moved_us = problem.min_bytes / (share * copy_bytes_per_s(device)) * 1e6
+        one_by_one_us = problem.m * _ROW_US if share == _SHARE_ACTIVATIONS else 0.0
+        return _LAUNCH_US + max(moved_us, one_by_one_us)
 
     def prepare(self, problem: BnProblem, config: NoConfig, device: Gpu) -> Runner:
         with naming(problem):

@@ -182,7 +182,7 @@ class Context:
         if key not in self._runners:
             candidate, config_, _ = choice.option
             with never_lost():
-                self._runners[key] = candidate.prepare(problem, config_, self.device)
+                self._runners[key] = candidate.ready(problem, config_, self.device)
         return self._runners[key]
 
 

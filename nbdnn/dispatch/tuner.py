@@ -201,7 +201,7 @@ class _Race:
         operands, check = self._operands, self._check
         with never_lost():  # around the handlers below, which would take it for the candidate's failure
             try:
-                runner = candidate.prepare(self._problem, config_, self._device)
+                runner = candidate.ready(self._problem, config_, self._device)
                 verdict = check.run(runner, candidate, workspace_bytes)
                 if not verdict.reason:
                     scalars = self._given.scalars if self._given else self._problem.scalars

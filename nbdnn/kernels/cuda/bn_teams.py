@@ -229,10 +229,13 @@ def _rows_in_turn(rows: int, slabs: int, team: int, blocks: int) -> int:
 
 
 def _fits(problem: BnProblem, config: Teams, device: Gpu) -> bool:
+    """Whether shared memory holds what a block keeps, and each of its channels has a thread that finishes it."""
     v = _variant(problem, config)
     walk = _walk(problem, v, config)
     size = ITEMSIZE[v.compute]
     channels = v.columns * v.sums
+    if channels > v.threads:
+        return False
     sums = (3 * (v.threads // 32) + 4 + 3 * bn_meeting.shares(v)) * channels * size
     there = (shared_bytes(device) + _SYSTEM_BYTES) // config.resident - _SYSTEM_BYTES
     return bn_slots.held_bytes(v, walk.slots) + sums <= there
