@@ -180,6 +180,21 @@ def test_few_rows_have_blocks_of_many_columns(text: str, columns: int) -> None:
     assert {config.columns for config in bn_streamed.INFER.configs(problem, H200)} == {columns}
 
 
+@pytest.mark.parametrize("algorithm", ["held", "teams"])
+@pytest.mark.parametrize("op", ["bn_train", "bn_bwd"])
+@pytest.mark.parametrize("dtype", ["f32", "f64", "bf16"])
+def test_every_channel_of_a_block_has_a_thread(dtype: str, op: str, algorithm: str) -> None:
+    """Which finishes it: 32 columns of 8 lanes are more channels than a small block has threads."""
+    problem, candidate = (
+        parse(f"{op}:{dtype}:n3c160h37w37:per-activation:nchw"),
+        registry.candidate(f"{op}/numba/{algorithm}"),
+    )
+    for config in candidate.configs(problem, H200):
+        kernel = candidate.launches(problem, config, H200)[-1].source
+        v = bn_plan.Variant(*kernel.specialised_on)
+        assert v.columns == config.columns and v.columns * v.sums <= v.threads, config
+
+
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_blocks_of_many_columns(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block = emulated_ptx.install(monkeypatch)
