@@ -323,7 +323,7 @@ class Covers(NamedTuple):
     dtypes: str
     shapes: str
     layouts: str = "nchw nhwc"
-    ends: str = "a4 pf32"
+    ends: str = "a8 pf32"
 
 
 _SHAPES = {
