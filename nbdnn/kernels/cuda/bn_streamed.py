@@ -38,6 +38,7 @@ _SHARE_OF_COPY = 0.9
 _BLOCK_US = {"bn_infer": 3e-3}  # of a block, however little it has to do; of others _GRADIENT_BLOCK_US
 _GRADIENT_BLOCK_US = 5.5e-3
 _SLOT_US = 0.13  # of a thread's vectors, one after the other
+_FINISHED_US = 2.5e-4  # of a channel, by a kernel of its own
 # Of training where neighbours are channels (H200): what the sums of a block cost, of 8 channels a thread and of fewer;
 # and 32 parts of a channel, one after the other.
 _SUMS_US, _PARTS_US = (6e-3, 2e-3), 0.05
@@ -297,6 +298,8 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
             sums_us = integers.parts * integers.slabs * _SUMS_US[v.lanes < 8] + integers.parts / 32 * _PARTS_US
         moved_us = (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
         begun_us = integers.parts * integers.slabs * _BLOCK_US.get(self.op, _GRADIENT_BLOCK_US)
+        if others:
+            sums_us += problem.planes[1] * _FINISHED_US
         return _LAUNCH_US + others * _NEXT_US + sums_us + max(moved_us, begun_us, integers.slots * _SLOT_US)
 
     def launches(self, problem: BnProblem, config: Streamed, device: Gpu) -> list[Launch]:
