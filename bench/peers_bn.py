@@ -30,6 +30,8 @@ _CPU_SHAPES = (
     "n2c32d16h56w56:spatial:ncdhw",
     "n2c32d16h56w56:spatial:ndhwc",
     "n256c2048h1w1:per-activation:nchw",
+    "n32c1024h1w1:per-activation:nchw",
+    "n4c7776h1w1:per-activation:nchw",
 )
 _PARAMS = {"f32": "", "f16": ":pf32", "bf16": ":pf32"}
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import islice
 
 import pytest
+import random_problems
 from gpus import H200
 
 from nbdnn.candidate import Candidate
 from nbdnn.device import Device, cpu_device
 from nbdnn.dispatch import registry
+from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.problem import Problem, parse
 
 # Of Python, by one candidate; a millisecond is ten to twenty thousand.
@@ -64,6 +67,22 @@ def test_a_choice_costs_few_calls(text: str, device: Device) -> None:
             sys.setprofile(None)
         assert calls < _MOST_CALLS, f"{candidate.id}: {calls} calls"
     assert planned
+
+
+@pytest.mark.parametrize("device", [cpu_device(), H200], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("family", random_problems.FAMILIES)
+def test_problems_that_nobody_chose_have_plans(family: str, device: Device) -> None:
+    for text in islice(random_problems.texts(0, family), 60):
+        problem, planned = parse(text), 0
+        for candidate in registry.candidates(problem.op, kind=device.kind):
+            if candidate.provider == "cudnn":
+                continue
+            planned += _plan(candidate, problem, device)
+            if isinstance(candidate, LaunchedCandidate) and candidate.supports(problem, device).ok:
+                for config in candidate.configs(problem, device):
+                    for launch in candidate.launches(problem, config, device):
+                        assert all(0 < blocks <= 2**31 - 1 for blocks in launch.grid), f"{text} {candidate} {config}"
+        assert planned, text
 
 
 def _plan(candidate: Candidate, problem: Problem, device: Device) -> int:
