@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from nbdnn.dispatch.tuner import TuneResult
 
 
+# What says nothing of the next problem: that this one is too large, or that a candidate has a mistake.
+_OF_ONE_PROBLEM = (
+    *(MemoryError, UnsupportedProblem),
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError),
+)
+
+
 def add_budget(parser: argparse.ArgumentParser) -> None:
     """--budget."""
     parser.add_argument(
@@ -45,7 +52,7 @@ class LeftOut:
         self._reasons: list[str] = []
 
     def add(self, layer: Layer, error: Exception) -> None:
-        self._reasons.append(f"{layer.problem}: {error}")
+        self._reasons.append(f"{layer.problem}: {one_line(error)}")
 
     def raise_any(self) -> None:
         """Once the others are done and shown."""
@@ -88,7 +95,7 @@ def tuned(
                 ahead.await_kernels(layer.problem, check)
                 bar.update(task, description=what)
                 result = tune(layer.problem, device, database, budget_s=budget_s, again=again, progress=progress)
-            except (MemoryError, UnsupportedProblem) as error:
+            except _OF_ONE_PROBLEM as error:
                 left_out.add(layer, error)
             else:
                 bar.update(task, completed=index + 1)

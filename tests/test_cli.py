@@ -11,12 +11,15 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nbdnn import config
 from nbdnn.cli import main
 from nbdnn.errors import NbdnnWarning
+from nbdnn.kernels.cpu.softmax_rows import Rows
+from nbdnn.problem_softmax import SoftmaxProblem
 
 PROBLEM = "conv_fwd:f32:n1c8h10w12:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
 ANOTHER = "conv_bwd_data:f32:n1c8h10w12:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nchw"
@@ -191,6 +194,22 @@ def test_bench_shows_every_candidate_and_explain_what_is_chosen(db: str) -> None
     whole = nbdnn("bench", PROBLEM, "--db", db).stdout
     assert f"{PROBLEM}: floor" in whole
     assert "budget" not in whole
+
+
+def test_a_candidates_mistake_costs_its_problem_alone(
+    db: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    estimate = Rows.estimate
+
+    def mistaken(self: Rows, problem: SoftmaxProblem, *where: Any) -> float:
+        return 1 / 0 if problem.c == 7 else estimate(self, problem, *where)
+
+    monkeypatch.setattr(Rows, "estimate", mistaken)
+    bad, good = (f"softmax_fwd:f32:n4c{c}h1w1:accurate:channel:nchw" for c in (7, 8))
+    assert main(["autotune", bad, good, "--db", db, "--budget", "1", "--json"]) == 2
+    told = capsys.readouterr()
+    assert [row["problem"] for row in json.loads(told.out)] == [good]
+    assert told.err.strip() == f"nbdnn: error: not measured: {bad}: division by zero"
 
 
 @pytest.mark.parametrize("command", ["autotune", "bench"])
