@@ -457,7 +457,7 @@ def test_supports_what_it_must(op: str, device: Cpu) -> None:
     for dtype, mode, direction, kind in product(
         ("f16", "bf16", "f32", "f64"), GATES, ("uni", "bi"), ("linear", "skip")
     ):
-        for end in ("", ":a2", *([":train"] if op == "rnn_fwd" else [])):
+        for end in ("", ":a8", *([":train"] if op == "rnn_fwd" else [])):
             problem = nbdnn.problem.parse(f"{op}:{dtype}:t3b2i9h9l2:{mode}:{direction}:{kind}{end}")
             for id in IDS[op]:
                 assert registry.candidate(id).supports(problem, device).ok, f"{id}: {problem}"
