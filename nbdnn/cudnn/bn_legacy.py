@@ -137,10 +137,12 @@ class BatchNorm(Candidate[NoConfig, Gpu]):
 
     def estimate(self, problem: BnProblem, config: NoConfig, device: Gpu) -> float:
         share = _SHARE_PLANES if problem.planes[2] > 1 else _SHARE_ROWS
-        share = _SHARE_ACTIVATIONS if self._mode == BatchNormMode.PER_ACTIVATION else share
-        share = _SHARE_INFER if self.op == "bn_infer" else share
+        one_by_one_us = 0.0
+        if self.op == "bn_infer":
+            share = _SHARE_INFER
+        elif self._mode == BatchNormMode.PER_ACTIVATION:
+            share, one_by_one_us = _SHARE_ACTIVATIONS, problem.m * _ROW_US
         moved_us = problem.min_bytes / (share * copy_bytes_per_s(device)) * 1e6
-        one_by_one_us = problem.m * _ROW_US if share == _SHARE_ACTIVATIONS else 0.0
         return _LAUNCH_US + max(moved_us, one_by_one_us)
 
     def prepare(self, problem: BnProblem, config: NoConfig, device: Gpu) -> Runner:

@@ -35,8 +35,7 @@ _BLOCKS_AT_LEAST = 2  # of a multiprocessor, where columns are joined for want o
 _NARROW = 32  # channels of a block, where inference takes two slabs at a time: f32 is 2 % faster
 _LAUNCH_US, _NEXT_US = 3.0, 1.5  # of the first kernel; of each beside it, and of what lies between them
 _SHARE_OF_COPY = 0.9
-_BLOCK_US = {"bn_infer": 3e-3}  # of a block, however little it has to do; of others _GRADIENT_BLOCK_US
-_GRADIENT_BLOCK_US = 5.5e-3
+_BLOCK_US, _SUMMING_BLOCK_US = 3e-3, 5.5e-3  # of a block, however little it has to do; of one that sums
 _SLOT_US = 0.13  # of a thread's vectors, one after the other
 _FINISHED_US = 2.5e-4  # of a channel, by a kernel of its own
 # Of training where neighbours are channels (H200): what the sums of a block cost, of 8 channels a thread and of fewer;
@@ -297,7 +296,8 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         if self.op == "bn_train" and not v.planar:
             sums_us = integers.parts * integers.slabs * _SUMS_US[v.lanes < 8] + integers.parts / 32 * _PARTS_US
         moved_us = (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
-        begun_us = integers.parts * integers.slabs * _BLOCK_US.get(self.op, _GRADIENT_BLOCK_US)
+        of_block_us = _BLOCK_US if self.op == "bn_infer" else _SUMMING_BLOCK_US
+        begun_us = integers.parts * integers.slabs * of_block_us
         if others:
             sums_us += problem.planes[1] * _FINISHED_US
         return _LAUNCH_US + others * _NEXT_US + sums_us + max(moved_us, begun_us, integers.slots * _SLOT_US)

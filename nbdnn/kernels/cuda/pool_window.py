@@ -52,8 +52,9 @@ _CONFIGS, _CONFIGS_BESIDE = 6, 2  # tiles; of those that find maxima, where othe
 _LAUNCH_US = 3.0
 # Of a thread's, priors for the guess: what looks for maxima hardly waits for memory.
 _INSTRUCTIONS_PER_CLOCK_AND_SM, _OF_MAXIMA_GRADIENTS = 64.0, 96.0
-# Threads that a multiprocessor holds, and what a tile takes at least of what it takes on a GPU that is full.
-_RESIDENT, _LEAST_WAIT = 2048, 0.15
+# Threads that a multiprocessor holds. What a tile waits, in units of what it issues: on a GPU with few threads, and of
+# what it waits on a full one at least.
+_RESIDENT, _FEW_WAIT, _LEAST_WAIT = 2048, 3.0, 0.15
 
 
 class Blocks(NamedTuple):
@@ -194,7 +195,7 @@ def _guess_us(problem: PoolProblem, cost: Cost, device: Gpu) -> float:
     *_, target = problem.operands
     threads = target.size_elems / cost.outputs
     waves = threads / (_RESIDENT * device.sms)
-    waiting = min(1 / waves, max(3.0, _LEAST_WAIT / waves))
+    waiting = min(1 / waves, max(_FEW_WAIT, _LEAST_WAIT / waves))
     instructions = target.size_elems * cost.instructions * (1 + waiting)
     finds = problem.is_max and problem.op == "pool_bwd"
     per_clock = _OF_MAXIMA_GRADIENTS if finds else _INSTRUCTIONS_PER_CLOCK_AND_SM

@@ -210,8 +210,8 @@ class Direct(LaunchedCandidate[Config]):
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         moved_us = _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6
-        waited = waited_us(problem, config, problem.positions, vector_lanes(problem), _VECTOR_US, device)
-        return _LAUNCH_US + max(moved_us, waited)
+        wait_us = waited_us(problem, config, problem.positions, vector_lanes(problem), _VECTOR_US, device)
+        return _LAUNCH_US + max(moved_us, wait_us)
 
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
         one_wave = problem.c == 1 and problem.n * problem.positions <= _RESIDENT_THREADS * device.sms

@@ -258,13 +258,13 @@ class Gradient(LaunchedCandidate[Config]):
             turns = ceil(problem.c / at_once) * problem.n * prod(problem.spatial)
             bound_us = issued_us(problem, turns, _PIXEL, _VISIT + _CHANNEL * min(problem.c, at_once), device)
             visits = max(1.0, problem.positions / (_NEAR * prod(problem.spatial)))
-            waited = waited_us(problem, config, prod(problem.spatial), lanes, visits * _GATHERED_US, device)
-            return _LAUNCH_US + max(_OVER_COPY[self.algorithm] * moved_us, bound_us, waited)
+            wait_us = waited_us(problem, config, prod(problem.spatial), lanes, visits * _GATHERED_US, device)
+            return _LAUNCH_US + max(_OVER_COPY[self.algorithm] * moved_us, bound_us, wait_us)
         one_by_one_us = problem.positions * _ORDERED_NS / 1e3 if self.algorithm == "ordered" else 0.0
         others_us = 0.0
         if self.algorithm == "atomic":
-            waited = waited_us(problem, config, problem.positions, lanes, _ADDED_US, device)
-            others_us = max(adding_us(problem, problem.channels_last), waited)
+            wait_us = waited_us(problem, config, problem.positions, lanes, _ADDED_US, device)
+            others_us = max(adding_us(problem, problem.channels_last), wait_us)
         return _LAUNCH_US + _OVER_COPY[self.algorithm] * moved_us + one_by_one_us + others_us
 
     def workspace_bytes(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> int:
