@@ -253,12 +253,16 @@ class Planes(Candidate[NoConfig, Cpu]):
             coefficients=coefficients.ctypes.data,
         )
         whole_channel, sums_of_part, finish_channels, scale_some = _tasks(v, streams(problem, device))
-        alone = problem.operands[0].size_elems <= FEW_ELEMS
+        few = problem.operands[0].size_elems <= FEW_ELEMS
         if parts == 1 and problem.op != "bn_infer":
-            phases = [Phase(whole_channel, channels, ctx, alone)]
+            phases = [Phase(whole_channel, channels, ctx, few=few)]
         else:
-            finishing = Phase(finish_channels, ceil(channels / _FINISHED_CHANNELS), ctx, alone)
-            phases = [Phase(sums_of_part, channels * parts, ctx, alone), finishing, Phase(scale_some, runs, ctx, alone)]
+            finishing = Phase(finish_channels, ceil(channels / _FINISHED_CHANNELS), ctx, few=few)
+            phases = [
+                Phase(sums_of_part, channels * parts, ctx, few=few),
+                finishing,
+                Phase(scale_some, runs, ctx, few=few),
+            ]
         return Program(phases[1:] if problem.op == "bn_infer" else phases, [sums, coefficients])
 
 

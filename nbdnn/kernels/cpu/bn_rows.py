@@ -308,11 +308,11 @@ class Rows(Candidate[NoConfig, Cpu]):
             scratch=scratch.start,
             scratch_bytes=scratch.size_bytes,
         )
-        alone = problem.operands[0].size_elems <= FEW_ELEMS
-        finishing = Phase(_finish_task(v), ceil(channels / finished), ctx, alone)
-        phases = [finishing, Phase(_scale_task(v, far), parts * blocks, ctx, alone)]
+        few = problem.operands[0].size_elems <= FEW_ELEMS
+        finishing = Phase(_finish_task(v), ceil(channels / finished), ctx, few=few)
+        phases = [finishing, Phase(_scale_task(v, far), parts * blocks, ctx, few=few)]
         if problem.op != "bn_infer":
-            phases = [Phase(_sums_task(v, together, far), parts * blocks, ctx, alone), *phases]
+            phases = [Phase(_sums_task(v, together, far), parts * blocks, ctx, few=few), *phases]
         return Program(phases, [sums, coefficients, scratch.memory])
 
 

@@ -60,7 +60,9 @@ def cache_dir() -> Path:
     return config.cache_dir() / "cpu"
 
 
-def compile_task(function: Callable[..., None], key: Hashable, *, fastmath: bool | set[str] = False) -> CFunc:
+def compile_task(
+    function: Callable, key: Hashable, *, fastmath: bool | set[str] = False, signature: Any = TASK_SIGNATURE
+) -> CFunc:
     """The compiled task; its ``.address`` is what the launcher calls.
 
     `key` must determine every value that `function` closes over; with the function's qualified name and the source
@@ -71,7 +73,7 @@ def compile_task(function: Callable[..., None], key: Hashable, *, fastmath: bool
     name = (function.__module__, function.__qualname__, key, flags)
     if name not in _tasks:
         options = {"nopython": True, "error_model": "numpy", "boundscheck": False, "fastmath": fastmath}
-        task = CFunc(function, (TASK_SIGNATURE.args, TASK_SIGNATURE.return_type), locals={}, options=options)
+        task = CFunc(function, (signature.args, signature.return_type), locals={}, options=options)
         task._cache = DiskCache(function, name)  # type: ignore[attr-defined]
         task.compile()
         _tasks[name] = task

@@ -210,7 +210,7 @@ class Philox(Candidate[NoConfig, Cpu]):
         lanes = max(8, device.lanes(DEFAULT_COMPUTE[problem.dtype]))
         task = _task(problem.dtype, forward, lanes)
         few = not forward and problem.elements <= _FEW_ELEMS
-        phases = [Phase(task, ceil(pieces / pieces_a_task), ctx, alone=few)]
+        phases = [Phase(task, ceil(pieces / pieces_a_task), ctx, few=few)]
         return Program([*phases, Phase(_advance_task(), 1, ctx)] if forward else phases)
 
 

@@ -1,10 +1,10 @@
-"""Run a program of tasks on Numba's threads.
+"""Run a program of tasks on all threads.
 
 A program is a list of phases; a phase is (task, number of indices, ctx): its tasks run in any order on any worker, and
 a phase begins when the one before has ended. Each worker draws from a range of indices of its own, then from those of
 the others: what a worker wrote in one phase it finds in its caches in the next, and uneven tasks and a busy core cost
-little. One compiled driver serves every kernel: only the driver is compiled with ``parallel=True``, and a call costs
-one Numba call whatever the number of phases.
+little. One compiled driver serves every kernel, and a call costs one Numba call whatever the number of phases. The
+threads are the team's (`workers.py`); a call that finds it taken, as several threads of a program may, goes by Numba's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,22 @@ from numba import njit, prange, types
 from numba.core.ccallback import CFunc
 
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.compile import DEVICE, DiskCache
-from nbdnn.kernels.cpu.vector import atomic_add, call_task, num_threads, pointer, stack, struct
+from nbdnn.kernels.cpu.compile import DiskCache
+from nbdnn.kernels.cpu.vector import call_task, num_threads, pointer, stack, struct
+from nbdnn.kernels.cpu.workers import (
+    EACH,
+    FEW,
+    LINE_BYTES,
+    MOST_WORKERS,
+    PHASE_BYTES,
+    claim,
+    come_soon,
+    give_back,
+    prepare,
+    run_region,
+    share,
+    team,
+)
 
 MAX_POINTERS = 10
 # What every task finds at `args`: the runner's arguments. The first pointers are also an int64 array of MAX_POINTERS.
@@ -39,14 +53,13 @@ _NO_SCALARS = 1.0, 0.0
 
 _int64 = pointer("i64")
 _args = struct(ARGS)
-_PAIR_BYTES, _MOST_WORKERS = 128, 512  # of lines, which some processors fetch together
-_ALONE, _EACH = 1, 2
-_args_memory, _lines = stack(128), stack(_PAIR_BYTES * _MOST_WORKERS)
+_ALONE = 1
+_args_memory, _lines = stack(128), stack(LINE_BYTES * MOST_WORKERS)
 
-
-# A parallel region takes 10 us at least where workers sleep, as they do between the calls of a program. What is guessed
-# to take less, of which 4 us are the call, took 2 to 8 alone, and more than both threads in 1 of 25 problems (Zen 3).
-_FEW_US = 6.0
+# What a region is guessed to take one thread, of which 4 us are the call: below the first the caller runs it, below the
+# second as well while the others sleep, who come some 10 us later, awake ones within 1. Of 176 random problems these
+# limits lost least: 4 % to the better choice of each while workers are awake, 6 % while they sleep (Xeon, AVX-512).
+_ALONE_US, _FEW_US = 5.0, 12.0
 # Fewer elements a thread packs for itself sooner than all have packed their part and met (4 to 10 us), and sooner than
 # it reads what a far core has packed.
 FEW_ELEMS = 40960
@@ -55,8 +68,8 @@ FEW_ELEMS = 40960
 class Phase(NamedTuple):
     """A compiled task, how many indices it runs over, and the int64 array it finds at `ctx`.
 
-    alone: the calling thread runs them all, because they are done before the others would have woken up. each: every
-    worker runs all of them for itself, before its part of the next phase.
+    alone: the calling thread runs them all. each: every worker runs all of them for itself, before its first part of a
+    later phase. few: the calling thread runs them all while others sleep, being done before these would have woken up.
     """
 
     task: CFunc
@@ -64,57 +77,51 @@ class Phase(NamedTuple):
     ctx: np.ndarray
     alone: bool = False
     each: bool = False
+    few: bool = False
 
     @property
     def how(self) -> int:
-        return _EACH if self.each else _ALONE if self.alone else 0
+        return EACH if self.each else _ALONE if self.alone else FEW if self.few else 0
 
 
-@njit(**DEVICE)
-def _run_own(program, first, last, args, worker):
-    """The phases [first, last), all for this worker."""
-    for phase in range(first, last):
-        row = _int64(program + 32 * phase)
-        for index in range(row[1]):
-            call_task(row[0], args, row[2], index, worker)
-
-
-def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, beta, workspace):
+def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, beta, workspace, team):
     args = _args_memory()
     given = _args(args)
     given.p0, given.p1, given.p2, given.p3, given.p4 = p0, p1, p2, p3, p4
     given.p5, given.p6, given.p7, given.p8, given.p9 = p5, p6, p7, p8, p9
     given.alpha, given.beta, given.workspace = alpha, beta, workspace
-    workers = min(num_threads(), _MOST_WORKERS)
-    next_indices = _lines()
-    own = 0
+    workers = min(num_threads(), MOST_WORKERS)
+    ranges = _lines()
+    for worker in range(workers):
+        _int64(ranges + LINE_BYTES * worker)[1] = 0
+    claimed, asked = False, False
     for phase in range(n_phases):
-        row = _int64(program + 32 * phase)
+        row = _int64(program + PHASE_BYTES * phase)
         function, count, ctx, how = row[0], row[1], row[2], row[3]
-        if how == _EACH:
+        if how == EACH:
             continue
-        first_own, own = own, phase + 1
-        if how == _ALONE or count < 2 or workers < 2:
-            for worker in range(workers):
-                _run_own(program, first_own, phase, args, worker)
+        alone = how == _ALONE or count < 2 or workers < 2
+        if not alone and not asked:
+            claimed, asked = claim(team), True
+        if alone or (how == FEW and not (claimed and come_soon(team))):
+            prepare(program, phase, args, ranges, 0)
             for index in range(count):
                 call_task(function, args, ctx, index, 0)
+            continue
+        for worker in range(workers):
+            _int64(ranges + LINE_BYTES * worker)[0] = worker * count // workers
+        if claimed:
+            run_region(team, program, phase, args, ranges, workers)
         else:
-            for worker in range(workers):
-                _int64(next_indices + _PAIR_BYTES * worker)[0] = worker * count // workers
             for worker in prange(workers):
-                _run_own(program, first_own, phase, args, worker)
-                for turn in range(workers):
-                    owner = (worker + turn) % workers
-                    next_index, end = next_indices + _PAIR_BYTES * owner, (owner + 1) * count // workers
-                    if _int64(next_index)[0] < end:
-                        index = atomic_add(next_index, 1)
-                        while index < end:
-                            call_task(function, args, ctx, index, worker)
-                            index = atomic_add(next_index, 1)
+                share(program, phase, args, ranges, workers, worker)
+    if claimed:
+        give_back(team)
 
 
-_DRIVE_SIGNATURE = types.void(*[types.int64] * (2 + MAX_POINTERS), types.float64, types.float64, types.int64)
+_DRIVE_SIGNATURE = types.void(
+    *[types.int64] * (2 + MAX_POINTERS), types.float64, types.float64, types.int64, types.int64
+)
 
 
 class Program:
@@ -129,10 +136,14 @@ class Program:
         self._drive, self._lock = driver()
 
     def settle(self, device: Cpu, guess_us: Callable[[Cpu], float]) -> None:
-        """Run all phases on the calling thread, if it is guessed to be done before others have woken up."""
-        regions = sum(phase.how == 0 and phase.tasks > 1 for phase in self._keep[0])
-        if regions and guess_us(replace(device, threads=1)) < regions * _FEW_US:
-            self._table[:, 3] = _ALONE
+        """Wake nobody for regions that are guessed to be done before others have woken up."""
+        how = self._table[:, 3]
+        regions = ((how == 0) | (how == FEW)) & (self._table[:, 1] > 1)
+        region_us = guess_us(replace(device, threads=1)) / max(1, regions.sum())
+        if region_us < _ALONE_US:
+            how[:] = _ALONE
+        elif region_us < _FEW_US:
+            how[regions] = FEW
 
     def __call__(
         self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int = 0, stream: int = 0
@@ -140,10 +151,10 @@ class Program:
         padded = pointers + (0,) * (MAX_POINTERS - len(pointers))
         alpha, beta = scalars or _NO_SCALARS
         if self._lock is None:
-            self._drive(*self._start, *padded, alpha, beta, workspace)
+            self._drive(*self._start, *padded, alpha, beta, workspace, team())
         else:
             with self._lock:
-                self._drive(*self._start, *padded, alpha, beta, workspace)
+                self._drive(*self._start, *padded, alpha, beta, workspace, team())
 
 
 @cache

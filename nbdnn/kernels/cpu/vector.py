@@ -1,4 +1,4 @@
-"""LLVM intrinsics that Numba lacks: raw loads and stores, half precision, atomics, structs; and vector building blocks.
+"""LLVM intrinsics that Numba lacks: raw loads and stores, half precision, structs; and vector building blocks.
 
 Kernels get addresses as int64 and never see an array object: no reference counting, no wraparound indexing, and one
 compiled kernel for every shape. The functions that take a `builder` emit vector code for the intrinsics of rows.py,
@@ -85,16 +85,6 @@ def call_task(typingctx, function, args, ctx, index, worker):
         return context.get_dummy_value()
 
     return signature(types.none, *[types.int64] * 5), codegen
-
-
-@intrinsic
-def atomic_add(typingctx, address, value):
-    """Add to the int64 at `address`; returns what was there before."""
-
-    def codegen(context, builder, sig, args):
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
-
-    return signature(types.int64, types.int64, types.int64), codegen
 
 
 def ask(builder, address, writes: bool = False) -> None:
