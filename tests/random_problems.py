@@ -138,7 +138,22 @@ def _spatialtf(draw: _Draw) -> str:
     return ":".join(filter(None, (name, dtype, _dims(n, c, extents), f"o{_x(out)}", draw.layout(2), params)))
 
 
-FAMILIES = {f.__name__[1:]: f for f in (_conv, _pool, _softmax, _bn, _dropout, _spatialtf)}
+def _rnn(draw: _Draw) -> str:
+    steps, batch, layers = draw.between(1, 60), draw.of((1, 1, 2, 5, 16, 33, 64, 130)), draw.of((1, 1, 2, 3))
+    hidden = draw.of((draw.between(1, 40), draw.of(_CHANNELS), 512))
+    is_skip = draw.chance(0.1)
+    inputs = hidden if is_skip else draw.of((draw.between(1, 40), draw.of(_CHANNELS)))
+    op, direction = draw.of(("rnn_fwd", "rnn_bwd")), draw.of(("uni", "uni", "bi"))
+    directions = 2 if direction == "bi" else 1
+    if 8 * steps * batch * hidden * (inputs + layers * (directions + 1) * hidden) * directions > _MOST_FLOPS:
+        return ""
+    words = [op, draw.dtype(), f"t{steps}b{batch}i{inputs}h{hidden}l{layers}"]
+    words += [draw.of(("rnn_relu", "rnn_tanh", "lstm", "lstm", "gru")), direction, "skip" if is_skip else "linear"]
+    words += ["train" if op == "rnn_fwd" and draw.chance(0.3) else "", draw.rest("a2", "a4", "a8")]
+    return ":".join(filter(None, words))
+
+
+FAMILIES = {f.__name__[1:]: f for f in (_conv, _pool, _softmax, _bn, _dropout, _spatialtf, _rnn)}
 
 
 def texts(seed: int, *families: str, most_elements: int = 3_000_000) -> Iterator[str]:

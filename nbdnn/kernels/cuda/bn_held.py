@@ -33,6 +33,9 @@ _SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
 # Seen on an H200: a launch with its sums; what a cluster of k blocks costs to start is k squared times the second.
 _LAUNCH_US, _CLUSTER_US = 4.0, 0.75e-3
 _BLOCK_LANE_US = 9e-4  # of a lane of channels of a block, however few its rows are
+# What a thread does with each of its vectors of channels, while nobody has as many (seen with 6 to 49 of 64 to 1280
+# channels of 7x7 and 14x14).
+_SLOT_US = {"bn_train": 0.2, "bn_bwd": 0.26}
 _SHARE_OF_COPY = 0.85
 # Of the copy rate, by the bytes of a row that lie side by side.
 _SHARE_OF_WIDTH = {64: 0.9, 32: 0.7, 16: 0.5, 8: 0.3, 4: 0.2, 2: 0.1}
@@ -144,7 +147,8 @@ class HeldInShared(LaunchedCandidate[Held]):
 
     def estimate(self, problem: BnProblem, config: Held, device: Gpu) -> float:
         v, block_bytes = _variant(problem, config), _block_bytes(problem, config)
-        blocks = _walk(problem, v).slabs * config.cluster
+        walk = _walk(problem, v)
+        blocks = walk.slabs * config.cluster
         of_sm = max(1, min((shared_bytes(device) + _SYSTEM_BYTES) // block_bytes, _MIN_BLOCKS))
         resident = min(blocks, device.sms * of_sm)
         rate = copy_bytes_per_s(device) * min(_SHARE_OF_COPY, resident * block_bytes / (device.sms * _IN_FLIGHT_BYTES))
@@ -154,7 +158,8 @@ class HeldInShared(LaunchedCandidate[Held]):
         # Where a multiprocessor has one block, nothing is read while that one sums.
         alone = 1.1 if of_sm == 1 else 1.0
         begun_us = 0.0 if v.planar else blocks * v.lanes * _BLOCK_LANE_US
-        return _LAUNCH_US + start_us + max(alone * problem.min_bytes / rate * 1e6, begun_us)
+        waited_us = 0.0 if v.planar else walk.slots * _SLOT_US[self.op]
+        return _LAUNCH_US + start_us + max(alone * problem.min_bytes / rate * 1e6, begun_us, waited_us)
 
     def launches(self, problem: BnProblem, config: Held, device: Gpu) -> list[Launch]:
         v = _variant(problem, config)

@@ -38,7 +38,7 @@ _SHARE_OF_COPY = 0.9
 _BLOCK_US, _SUMMING_BLOCK_US = 3e-3, 5.5e-3  # of a block, however little it has to do; of one that sums
 _SLOT_US = 0.13  # of a thread's vectors, one after the other
 _FINISHED_US = 2.5e-4  # of a channel, by a kernel of its own
-# Of training where neighbours are channels (H200): what the sums of a block cost, of 8 channels a thread and of fewer;
+# Where neighbours are channels (H200): what the sums of a block cost in training, of 8 channels a thread and of fewer;
 # and 32 parts of a channel, one after the other.
 _SUMS_US, _PARTS_US = (6e-3, 2e-3), 0.05
 
@@ -293,7 +293,7 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         few = max(1.0, busy_blocks * device.sms / (integers.parts * integers.slabs))
         rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
         sums_us, v = 0.0, plan.variant(problem, config.columns, _THREADS)
-        if self.op == "bn_train" and not v.planar:
+        if self.op in ("bn_train", "bn_bwd") and not v.planar:
             sums_us = integers.parts * integers.slabs * _SUMS_US[v.lanes < 8] + integers.parts / 32 * _PARTS_US
         moved_us = (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
         of_block_us = _BLOCK_US if self.op == "bn_infer" else _SUMMING_BLOCK_US

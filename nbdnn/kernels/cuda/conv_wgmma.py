@@ -205,6 +205,7 @@ class WgmmaCandidate(MmaCandidate):
 
     algorithm, algo = "wgmma_gemm", None
     peak_share: ClassVar[dict[int, float]] = {9: 1.0}
+    fill_stages: ClassVar[int] = 4
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
         if device.capability[0] != 9:

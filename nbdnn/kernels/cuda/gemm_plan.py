@@ -22,8 +22,9 @@ _LEAST_STAGES = 4  # of a part: below, filling the pipeline costs as much as the
 _MOST_PARTS = 128
 _MOST_CONFIGS = 6
 _WORTH_A_TRY = 2.5  # times the best estimate
-_LAUNCH_US = 3.0
-_FILL_STAGES = 4  # that a block waits for its first stage and stores its sums
+_LAUNCH_US = 2.5
+# What follows adds up parts, or before turns an input; parts are written and read again, mostly from cache.
+_PARTS_US, _PARTS_MOVED, _TURN_US = 1.0, 1.4, 3.0
 # Priors. Of the tensor cores' peak mma.sync reaches at most this part by generation (wgmma and later reach the rest),
 # and of that a warp with so many sums a thread reaches so much: it loads (warp_m + warp_n) for warp_m * warp_n.
 _MMA_SHARE = {8: 0.95, 9: 0.6, 10: 0.25, 11: 0.25, 12: 0.95}
@@ -90,6 +91,7 @@ class MmaCandidate(LaunchedCandidate[Config]):
     algorithm = "mma_gemm"
     algo: str | None = "small"
     peak_share: ClassVar[dict[int, float]] = _MMA_SHARE
+    fill_stages: ClassVar[int] = 6  # that a block waits for its first stage and stores its sums
 
     def __init__(self, op: str, *, tf32: bool = False) -> None:
         self.op = op
@@ -140,11 +142,13 @@ class MmaCandidate(LaunchedCandidate[Config]):
         flops_per_s = peaks.tensor_flops_per_s(device, problem.dtype, problem.dtype == "f32") / device.sms
         share = self.peak_share.get(device.capability[0], min(self.peak_share.values())) * _SUMS_SHARE[tile.sums]
         stage_us = 2 * tile.m * tile.n * tile.k_elems(data_type(problem)) / (flops_per_s * share) * 1e6
-        products_us = ceil(blocks * parts / device.sms) * (stages / parts + _FILL_STAGES) * stage_us
+        products_us = ceil(blocks * parts / device.sms) * (stages / parts + self.fill_stages) * stage_us
         bytes_per_us = peaks.copy_bytes_per_s(device) / 1e6
         us = _LAUNCH_US + max(products_us, problem.min_bytes / bytes_per_us / _SHARE_OF_COPY)
-        for moved_bytes in (parts_bytes(problem, config), self.turned_bytes(problem)):
-            us += _LAUNCH_US + 2 * moved_bytes / bytes_per_us if moved_bytes else 0.0
+        if moved_bytes := parts_bytes(problem, config):
+            us += _PARTS_US + _PARTS_MOVED * moved_bytes / bytes_per_us
+        if moved_bytes := self.turned_bytes(problem):
+            us += _TURN_US + 2 * moved_bytes / bytes_per_us
         return us
 
 
