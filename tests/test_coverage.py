@@ -70,6 +70,7 @@ _MATRIX_TF32 = Covers("f32", _EVERY_LAYOUT, _OF_MATRIX, _FORWARD_ENDS.removesuff
 _OF_STRIDE_1 = "3x3, 1x1, 5x5, dilation, conv mode, one pixel"
 _OF_PATCHES = _MATRIX._replace(layouts="nchw nhwc", shapes="3x3, 5x5, dilation, conv mode, one pixel")
 _POINTWISE = Covers("f32 f64", "nhwc ndhwc", "1x1", _FORWARD_ENDS)
+_OF_PIXELS = Covers("f16 bf16", "nhwc ndhwc", "1x1", "e:beta")
 _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a8")
 _OF_ROWS = _OF_STEM._replace(shapes="rows of words", ends=_FORWARD_ENDS)
 _OF_ROWS_FILTER = _OF_STEM._replace(layouts="nhwc", shapes="rows of words", ends="e:beta")
@@ -113,6 +114,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/grouped": _OF_GROUPED._replace(ends=_FORWARD_ENDS),
     "conv_fwd/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32", ends=_FORWARD_ENDS),
     "conv_fwd/numba/head": _OF_HEAD._replace(ends=_FORWARD_ENDS),
+    "conv_fwd/numba/pointwise": _OF_PIXELS._replace(ends=_FORWARD_ENDS.removesuffix(" a8")),
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/tap_gemm": _FORWARD._replace(shapes=_OF_TAPS),
     "conv_fwd/cpu/tap_dot": _FORWARD._replace(dtypes="bf16", shapes=_OF_TAPS),
@@ -154,6 +156,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/stem": _OF_HEAD,
     "conv_bwd_data/numba/stem_tf32": _OF_HEAD._replace(dtypes="f32"),
     "conv_bwd_data/numba/head": _OF_HEAD._replace(shapes="few channels"),
+    "conv_bwd_data/numba/pointwise": _OF_PIXELS,
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/tap_gemm": _GRADIENT._replace(shapes=_OF_TAPS),
     "conv_bwd_data/cpu/tap_dot": _GRADIENT._replace(dtypes="bf16", shapes=_OF_TAPS),

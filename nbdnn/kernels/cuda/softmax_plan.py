@@ -31,8 +31,8 @@ LINE_BYTES = 128
 _LATENCY_BYTES, _ENOUGH_BYTES = 4 << 10, 128 << 10
 _LINE_COST, _NARROW_COST, _VECTOR_COST, _CLUSTER_COST, _ALONE_COST = 6.0, 0.05, 0.005, 0.03, 0.06
 
-# What a thread does with each of its vectors, one after the other: 32 rows of 1000 elements by 8 threads each took 6.7 us
-# of the gradient, by 32 threads 1.6.
+# What a thread does with each of its vectors, one after the other: 32 rows of 1000 elements by 8 threads each took
+# 6.7 us of the gradient, by 32 threads 1.6.
 _SERIAL_US = {"softmax_fwd": 0.1, "softmax_bwd": 0.25}
 
 
