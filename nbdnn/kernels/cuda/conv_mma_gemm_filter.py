@@ -247,6 +247,8 @@ def _extents(problem: ConvProblem) -> tuple[int, int]:
 class MmaGemmFilter(MmaCandidate):
     """bwd_filter on mma.sync."""
 
+    fill_stages = 1.0
+
     def integers(self, problem: ConvProblem, config: Config) -> _Integers:
         chosen, parts = config
         g = filter_gradient(channels_last(problem), chosen.m, chosen.n)

@@ -35,7 +35,8 @@ _WORDS = 8  # of a lane's two pixels of a tile, in a chunk
 _ROW_BYTES, _CHUNK_BYTES = 64, 2048  # in shared memory: of a filter's chunk, and of a chunk of 32 filters
 _MOST_HELD = 2  # chunks of inputs, or of outputs
 _MOST_FILTER_BYTES = 48 << 10
-_LAUNCH_US, _SHARE_OF_COPY = 3.0, 0.9
+_AHEAD = 4  # vectors of the filter that a thread asks for at once
+_LAUNCH_US, _SHARE_OF_COPY, _FILLED_BYTES_PER_US = 2.0, 0.9, 12e3
 
 
 class Config(NamedTuple):
@@ -81,6 +82,7 @@ def _kernel(*specialised_on):
     tiles, held = v.tiles, v.held
     of_pixel = _VECTOR * (1 if v.kind == "wide" else held)  # sums of a lane
     of_chunk, sums_held = tiles * _WORDS, tiles * 2 * of_pixel
+    row_words, column_words = 4 * _AHEAD, 8 * _AHEAD
     load, load_constant = ptx.LOAD[4], ptx.LOAD_CONSTANT[4]
     load_shared, store_shared, store_word = ptx_tile.LOAD_SHARED[4], ptx_tile.STORE_SHARED[4], ptx_tile.STORE_SHARED[1]
     multiply, low_halves, high_halves = ptx_tile.MULTIPLY[v.dtype], ptx_tile.PAIR_HALVES[0], ptx_tile.PAIR_HALVES[1]
@@ -96,32 +98,48 @@ def _kernel(*specialised_on):
 
     @ptx.inline
     def fill_rows(w, shared, f):
-        """Of a filter [outputs][inputs]."""
-        vectors = integer(f.in_chunks * 4)
-        at = integer(ptx.thread_x())
-        while at < f.out_chunks * _CHUNK * vectors:
-            out, vector = ptx.divided(at, vectors)
-            alive = out < f.outputs and vector * _VECTOR < f.inputs
-            words = load_constant(w, integer(out * f.inputs + vector * _VECTOR)) if alive else nothing
-            store_shared(word(shared + place(out, vector >> 2, vector & 3, f)), words)
-            at = integer(at + _THREADS)
+        """Of a filter [outputs][inputs]: several vectors on their way."""
+        vectors, words = integer(f.in_chunks * 4), ptx.cuda.local.array(row_words, word)
+        count = integer(f.out_chunks * _CHUNK * vectors)
+        begin = integer(ptx.thread_x())
+        while begin < count:
+            for i in range(_AHEAD):
+                out, vector = ptx.divided(integer(min(integer(begin + i * _THREADS), integer(count - 1))), vectors)
+                out, at = integer(min(out, integer(f.outputs - 1))), integer(vector * _VECTOR)
+                loaded = load_constant(w, integer(out * f.inputs + at)) if is_whole or at < f.inputs else nothing
+                words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = loaded
+            for i in range(_AHEAD):
+                out, vector = ptx.divided(integer(begin + i * _THREADS), vectors)
+                if begin + i * _THREADS < count:
+                    where = word(shared + place(out, vector >> 2, vector & 3, f))
+                    store_shared(where, (words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]))
+            begin = integer(begin + _AHEAD * _THREADS)
 
     @ptx.inline
     def fill_columns(w, shared, f):
         """Of a filter [inputs][outputs]: two inputs of eight outputs become eight words."""
-        vectors = integer(f.out_chunks * 4)
-        at = integer(ptx.thread_x())
-        while at < f.in_chunks * _CHUNK // 2 * vectors:
-            pair, vector = ptx.divided(at, vectors)
-            first, out = integer(pair * 2), integer(vector * _VECTOR)
-            alive = first < f.inputs and out < f.outputs
-            one = load_constant(w, integer(first * f.outputs + out)) if alive else nothing
-            two = load_constant(w, integer((first + 1) * f.outputs + out)) if alive else nothing
-            at_row = integer(shared + place(out, first >> 5, first >> 3 & 3, f) + (first & 7) * 2)
-            for i in range(4):  # outputs 2i and 2i + 1
-                store_word(word(at_row + i * 8 * _ROW_BYTES), low_halves(one[i], two[i]))
-                store_word(word(at_row + (i * 8 + 1) * _ROW_BYTES), high_halves(one[i], two[i]))
-            at = integer(at + _THREADS)
+        vectors, words = integer(f.out_chunks * 4), ptx.cuda.local.array(column_words, word)
+        count, most = integer(f.in_chunks * _CHUNK // 2 * vectors), integer(f.outputs - _VECTOR)
+        begin = integer(ptx.thread_x())
+        while begin < count:
+            for i in range(_AHEAD):
+                pair, vector = ptx.divided(integer(min(integer(begin + i * _THREADS), integer(count - 1))), vectors)
+                at = integer(pair * 2 * f.outputs + min(integer(vector * _VECTOR), most))
+                alive = is_whole or pair * 2 < f.inputs
+                one = load_constant(w, at) if alive else nothing
+                two = load_constant(w, integer(at + f.outputs)) if alive else nothing
+                words[8 * i], words[8 * i + 1], words[8 * i + 2], words[8 * i + 3] = one
+                words[8 * i + 4], words[8 * i + 5], words[8 * i + 6], words[8 * i + 7] = two
+            for i in range(_AHEAD):
+                pair, vector = ptx.divided(integer(begin + i * _THREADS), vectors)
+                if begin + i * _THREADS < count:
+                    row = place(integer(vector * _VECTOR), pair >> 4, pair >> 2 & 3, f)
+                    at = integer(shared + row + (pair & 3) * 4)
+                    for j in range(4):  # outputs 2j and 2j + 1
+                        one, two = words[8 * i + j], words[8 * i + 4 + j]
+                        store_word(word(at + j * 8 * _ROW_BYTES), low_halves(one, two))
+                        store_word(word(at + (j * 8 + 1) * _ROW_BYTES), high_halves(one, two))
+            begin = integer(begin + _AHEAD * _THREADS)
 
     @ptx.inline
     def come(held_words, x, first, chunk, lane, f):
@@ -255,10 +273,9 @@ class Pointwise(LaunchedCandidate[Config]):
         return tuple(each for each in every if each != ("narrow", 2) or outputs <= _CHUNK)
 
     def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
-        (launch,) = self.launches(problem, config, device)
         idle = max(1.0, device.sms * _WARPS / ceil(_pixels(problem) / (16 * config.tiles)))
-        moved_bytes = problem.min_bytes + launch.grid[0] * problem.operands[1].size_bytes / 4  # from cache
-        return _LAUNCH_US + moved_bytes / (copy_bytes_per_s(device) * _SHARE_OF_COPY) * idle * 1e6
+        filled_us = _filter_bytes(problem) / _FILLED_BYTES_PER_US
+        return _LAUNCH_US + filled_us + problem.min_bytes / (copy_bytes_per_s(device) * _SHARE_OF_COPY) * idle * 1e6
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         inputs, outputs = _channels(problem)

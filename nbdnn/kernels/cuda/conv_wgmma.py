@@ -204,8 +204,8 @@ class WgmmaCandidate(MmaCandidate):
     """What the three directions share."""
 
     algorithm, algo = "wgmma_gemm", None
-    peak_share: ClassVar[dict[int, float]] = {9: 1.0}
-    fill_stages: ClassVar[int] = 4
+    peak_share: ClassVar[dict[int, float]] = {9: 0.97}
+    fill_stages: ClassVar[float] = 3.0
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
         if device.capability[0] != 9:

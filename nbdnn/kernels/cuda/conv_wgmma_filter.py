@@ -148,6 +148,8 @@ def _kernel(*specialised_on):
 class WgmmaGemmFilter(WgmmaCandidate):
     """bwd_filter."""
 
+    fill_stages = 2.5
+
     def integers(self, problem: ConvProblem, config: Config) -> _Integers:
         chosen, parts = config
         start, *strides = filter_strides(channels_last(problem))

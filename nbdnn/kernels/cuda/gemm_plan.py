@@ -22,14 +22,14 @@ _LEAST_STAGES = 4  # of a part: below, filling the pipeline costs as much as the
 _MOST_PARTS = 128
 _MOST_CONFIGS = 6
 _WORTH_A_TRY = 2.5  # times the best estimate
-_LAUNCH_US = 2.5
+_LAUNCH_US = 2.25
 # What follows adds up parts, or before turns an input; parts are written and read again, mostly from cache.
-_PARTS_US, _PARTS_MOVED, _TURN_US = 1.0, 1.4, 3.0
+_PARTS_US, _PARTS_MOVED, _TURN_US = 0.8, 0.42, 3.0
 # Priors. Of the tensor cores' peak mma.sync reaches at most this part by generation (wgmma and later reach the rest),
 # and of that a warp with so many sums a thread reaches so much: it loads (warp_m + warp_n) for warp_m * warp_n.
-_MMA_SHARE = {8: 0.95, 9: 0.6, 10: 0.25, 11: 0.25, 12: 0.95}
+_MMA_SHARE = {8: 0.95, 9: 0.55, 10: 0.25, 11: 0.25, 12: 0.95}
 _SUMS_SHARE = {128: 0.65, 64: 0.5, 32: 0.4}
-_SHARE_OF_COPY = 0.65  # of a copy's rate, where bytes decide: 0.5 to 0.75 for layers of 1x1 taps on an H200
+_SHARE_OF_COPY = 0.7  # of a copy's rate, where bytes decide: 0.5 to 0.75 for layers of 1x1 taps on an H200
 
 
 class Config(NamedTuple):
@@ -91,7 +91,7 @@ class MmaCandidate(LaunchedCandidate[Config]):
     algorithm = "mma_gemm"
     algo: str | None = "small"
     peak_share: ClassVar[dict[int, float]] = _MMA_SHARE
-    fill_stages: ClassVar[int] = 6  # that a block waits for its first stage and stores its sums
+    fill_stages: ClassVar[float] = 4.7  # that a block waits for its first stage and stores its sums
 
     def __init__(self, op: str, *, tf32: bool = False) -> None:
         self.op = op

@@ -226,7 +226,7 @@ class Plane(LaunchedCandidate[Team]):
             return tuple(sorted(teams, key=lambda team: abs(team.threads * _IN_FLIGHT - of_plane)))
         if self.op == "pool_fwd":
             every = Team(128, 1024), Team(64, 512), Team(128, 512), Team(64), Team(32), Team(16)
-            return tuple(sorted(every, key=lambda team: team.threads > pixels))
+            return tuple(sorted(every, key=lambda team: 3 * team.threads > pixels))
         teams = [Team(8), Team(16), Team(32), Team(64)]  # those with fewer threads beyond the last vector first
         return tuple(sorted(teams, key=lambda team: -vectors % (_THREADS // team.threads)))
 
