@@ -11,13 +11,14 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, floor_us, tensor_flops_per_s
 from nbdnn.problem_conv import ConvProblem
 
-_LAUNCH_US = 4.0
+# Of products of 1x1 taps, forward and image gradients, the second (26 layers of up to 8 us).
+_LAUNCH_US, _LAUNCH_OF_POINTS_US = 4.0, 3.2
 # Each place behind the first of cuDNN's ranking.
 _A_PLACE = 0.03
 # A layer of 64 channels and 3x3 taps reached 0.37 of the peak in bf16 and 0.4 in TF32, 0.6 in float32; one of 1x1 taps,
 # a plain product of matrices, 0.4 to 0.8 in bf16, where its bytes did not take longer: 0.8 to 1 of a copy's rate.
 _SHARE = {"f16": 0.4, "bf16": 0.4, "f32": 0.6, "f64": 0.5}
-_SHARE_OF_POINTS, _SHARE_OF_COPY = 0.5, 0.95
+_SHARE_OF_POINTS, _SHARE_OF_COPY, _SHARE_OF_FEW = 0.5, 0.95, 0.85
 _FEW_CHANNELS, _EVEN = 32, 8
 # What else the engines take that cuDNN ranks first where channels are few or no multiple of 8, in groups, or taps
 # dilated: of 133 such problems of small extents they took 2.1 times the best of all, and what is guessed now 1.3.
@@ -31,16 +32,21 @@ def method_us(problem: ConvProblem, device: Gpu, place: int, tf32: bool = False,
     kind, channels = "bf16" if tf32 else problem.dtype, problem.c // problem.groups
     is_pointwise = kind in _TURNED and max(problem.filter, default=1) == 1 and max(problem.stride, default=1) == 1
     share = _SHARE_OF_POINTS if is_pointwise else _SHARE[kind]
-    odd_us = 0.0
-    if problem.groups == 1 and min(channels, problem.k) >= _FEW_CHANNELS and _is_plain(problem):
+    odd_us, launch_us = 0.0, _LAUNCH_US
+    if is_pointwise and problem.op != "conv_bwd_filter":
+        launch_us = _LAUNCH_OF_POINTS_US
+    few = min(channels, problem.k) < _FEW_CHANNELS
+    # Few channels of one tap are read and written as others are: layers of 16 and 24 took 0.9 to 1.1 of this.
+    if problem.groups == 1 and (is_pointwise or not few) and _is_plain(problem):
         products_us = problem.flops / tensor_flops_per_s(device, problem.dtype, tf32) * 1e6
-        busy_us = max(products_us / share, problem.min_bytes / copy_bytes_per_s(device) / _SHARE_OF_COPY * 1e6)
+        of_copy = _SHARE_OF_FEW if few else _SHARE_OF_COPY
+        busy_us = max(products_us / share, problem.min_bytes / copy_bytes_per_s(device) / of_copy * 1e6)
     else:
         # Few channels or filters fill no matrix: first, last and grouped layers reached about 0.1 of the floor.
         busy_us, odd_us = floor_us(problem, device, tf32) / (share / 4), _ODD_US
     if kind in _TURNED and not problem.channels_last and not is_pointwise:
         busy_us += 2 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
-    return (busy_us * slower + _LAUNCH_US + odd_us) * (1 + _A_PLACE * place)
+    return (busy_us * slower + launch_us + odd_us) * (1 + _A_PLACE * place)
 
 
 def _is_plain(problem: ConvProblem) -> bool:

@@ -35,11 +35,28 @@ def test_cudnns_best_engine_takes_about_as_long_as_it_did(geometry: str, seen_us
     assert 0.75 < seen_us / guessed_us < 1.25
 
 
-@pytest.mark.parametrize(("geometry", "seen_us"), POINTS)
+@pytest.mark.parametrize(("geometry", "seen_us"), POINTS[1:])  # of the first `pointwise` takes 8.7 us
 def test_products_of_matrices_are_cudnns(geometry: str, seen_us: float) -> None:
     """Which took half to three quarters of the time of our own kernels."""
     problem = parse(f"{geometry}:d1x1:g1:cross:nhwc")
     assert method_us(problem, H200, 0) < _own_us(problem)
+
+
+@pytest.mark.parametrize(
+    ("layer", "seen_us"),
+    [
+        ("n32c32h112w112:k16", 11.7),
+        ("n32c16h112w112:k96", 26.7),
+        ("n32c24h56w56:k144", 11.6),
+        ("n32c32h28w28:k192", 5.4),
+    ],
+)
+def test_narrow_products_are_ours(layer: str, seen_us: float) -> None:
+    """Which cuDNN took 1.1 to 1.2 times as long for."""
+    problem = parse(f"conv_fwd:f16:{layer}r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc")
+    own_us = _own_us(problem)
+    assert own_us == _own_us(problem, "pointwise") < method_us(problem, H200, 0)
+    assert 0.75 < seen_us / own_us < 1.25
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16"])

@@ -36,7 +36,8 @@ _ROW_BYTES, _CHUNK_BYTES = 64, 2048  # in shared memory: of a filter's chunk, an
 _MOST_HELD = 2  # chunks of inputs, or of outputs
 _MOST_FILTER_BYTES = 48 << 10
 _AHEAD = 4  # vectors of the filter that a thread asks for at once
-_LAUNCH_US, _SHARE_OF_COPY, _FILLED_BYTES_PER_US = 2.0, 0.9, 12e3
+_TILES = {"wide": (2, 1), "narrow": (1, 2)}  # the better first
+_LAUNCH_US, _FILLED_BYTES_PER_US, _SHARE_OF_COPY = 2.0, 12e3, {"wide": 0.9, "narrow": 0.8}
 
 
 class Config(NamedTuple):
@@ -268,14 +269,18 @@ class Pointwise(LaunchedCandidate[Config]):
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
         _, outputs = _channels(problem)
-        every = [Config(kind, tiles) for kind in _kinds(problem) for tiles in (2, 1)]
+        every = [Config(kind, tiles) for kind in _kinds(problem) for tiles in _TILES[kind]]
         # Of two tiles' sums of more than 32 outputs registers spill.
         return tuple(each for each in every if each != ("narrow", 2) or outputs <= _CHUNK)
 
     def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
         idle = max(1.0, device.sms * _WARPS / ceil(_pixels(problem) / (16 * config.tiles)))
         filled_us = _filter_bytes(problem) / _FILLED_BYTES_PER_US
-        return _LAUNCH_US + filled_us + problem.min_bytes / (copy_bytes_per_s(device) * _SHARE_OF_COPY) * idle * 1e6
+        return (
+            _LAUNCH_US
+            + filled_us
+            + problem.min_bytes / (copy_bytes_per_s(device) * _SHARE_OF_COPY[config.kind]) * idle * 1e6
+        )
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         inputs, outputs = _channels(problem)
