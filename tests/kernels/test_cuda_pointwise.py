@@ -50,6 +50,7 @@ def test_every_output_is_exact(candidate, text: str, tiles: int, monkeypatch: py
         "conv_fwd:f16:n32c144h56w56:k24r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc:e:bias+relu+res+beta",
         "conv_fwd:f16:n32c384h14w14:k64r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc",
         "conv_bwd_data:f16:n32c192h28w28:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc",
+        "conv_bwd_data:bf16:n32c16h112w112:k96r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc",
     ],
 )
 def test_layers_stay_within_the_budget(text: str, arch: str) -> None:
