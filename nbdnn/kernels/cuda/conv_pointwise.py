@@ -35,7 +35,7 @@ _WORDS = 8  # of a lane's two pixels of a tile, in a chunk
 _ROW_BYTES, _CHUNK_BYTES = 64, 2048  # in shared memory: of a filter's chunk, and of a chunk of 32 filters
 _MOST_HELD = 2  # chunks of inputs, or of outputs
 _MOST_FILTER_BYTES = 48 << 10
-_AHEAD, _PAIRS_AHEAD = 4, 2  # vectors of the filter that a thread asks for at once, and pairs of them
+_AHEAD = 4  # vectors of the filter, or pairs of them, that a thread asks for at once
 _TILES = {"wide": (2, 1), "narrow": (1, 2)}  # the better first
 _LAUNCH_US, _FILLED_BYTES_PER_US, _SHARE_OF_COPY = 2.0, 12e3, {"wide": 0.9, "narrow": 0.8}
 
@@ -83,7 +83,7 @@ def _kernel(*specialised_on):
     tiles, held = v.tiles, v.held
     of_pixel = _VECTOR * (1 if v.kind == "wide" else held)  # sums of a lane
     of_chunk, sums_held = tiles * _WORDS, tiles * 2 * of_pixel
-    row_words, column_words = 4 * _AHEAD, 8 * _PAIRS_AHEAD
+    row_words, column_words = 4 * _AHEAD, 8 * _AHEAD
     load, load_constant = ptx.LOAD[4], ptx.LOAD_CONSTANT[4]
     load_shared, store_shared, store_word = ptx_tile.LOAD_SHARED[4], ptx_tile.STORE_SHARED[4], ptx_tile.STORE_SHARED[1]
     multiply, low_halves, high_halves = ptx_tile.MULTIPLY[v.dtype], ptx_tile.PAIR_HALVES[0], ptx_tile.PAIR_HALVES[1]
@@ -123,7 +123,7 @@ def _kernel(*specialised_on):
         count, most = integer(f.in_chunks * _CHUNK // 2 * vectors), integer(f.outputs - _VECTOR)
         begin = integer(ptx.thread_x())
         while begin < count:
-            for i in range(_PAIRS_AHEAD):
+            for i in range(_AHEAD):
                 pair, vector = ptx.divided(integer(min(integer(begin + i * _THREADS), integer(count - 1))), vectors)
                 at = integer(pair * 2 * f.outputs + min(integer(vector * _VECTOR), most))
                 alive = is_whole or pair * 2 < f.inputs
@@ -131,7 +131,7 @@ def _kernel(*specialised_on):
                 two = load_constant(w, integer(at + f.outputs)) if alive else nothing
                 words[8 * i], words[8 * i + 1], words[8 * i + 2], words[8 * i + 3] = one
                 words[8 * i + 4], words[8 * i + 5], words[8 * i + 6], words[8 * i + 7] = two
-            for i in range(_PAIRS_AHEAD):
+            for i in range(_AHEAD):
                 pair, vector = ptx.divided(integer(begin + i * _THREADS), vectors)
                 if begin + i * _THREADS < count:
                     row = place(integer(vector * _VECTOR), pair >> 4, pair >> 2 & 3, f)
@@ -140,7 +140,7 @@ def _kernel(*specialised_on):
                         one, two = words[8 * i + j], words[8 * i + 4 + j]
                         store_word(word(at + j * 8 * _ROW_BYTES), low_halves(one, two))
                         store_word(word(at + (j * 8 + 1) * _ROW_BYTES), high_halves(one, two))
-            begin = integer(begin + _PAIRS_AHEAD * _THREADS)
+            begin = integer(begin + _AHEAD * _THREADS)
 
     @ptx.inline
     def come(held_words, x, first, chunk, lane, f):
