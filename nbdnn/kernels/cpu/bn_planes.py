@@ -25,7 +25,7 @@ from nbdnn.kernels.cpu.bn_channel import FEW_ELEMS, Variant, is_far, merge, vari
 from nbdnn.kernels.cpu.bn_finish import finish, finish_row
 from nbdnn.kernels.cpu.bn_vector import scale_row, sum_row
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
-from nbdnn.kernels.cpu.cost import kernel_us, streams
+from nbdnn.kernels.cpu.cost import cache_bytes, kernel_us, streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.rows import ask_for
 from nbdnn.kernels.cpu.vector import NUMBA_FLOAT, WIDEN, filled, pointer, record, struct
@@ -227,7 +227,7 @@ class Planes(Candidate[NoConfig, Cpu]):
         outer, channels, inner = problem.planes
         chunk = min(inner, _CHUNK_ELEMS)
         plane_bytes = inner * ITEMSIZE[problem.dtype]
-        is_large = 2 * problem.min_bytes > device.llc_bytes  # the cache has other things, too
+        is_large = 2 * problem.min_bytes > cache_bytes(device)  # the cache has other things, too
         ahead = _CHANNELS_AHEAD * plane_bytes if is_large and plane_bytes <= _SHORT_PLANE_BYTES else 0
         chunks = outer * ceil(inner / chunk)
         wanted = device.threads * _TASKS_PER_THREAD

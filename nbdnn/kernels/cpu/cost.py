@@ -17,6 +17,10 @@ from nbdnn.problem import Problem
 _VECTOR_FMAS_PER_NS = 8.0  # the micro-kernel reaches 262 GFLOP/s a thread
 _CALL_US = 4.0  # a parallel region and its barrier
 _CACHE_SHARE = 0.6  # of the last level
+# What of it is a thread's, at most: chips share hundreds of MB among cores of which a program has a few. Layers of 26 to
+# 51 MB, each reading what the one before wrote, went 1.1 to 1.3 times as fast past 300 MB of cache on two threads, one
+# layer again and again 1.7 times (Xeon).
+_CACHE_OF_THREAD_BYTES = 16 << 20
 
 # Nanoseconds an element, one thread.
 COPY_NS = 0.12  # a masked vector copy that stays in cache
@@ -43,8 +47,13 @@ def kernel_us(
     return work_ns * min(rounds, device.threads) / 1e3 + phases * _CALL_US
 
 
+def cache_bytes(device: Cpu) -> int:
+    """Of the last level, what the threads may count on."""
+    return min(device.llc_bytes, device.threads * _CACHE_OF_THREAD_BYTES)
+
+
 def streams(problem: Problem, device: Cpu) -> bool:
     """Whether results go past the caches: whether the operands are so large that these would be written out of them
     before anybody reads them, and each of their lines was read in vain. Of operands that just fit, other programs leave
     too little: 2x32x16x56x56 in inference, 25 MB of 32, took 0.4 to 3.0 ms, past the caches 0.65 (Zen 3)."""
-    return problem.min_bytes > _CACHE_SHARE * device.llc_bytes
+    return problem.min_bytes > _CACHE_SHARE * cache_bytes(device)

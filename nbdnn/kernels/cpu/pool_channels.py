@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import compile_task
-from nbdnn.kernels.cpu.cost import kernel_us
+from nbdnn.kernels.cpu.cost import cache_bytes, kernel_us
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes, axes_of
 from nbdnn.kernels.cpu.pool_phases import joined_vectors
@@ -265,7 +265,7 @@ class Windows(Candidate[NoConfig, Cpu]):
         block_channels = ceil(problem.c / blocks / _LEAST_CHANNELS) * _LEAST_CHANNELS
         blocks, rows_a_task = ceil(problem.c / block_channels), ceil(rows / wanted)
         pixel_bytes = problem.c * ITEMSIZE[problem.dtype]
-        if 2 * problem.min_bytes > device.llc_bytes:  # the cache has other things, too
+        if 2 * problem.min_bytes > cache_bytes(device):  # the cache has other things, too
             ahead = pixel_bytes * (_AHEAD_PIXELS + _AHEAD_BYTES // pixel_bytes)
         else:
             ahead = pixel_bytes * _AHEAD_PIXELS if pixel_bytes >= _FAR_APART_BYTES else min(pixel_bytes, _NEAR_BYTES)
