@@ -17,9 +17,9 @@ from nbdnn.problem import Problem
 _VECTOR_FMAS_PER_NS = 8.0  # the micro-kernel reaches 262 GFLOP/s a thread
 _CALL_US = 4.0  # a parallel region and its barrier
 _CACHE_SHARE = 0.6  # of the last level
-# What of it is a thread's, at most: chips share hundreds of MB among cores of which a program has a few. Layers of 26 to
-# 51 MB, each reading what the one before wrote, went 1.1 to 1.3 times as fast past 300 MB of cache on two threads, one
-# layer again and again 1.7 times (Xeon).
+# What of it is a thread's, at most: chips share hundreds of MB among cores of which a program has a few. Past 300 MB of
+# cache layers of 26 to 51 MB went 1.1 to 1.3 times as fast on two threads, each reading what the one before wrote, and
+# one layer again and again 1.7 times (Xeon).
 _CACHE_OF_THREAD_BYTES = 16 << 20
 
 # Nanoseconds an element, one thread.
