@@ -116,6 +116,21 @@ def test_the_hopeless_cost_little(monkeypatch: pytest.MonkeyPatch, database: Dat
     assert result.seconds < 3
 
 
+def test_the_guess_is_not_given_up_for_one_sample(monkeypatch: pytest.MonkeyPatch, database: Database) -> None:
+    register(monkeypatch, Fake("guessed", 100, estimate=1.0), Fake("other", 300, estimate=2.0))
+    monkeypatch.setattr(timing, "_displacements", lambda: 0)
+    take = tuner._Race._take
+
+    def take_amiss(race: tuner._Race, watch: timing.Samples, candidate: Fake) -> None:
+        take(race, watch, candidate)
+        if candidate.algorithm == "guessed" and len(watch.samples_us) == 1:
+            watch.samples_us[0] *= 100
+
+    monkeypatch.setattr(tuner._Race, "_take", take_amiss)
+    best = tune(database).best
+    assert best is not None and best.candidate.algorithm == "guessed"
+
+
 def test_the_callers_operands_are_measured_and_never_written() -> None:
     rng = np.random.default_rng(0)
     x, w = (rng.uniform(-1, 1, shape).astype(np.float32) for shape in (SMALL.x_shape, SMALL.w_shape))
