@@ -23,6 +23,7 @@ from typing import NamedTuple
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.gemm_plan import refused_operands
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s
@@ -249,16 +250,13 @@ class Pointwise(LaunchedCandidate[Config]):
         self.op = op
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        if problem.dtype not in ("f16", "bf16"):
-            return Support(False, f"dtype {problem.dtype} is not f16 or bf16")
+        if reason := refused_operands(problem, ("f16", "bf16")):
+            return Support(False, reason)
         if prod(problem.filter) > 1 or any(map(any, problem.pad)) or max(problem.stride) > 1 or problem.groups > 1:
             has = f"filter {problem.filter}, pad {problem.pad}, stride {problem.stride}, {problem.groups} groups"
             return Support(False, f"{has}: only one tap of stride 1 without padding or groups")
         if not (problem.channels_last and problem.y_channels_last):
             return Support(False, f"layouts {problem.layout} and {problem.y_layout}, both have to be channels-last")
-        if problem.align < 16 or problem.c % _VECTOR or problem.k % _VECTOR or not problem.c or not problem.k:
-            has = f"{problem.c} and {problem.k} channels at multiples of {problem.align} bytes"
-            return Support(False, f"{has}: vectors of 16 bytes are needed")
         if not _kinds(problem):
             inputs, outputs = _channels(problem)
             return Support(False, f"{inputs} inputs and {outputs} outputs, at most 64 of either")
@@ -276,11 +274,8 @@ class Pointwise(LaunchedCandidate[Config]):
     def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
         idle = max(1.0, device.sms * _WARPS / ceil(_pixels(problem) / (16 * config.tiles)))
         filled_us = _filter_bytes(problem) / _FILLED_BYTES_PER_US
-        return (
-            _LAUNCH_US
-            + filled_us
-            + problem.min_bytes / (copy_bytes_per_s(device) * _SHARE_OF_COPY[config.kind]) * idle * 1e6
-        )
+        moved_us = problem.min_bytes / (copy_bytes_per_s(device) * _SHARE_OF_COPY[config.kind]) * 1e6
+        return _LAUNCH_US + filled_us + moved_us * idle
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         inputs, outputs = _channels(problem)
