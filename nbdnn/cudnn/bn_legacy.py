@@ -35,7 +35,7 @@ _FUNCTIONS = {
     "bn_infer": "cudnnBatchNormalizationForwardInference",
     "bn_bwd": "cudnnBatchNormalizationBackward",
 }
-_LAUNCH_US = 5.0
+_LAUNCH_US = 6.0
 # Of the copy rate, seen on an H200: inference; sums of NCHW; of NHWC, and of channels that are one value wide.
 _SHARE_INFER, _SHARE_PLANES, _SHARE_ROWS = 0.5, 0.4, 0.02
 _SHARE_ACTIVATIONS, _ROW_US = 0.45, 0.6  # sums a thread an activation, image after image

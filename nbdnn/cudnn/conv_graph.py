@@ -261,7 +261,7 @@ class Graph(Candidate[EngineConfig, Gpu]):
 
     def estimate(self, problem: ConvProblem, config: EngineConfig, device: Gpu) -> float:
         place = list(_chosen(self, problem, device)).index(config)
-        return method_us(problem, device, place, tf32=self.math == "tf32")
+        return method_us(problem, device, place, tf32=self.math == "tf32", whole=self.deterministic)
 
     def prepare(self, problem: ConvProblem, config: EngineConfig, device: Gpu) -> Runner:
         return _Run(problem, *_chosen(self, problem, device)[config], device)

@@ -190,7 +190,8 @@ class Legacy(Candidate[NoConfig, Gpu]):
         place = ranking.index(self._value) if self._value in ranking else len(ranking)
         backward_16_bit = self.op != "conv_fwd" and problem.dtype in ("f16", "bf16")
         slow = backward_16_bit and problem.channels_last
-        return method_us(problem, device, place, slower=_SLOW_16_BIT_NHWC if slow else 1.0)
+        whole = self.algorithm == "algo_1"
+        return method_us(problem, device, place, slower=_SLOW_16_BIT_NHWC if slow else 1.0, whole=whole)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Gpu) -> Runner:
         with naming(problem):

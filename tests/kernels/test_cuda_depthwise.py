@@ -125,24 +125,27 @@ def test_planar_vectors_begin_at_multiples_of_their_size(lanes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "lanes"),
+    ("text", "lanes", "stored"),
     [
-        ("conv_fwd:f32:n1c32h8w8:k32r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc", 4),
-        ("conv_fwd:f32:n1c32h8w8:k32r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc:a4", 1),
-        ("conv_fwd:bf16:n1c32h8w8:k32r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc:a4", 2),
-        ("conv_fwd:f32:n1c34h8w8:k34r3s3:p1x1:u1x1:d1x1:g34:cross:nhwc", 2),
-        ("conv_fwd:f32:n1c32h8w8:k64r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc", 1),
-        ("conv_fwd:f32:n1c32h8w8:k32r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc:ynchw", 1),
-        ("conv_fwd:bf16:n1c3h8w16:k3r3s3:p1x1:u1x1:d1x1:g3:cross:nchw", 8),
-        ("conv_fwd:f32:n1c3h8w16:k3r3s3:p1x1:u2x2:d1x1:g3:cross:nchw", 4),
-        ("conv_fwd:f32:n1c3h8w14:k3r3s3:p1x1:u1x1:d1x1:g3:cross:nchw", 2),
-        ("conv_bwd_data:f16:n1c3h8w16:k3r3s3:p1x1:u2x4:d1x1:g3:cross:nchw", 4),
+        ("conv_fwd:f32:n1c32h8w8:k32r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc", 4, 4),
+        ("conv_fwd:f32:n1c32h8w8:k32r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc:a4", 1, 1),
+        ("conv_fwd:bf16:n1c32h8w8:k32r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc:a4", 2, 2),
+        ("conv_fwd:f32:n1c34h8w8:k34r3s3:p1x1:u1x1:d1x1:g34:cross:nhwc", 2, 2),
+        ("conv_fwd:f32:n1c32h8w8:k64r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc", 1, 1),
+        ("conv_fwd:f32:n1c32h8w8:k32r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc:ynchw", 1, 1),
+        ("conv_fwd:bf16:n1c3h8w16:k3r3s3:p1x1:u1x1:d1x1:g3:cross:nchw", 8, 8),
+        ("conv_fwd:f32:n1c3h8w16:k3r3s3:p1x1:u2x2:d1x1:g3:cross:nchw", 4, 4),
+        ("conv_fwd:f32:n1c3h8w14:k3r3s3:p1x1:u1x1:d1x1:g3:cross:nchw", 2, 2),
+        ("conv_bwd_data:f16:n1c3h8w16:k3r3s3:p1x1:u2x4:d1x1:g3:cross:nchw", 2, 8),
+        ("conv_bwd_data:f32:n1c3h8w16:k3r3s3:p1x1:u2x2:d1x1:g3:cross:nchw", 2, 4),
+        ("conv_bwd_data:f32:n1c3h8w14:k3r3s3:p1x1:u2x2:d1x1:g3:cross:nchw", 1, 2),
     ],
 )
-def test_vectors_are_as_long_as_all_rows_allow(text: str, lanes: int) -> None:
+def test_vectors_are_as_long_as_rows_and_tiles_allow(text: str, lanes: int, stored: int) -> None:
     problem = parse(text)
     (launch,) = _candidate(problem.op).launches(problem, _candidate(problem.op).configs(problem, H200)[0], H200)
-    assert launch.source.specialised_on.lanes == lanes  # type: ignore[attr-defined]
+    v = launch.source.specialised_on
+    assert (v.lanes, v.stored) == (lanes, stored)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

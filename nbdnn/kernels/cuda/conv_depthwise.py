@@ -31,6 +31,7 @@ from nbdnn.kernels.cuda.depthwise_tile import Reciprocals, Tile, Tiles, Variant
 from nbdnn.kernels.cuda.division import reciprocals
 from nbdnn.kernels.cuda.geometry import filter_strides, index_bits
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
+from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _MOST_STRIDE_W = 8  # of bwd_data, where a tile is a multiple of it
@@ -42,6 +43,7 @@ _WHOLE_PIXEL = 36  # vectors, all of which a block with a stride takes: bf16 96x
 _BUSY_THREADS, _MOST_BUSY_THREADS, _LEAST_WORKING_THREADS = 192, 288, 1 << 16
 _WARP = 32
 _ROWS_IN_TURN = ((4, 4), (8, 4), (4, 2), (8, 2), (2, 4), (2, 2))
+_PLANAR_IN_TURN = ((4, 1), (8, 1))  # of rows that no vector divides
 _TAPS_IN_TURN = ((1, 7), (1, 8), (1, 4))
 
 
@@ -163,8 +165,9 @@ def _kernel(*specialised_on):
 def _lanes(problem: ConvProblem) -> int:
     if problem.y_channels_last:
         return plan.vector_lanes(problem, 4)
-    # A bwd_data's tile is a multiple of the lanes times the stride.
-    return plan.vector_lanes(problem, 8 if problem.op == "conv_fwd" else max(1, 16 // problem.stride[-1]))
+    # A bwd_data's tile is a multiple of the lanes times the stride, and all of it is to be one vector.
+    stride = 1 if problem.op == "conv_fwd" else problem.stride[-1]
+    return plan.vector_lanes(problem, max(1, plan.VECTOR_BYTES // ITEMSIZE[problem.dtype] // stride))
 
 
 def _variants(problem: ConvProblem) -> list[Variant]:
@@ -178,12 +181,14 @@ def _variants(problem: ConvProblem) -> list[Variant]:
 
     def variant(unrolled: bool, tile_h: int, tile_w: int) -> Variant:
         tile = Tile(ceil(tile_h / unit_h) * unit_h if unrolled else 1, ceil(tile_w / unit_w) * unit_w)
+        stored = lanes if last else plan.stored_lanes(problem, tile.columns)
         # Of 32 bits until its integers are known.
-        taken = (forward, problem.dtype, in_last, last, lanes, tile, rows, columns, unrolled, flat)
+        taken = (forward, problem.dtype, in_last, last, lanes, stored, tile, rows, columns, unrolled, flat)
         v = Variant(*taken, False, problem.epilogue, 32)
         return v._replace(reversed_=v.direct and problem.mode == "conv")
 
-    fitting = [v for tile in _ROWS_IN_TURN if (v := variant(True, *tile)).fits]
+    tiles = _ROWS_IN_TURN if last else _ROWS_IN_TURN + _PLANAR_IN_TURN
+    fitting = [v for tile in tiles if (v := variant(True, *tile)).fits]
     if not fitting:
         fitting = [v for tile in _TAPS_IN_TURN if (v := variant(False, *tile)).fits]
     return list(dict.fromkeys(fitting)) or [variant(False, 1, 1)]
@@ -321,7 +326,11 @@ class Depthwise(LaunchedCandidate[Tile]):
     def _guess_us(self, problem: ConvProblem, v: Variant, device: Gpu) -> float:
         integers = _tiles(problem, v)
         threads = integers.tiles * (ceil(integers.out_c / v.lanes) if v.out_last else 1)
-        return plan.kernel_us(problem, device, threads, integers.planes * v.instructions)
+        us = plan.kernel_us(problem, device, threads, integers.planes * v.instructions)
+        if v.out_last:
+            return us
+        output = problem.operands[2]
+        return us + plan.rewriting_us(output.size_elems, ITEMSIZE[v.dtype], v.tile.columns, v.stored)
 
 
 FWD, BWD_DATA = Depthwise("conv_fwd"), Depthwise("conv_bwd_data")

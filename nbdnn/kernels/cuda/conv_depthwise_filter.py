@@ -20,15 +20,15 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import depthwise_plan as plan
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.depthwise_filter_plan import Reciprocals, Split, Sums, Variant, sums, variants
+from nbdnn.kernels.cuda.depthwise_filter_plan import Reciprocals, Sums, Variant, sums, variants
 from nbdnn.kernels.cuda.depthwise_plan import THREADS
+from nbdnn.kernels.cuda.depthwise_tile import Tile
 from nbdnn.kernels.cuda.division import reciprocals
 from nbdnn.kernels.cuda.filter_parts import sum_of_parts
 from nbdnn.kernels.cuda.geometry import index_bits, input_reached
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.problem_conv import ConvProblem
 
-_WAVES = (1, 2)
 _SUM_US = 2.0  # of the second kernel
 
 
@@ -144,7 +144,7 @@ def _partial_sums(*specialised_on):
     return partial_sums, (data, data, floats, ptx.record(Sums, v.bits), ptx.record(Reciprocals, v.bits))
 
 
-class DepthwiseFilter(LaunchedCandidate[Split]):
+class DepthwiseFilter(LaunchedCandidate[Tile]):
     """The gradient of one filter a channel."""
 
     op, algorithm = "conv_bwd_filter", "depthwise"
@@ -153,23 +153,22 @@ class DepthwiseFilter(LaunchedCandidate[Split]):
         refused = plan.refusal(problem)
         return Support(False, refused) if refused else YES
 
-    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Split, ...]:
-        splits = [Split(*v.tile, waves) for waves in _WAVES for v in variants(problem)]
-        guesses = [(self.estimate(problem, split, device), split) for split in splits]
-        return plan.worth_measuring(guesses)
+    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
+        return plan.worth_measuring([(self.estimate(problem, v.tile, device), v.tile) for v in variants(problem)])
 
-    def workspace_bytes(self, problem: ConvProblem, config: Split, device: Gpu) -> int:
+    def workspace_bytes(self, problem: ConvProblem, config: Tile, device: Gpu) -> int:
         integers = sums(problem, self._variant(problem, config), config, device)
         return 4 * integers.splits * integers.taps * problem.k
 
-    def estimate(self, problem: ConvProblem, config: Split, device: Gpu) -> float:
+    def estimate(self, problem: ConvProblem, config: Tile, device: Gpu) -> float:
         v = self._variant(problem, config)
         integers = sums(problem, v, config, device)
         threads = integers.splits * integers.slabs * integers.role_blocks * THREADS
         tiles = ceil(integers.chunk / integers.block_tiles)
-        return _SUM_US + plan.kernel_us(problem, device, threads, tiles * v.instructions + 20 * v.sums + 300)
+        instructions = tiles * v.instructions + 20 * v.sums + 300
+        return _SUM_US + plan.kernel_us(problem, device, threads, instructions, tiles * v.lines)
 
-    def launches(self, problem: ConvProblem, config: Split, device: Gpu) -> list[Launch]:
+    def launches(self, problem: ConvProblem, config: Tile, device: Gpu) -> list[Launch]:
         v = self._variant(problem, config)
         integers = sums(problem, v, config, device)
         parts = integers.splits * integers.taps * problem.k
@@ -188,8 +187,8 @@ class DepthwiseFilter(LaunchedCandidate[Split]):
         )
         return [partial, sum_of_parts(problem, integers.splits)]
 
-    def _variant(self, problem: ConvProblem, config: Split) -> Variant:
-        return next(v for v in variants(problem) if v.tile == config[:2])
+    def _variant(self, problem: ConvProblem, config: Tile) -> Variant:
+        return next(v for v in variants(problem) if v.tile == config)
 
 
 BWD_FILTER = DepthwiseFilter()

@@ -14,24 +14,15 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cuda import depthwise_plan as plan
 from nbdnn.kernels.cuda.depthwise_plan import THREADS, Axis
+from nbdnn.kernels.cuda.depthwise_tile import Tile
+from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _PIECE = 8  # taps of a filter row that a thread sums
 _BLOCK_ROLES = 8  # rows or pieces of a filter in a block, at most
 _MOST_KEPT = 132  # registers that a thread holds by name: 136 were spilled in 3-D
 _MOST_PLANAR = 200  # held and loaded by a thread of planes: 209 were spilled
-_TILES = ((2, 4), (4, 4), (1, 4), (4, 2), (6, 2), (1, 7), (1, 8))
-
-
-class Split(NamedTuple):
-    """Rows and columns of dy that a thread takes at once, and how often over the grid could fill the GPU."""
-
-    rows: int
-    columns: int
-    waves: int
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.columns}:{self.waves}"
+_TILES = ((4, 4), (2, 4), (1, 4), (4, 2), (6, 2), (1, 7), (1, 8))
 
 
 class Variant(NamedTuple):
@@ -44,7 +35,7 @@ class Variant(NamedTuple):
     x_last: bool
     y_last: bool
     lanes: int
-    tile: tuple[int, int]
+    tile: Tile
     rows: Axis
     columns: Axis
     team: int
@@ -62,12 +53,12 @@ class Variant(NamedTuple):
     @property
     def row(self) -> plan.Row:
         """What a row of x is multiplied with: (element of a row of dy, of the row of x, tap)."""
-        return plan.row(plan.reaches(True, self.columns, self.tile[1]), self.lanes, self.y_last)
+        return plan.row(plan.reaches(True, self.columns, self.tile.columns), self.lanes, self.y_last)
 
     @property
     def reaches(self) -> list[plan.Reach]:
         """Of the rows of taps."""
-        return plan.reaches(True, self.rows, self.tile[0])
+        return plan.reaches(True, self.rows, self.tile.rows)
 
     @property
     def positions(self) -> list[int]:
@@ -78,7 +69,7 @@ class Variant(NamedTuple):
     def steps(self):
         """For `ptx_vector_rows.Rows`: each row of x with every row of dy that a tap takes there."""
         reaches, row = self.reaches, self.row
-        of_dy, of_taps = self.tile[1] * self.width, self.columns.taps * self.width
+        of_dy, of_taps = self.tile.columns * self.width, self.columns.taps * self.width
         return tuple(
             (
                 position,
@@ -101,6 +92,14 @@ class Variant(NamedTuple):
         inputs = min(2, met) * offsets * self.lanes
         loaded = vector * (dy // self.lanes + met * offsets)
         return plan.Held(self.sums + dy + inputs, loaded)
+
+    @property
+    def lines(self) -> int:
+        """Lines of the cache that a planar warp meets for a tile."""
+        of_x, of_dy = len(self.positions) * len(self.row.offsets), prod(self.tile) // self.lanes
+        itemsize, apart = ITEMSIZE[self.dtype], self.tile.columns
+        x, dy = plan.lines_met(of_x, apart * self.columns.stride, itemsize), plan.lines_met(of_dy, apart, itemsize)
+        return 0 if self.y_last else x + dy
 
     @property
     def instructions(self) -> float:
@@ -199,7 +198,7 @@ def variants(problem: ConvProblem) -> tuple[Variant, ...]:
     held_rows, unit = rows._replace(taps=rows.taps if all_rows else 1), 1 if last else lanes
 
     def variant(tile_h: int, tile_w: int) -> Variant:
-        tile = (tile_h, ceil(tile_w / unit) * unit)
+        tile = Tile(tile_h, ceil(tile_w / unit) * unit)
         taken = (problem.dtype, problem.channels_last, last, lanes, tile, held_rows, columns._replace(taps=taps_w))
         return Variant(*taken, 1, 32)
 
@@ -215,7 +214,7 @@ def variants(problem: ConvProblem) -> tuple[Variant, ...]:
     return tuple(dict.fromkeys(fitting)) or (variant(1, 1),)
 
 
-def sums(problem: ConvProblem, v: Variant, config: Split, device: Gpu) -> Sums:
+def sums(problem: ConvProblem, v: Variant, config: Tile, device: Gpu) -> Sums:
     x, dy, _ = problem.operands
     depth, rows, columns = plan.axes(problem)
     out_d, out_h, out_w = spatial3(problem.out_spatial)
@@ -227,7 +226,7 @@ def sums(problem: ConvProblem, v: Variant, config: Split, device: Gpu) -> Sums:
     vectors = plan.vectors_a_block(problem.k // v.lanes, 16 if block_roles == 1 else 8) if v.y_last else 1
     slabs, role_blocks = ceil(problem.k / (vectors * v.width)), ceil(roles / block_roles)
     block_tiles = THREADS // (vectors * block_roles)
-    blocks = max(1, config.waves * v.held.min_blocks * device.sms // (slabs * role_blocks))
+    blocks = max(1, v.held.min_blocks * device.sms // (slabs * role_blocks))
     chunk = max(1, ceil(tiles / blocks), min(block_tiles, tiles))
     return Sums(
         tiles=tiles,

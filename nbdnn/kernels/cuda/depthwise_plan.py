@@ -8,7 +8,7 @@ row, of which a tap needs one: there a vector begins at a multiple of its own si
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, gcd
 from typing import NamedTuple
 
 from nbdnn.candidate import ConfigT
@@ -19,18 +19,23 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
+_WARP = 32
 THREADS = 128  # of a block, but of those that `conv_depthwise` keeps busy
 REGISTER_TAPS = 49  # weights, or sums of them, that a thread holds at most: 7x7 taps, or 3x3 taps of 4 channels
 MOST_PRODUCTS = 1300  # written out in one kernel: 20 KB of code
 _KEPT, _LOADED = 136, 182  # of the 168 registers of a thread; others keep addresses
 _KEPT_OF_128, _LOADED_OF_128, _BOTH_OF_128 = 88, 90, 150
 WEIGHTS_BYTES = 48 << 10  # of shared memory, at most, while that leaves a block more than one vector of channels
-_VECTOR_BYTES = 16
+VECTOR_BYTES = 16
 _CONFIGS, _CONFIGS_OF_LAUNCHES = 4, 2  # worth measuring; where a launch takes longest, tiles hardly matter
 _WORTH_MEASURING = 1.6  # times the best guess
 _LAUNCH_US = 2.5
 _INSTRUCTIONS_PER_CLOCK_AND_SM = 128  # one for each lane of the four schedulers' warps
 _RESIDENT = 512  # threads of a multiprocessor that hide what they wait for
+# Loads of a warp whose threads' tiles are wider than their vectors meet as many lines of the cache as they span.
+_LINE_BYTES, _CLOCKS_OF_A_LINE = 128, 1.8
+# Stores that fill a sector of the second-level cache one after the other: each but the first, of 7x7 to 112x112 images.
+_SECTOR_BYTES, _SECTORS_PER_NS = 32, 110.0
 
 
 class Axis(NamedTuple):
@@ -117,7 +122,7 @@ def strides(prefix: str, shape: tuple[int, ...], channels_last: bool) -> dict[st
 def vector_lanes(problem: ConvProblem, most: int) -> int:
     """Elements of a vector, a power of two: what pointers, channels (or rows) and both layouts allow."""
     itemsize = ITEMSIZE[problem.dtype]
-    limit = min(most, _VECTOR_BYTES // itemsize, max(1, problem.align // itemsize))
+    limit = min(most, VECTOR_BYTES // itemsize, max(1, problem.align // itemsize))
     if problem.channels_last != problem.y_channels_last or (problem.channels_last and problem.k != problem.c):
         return 1
     extents = (problem.c,) if problem.channels_last else (problem.spatial[-1], problem.out_spatial[-1])
@@ -125,6 +130,14 @@ def vector_lanes(problem: ConvProblem, most: int) -> int:
     while 2 * lanes <= limit and not any(extent % (2 * lanes) for extent in extents):
         lanes *= 2
     return lanes
+
+
+def stored_lanes(problem: ConvProblem, columns: int) -> int:
+    """Elements of the vectors in which a planar tile's row of so many columns is stored."""
+    output, itemsize = problem.operands[2], ITEMSIZE[problem.dtype]
+    if problem.channels_last != problem.y_channels_last:
+        return 1
+    return gcd(min(VECTOR_BYTES, max(itemsize, problem.align)) // itemsize, columns, output.shape[-1])
 
 
 def vector_registers(dtype: str, lanes: int) -> int:
@@ -159,11 +172,25 @@ class Held(NamedTuple):
         return 4 if few and self.kept + self.loaded <= _BOTH_OF_128 else 3
 
 
-def kernel_us(problem: ConvProblem, device: Gpu, threads: int, instructions: float) -> float:
-    """Microseconds of a kernel of so many threads of so many instructions each, or of the bytes that it must move."""
+def kernel_us(problem: ConvProblem, device: Gpu, threads: int, instructions: float, lines: float = 0.0) -> float:
+    """Microseconds of a kernel of so many threads of so many instructions each, whose warps meet so many lines of the
+    cache each, or of the bytes that it must move."""
     waves = ceil(threads / (_RESIDENT * device.sms)) * _RESIDENT * device.sms / max(1, threads)
     issue_s = threads * min(waves, 2.0) * instructions / (_INSTRUCTIONS_PER_CLOCK_AND_SM * device.sms * device.clock_hz)
-    return _LAUNCH_US + max(issue_s, 1.15 * problem.min_bytes / copy_bytes_per_s(device)) * 1e6
+    lines_s = threads / _WARP * lines * _CLOCKS_OF_A_LINE / (device.sms * device.clock_hz)
+    return _LAUNCH_US + max(issue_s, lines_s, 1.15 * problem.min_bytes / copy_bytes_per_s(device)) * 1e6
+
+
+def lines_met(loads: int, apart: int, itemsize: int) -> int:
+    """Lines of the cache that so many loads of a warp meet, whose threads' elements are so many elements apart."""
+    return loads * max(1, _WARP * apart * itemsize // _LINE_BYTES)
+
+
+def rewriting_us(elems: int, itemsize: int, columns: int, stored: int) -> float:
+    """Microseconds more that so many elements take to store, by threads of so many columns each, `stored` at once."""
+    most_a_sector = max(1, _SECTOR_BYTES // (stored * itemsize))
+    again = min(columns // stored, most_a_sector) - 1
+    return elems * itemsize / _SECTOR_BYTES * again / _SECTORS_PER_NS * 1e-3
 
 
 def worth_measuring(guesses: list[tuple[float, ConfigT]]) -> tuple[ConfigT, ...]:

@@ -38,7 +38,8 @@ class Variant(NamedTuple):
     """What a kernel is compiled for.
 
     unrolled: rows in turn, else taps in turn. flat: one plane of taps, from one channel. in_last, out_last: whether
-    channels are the last axis of the input and the output. reversed_: a filter's last tap comes first, where `direct`.
+    channels are the last axis of the input and the output. lanes: of a vector that is loaded; stored: of one that is
+    stored. reversed_: a filter's last tap comes first, where `direct`.
     """
 
     forward: bool
@@ -46,6 +47,7 @@ class Variant(NamedTuple):
     in_last: bool
     out_last: bool
     lanes: int
+    stored: int
     tile: Tile
     rows: Axis
     columns: Axis
@@ -217,7 +219,7 @@ def end_of(v: Variant):
     """How the tile's rows are stored."""
     from nbdnn.kernels.cuda.ptx_vector_rows import End
 
-    return End(v.dtype, v.lanes, tuple(range(0, v.tile.columns, 1 if v.out_last else v.lanes)), v.epilogue)
+    return End(v.dtype, v.stored, tuple(range(0, v.tile.columns, 1 if v.out_last else v.stored)), v.epilogue)
 
 
 def rows_of(v: Variant):
@@ -250,11 +252,11 @@ def rows_of(v: Variant):
 
 
 def bias_of(v: Variant):
-    """Device function (bias, channel) -> what is added to the lanes of a vector."""
+    """Device function (bias, channel) -> what is added to the lanes of a vector that is stored."""
     from nbdnn.kernels.cuda import ptx, ptx_vector
 
-    widen, repeated = ptx.WIDEN[v.dtype], ptx_vector.repeated(v.lanes)
-    zeros, run, integer = ptx_vector.zeros(v.lanes), ptx_vector.load_run(v.dtype, v.lanes), ptx.INTEGER[v.bits]
+    widen, repeated = ptx.WIDEN[v.dtype], ptx_vector.repeated(v.stored)
+    zeros, run, integer = ptx_vector.zeros(v.stored), ptx_vector.load_run(v.dtype, v.stored), ptx.INTEGER[v.bits]
 
     @ptx.inline
     def none(bias, channel):

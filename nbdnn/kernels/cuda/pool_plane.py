@@ -31,6 +31,7 @@ _IN_FLIGHT = 4  # vectors that a thread loads before it joins them
 _WRITTEN = 8  # vectors of a thread of a gradient, channels-last
 _INT32_END = 2**31 - 2**20
 _LAUNCH_US = 3.0
+_RESIDENT, _WAVE_US = 2048, 1.0  # threads of a multiprocessor at once, and how long those of a planar forward take
 
 
 class Team(NamedTuple):
@@ -231,7 +232,10 @@ class Plane(LaunchedCandidate[Team]):
         return tuple(sorted(teams, key=lambda team: -vectors % (_THREADS // team.threads)))
 
     def estimate(self, problem: PoolProblem, config: Team, device: Gpu) -> float:
-        return _LAUNCH_US + 1.15 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        moved_us, waves = 1.15 * problem.min_bytes / copy_bytes_per_s(device) * 1e6, 0.0
+        if self.op == "pool_fwd" and not problem.channels_last:
+            waves = problem.n * problem.c * config.threads / (_RESIDENT * device.sms)
+        return _LAUNCH_US + max(moved_us, waves * _WAVE_US)
 
     def launches(self, problem: PoolProblem, config: Team, device: Gpu) -> list[Launch]:
         lanes, forward, last = _lanes(problem), self.op == "pool_fwd", problem.channels_last
