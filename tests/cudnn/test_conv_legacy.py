@@ -123,8 +123,8 @@ def test_guesses_follow_cudnns_ranking(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backward_of_16_bits_in_nhwc_is_no_good_guess(candidate: Legacy, monkeypatch: pytest.MonkeyPatch) -> None:
     """It took up to 100 times as long as an engine of the graph API."""
     monkeypatch.setattr(conv_legacy, "_ranking", lambda *_: (1,))
-    shape = "n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc"
-    slow, fast = (parse(f"{candidate.op}:{dtype}:{shape}") for dtype in ("bf16", "f32"))
+    shape = "n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross"
+    slow, fast = (parse(f"{candidate.op}:bf16:{shape}:{layout}") for layout in ("nhwc", "nchw"))
     assert candidate.estimate(slow, NoConfig(), H200) > 5 * candidate.estimate(fast, NoConfig(), H200)
 
 

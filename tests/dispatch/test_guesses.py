@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from gpus import H200
 
+from nbdnn.cudnn.cost import method_us
 from nbdnn.dispatch import registry
 from nbdnn.problem import parse
 
@@ -61,8 +62,42 @@ def test_the_faster_is_guessed_beside_cudnn(problem: str, fast: str, slow: str) 
 
 
 @pytest.mark.parametrize(
+    "problem",
+    [
+        # Float32 of two networks, where the default policy took 1.8 and 2.5 times the best: 87 and 166 us, 36 and 440,
+        # 26 and 49, 255 and 3910, 23 and 68.
+        "conv_bwd_data:f32:n32c256h14w14:k1024r1s1:p0x0:u1x1:d1x1:g1:cross:nchw",
+        "conv_bwd_filter:f32:n32c64h56w56:k64r1s1:p0x0:u1x1:d1x1:g1:cross:nchw",
+        "conv_bwd_filter:f32:n32c32h28w28:k192r1s1:p0x0:u1x1:d1x1:g1:cross:nchw",
+        "conv_bwd_data:f32:n32c256h56w56:k512r1s1:p0x0:u2x2:d1x1:g1:cross:nchw",
+        "conv_fwd:f32:n32c960h7w7:k160r1s1:p0x0:u1x1:d1x1:g1:cross:nchw",
+    ],
+)
+def test_float32_is_not_guessed_to_be_cudnns(problem: str) -> None:
+    assert _guess_us(problem, "numba/fma_gemm") < method_us(parse(problem), H200, 0, whole=True)
+
+
+def test_sums_that_nothing_splits_are_no_good_guess() -> None:
+    """A filter gradient of few channels took cuDNN's first choice 2090 us, and another 111."""
+    problem = parse("conv_bwd_filter:f32:n32c32h112w112:k16r1s1:p0x0:u1x1:d1x1:g1:cross:nchw")
+    assert method_us(problem, H200, 0, whole=True) > 2 * method_us(problem, H200, 3)
+
+
+@pytest.mark.parametrize(
     ("problem", "fast", "slow"),
-    [  # channels that a thread takes one after the other: 8.5 and 65 us, 3.1 and 16
+    [
+        # Rows of a plane that threads store by parts of a sector: 6.5 and 10.5 us, 5.4 and 8.9
+        (
+            "conv_fwd:f32:n32c960h7w7:k960r3s3:p1x1:u1x1:d1x1:g960:cross:nchw",
+            "numba/depthwise 4x1",
+            "numba/depthwise 8x2",
+        ),
+        (
+            "conv_fwd:f16:n32c960h7w7:k960r3s3:p1x1:u1x1:d1x1:g960:cross:nchw",
+            "numba/depthwise 8x1",
+            "numba/depthwise 8x2",
+        ),
+        # Channels that a thread takes one after the other: 8.5 and 65 us, 3.1 and 16
         ("spatialtf_bwd:f16:n1c80h46w46:o42x90:nchw:pf32", "numba/gather t1g4", "numba/gather t1g80"),
         ("spatialtf_fwd:f16:n2c64h49w49:o38x90:nchw", "numba/direct t1g4", "numba/direct t1g64"),
     ],

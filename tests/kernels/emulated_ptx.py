@@ -37,6 +37,14 @@ _SIXTEEN = ("f16", "bf16")
 _COUNTS = (1, 2, 4)  # of words
 
 
+class Factor(NamedTuple):
+    """Of `outer_products`."""
+
+    row: int
+    half: int
+    by_k: bool = False
+
+
 def _values(dtype: str) -> list[float]:
     """Of every 16 bits, by their integer."""
     with np.errstate(invalid="ignore"):
@@ -283,13 +291,25 @@ class Words:
 
         return wait
 
-    def outer_products(self, depth: int, a_bytes: tuple[int, int], b_bytes: tuple[int, int]) -> Callable:
+    Factor = Factor
+
+    def outer_products(self, depth: int, a: Factor, b: Factor) -> Callable:
         load = self.LOAD_SHARED[4]
 
-        def multiply(sums: tuple, a: int, b: int) -> tuple:
-            rows = [load(a + k * a_bytes[0]) + load(a + k * a_bytes[0] + a_bytes[1]) for k in range(depth)]
-            columns = [load(b + k * b_bytes[0]) + load(b + k * b_bytes[0] + b_bytes[1]) for k in range(depth)]
-            products = np.transpose(rows) @ np.array(columns)
+        def factor(at: int, of: Factor) -> np.ndarray:
+            """[k][8]."""
+            if not of.by_k:
+                return np.array([load(at + k * of.row) + load(at + k * of.row + of.half) for k in range(depth)])
+            pieces = range(0, depth, 4)
+            return np.transpose(
+                [
+                    [value for k in pieces for value in load((at ^ (i % 4 * 2 + k // 4) * 16) + i // 4 * of.half)]
+                    for i in range(8)
+                ]
+            )
+
+        def multiply(sums: tuple, a_at: int, b_at: int) -> tuple:
+            products = factor(a_at, a).T @ factor(b_at, b)
             quads = products.reshape(2, 4, 2, 4).transpose(0, 2, 1, 3).reshape(4, 16)
             return tuple(map(tuple, (np.array(sums) + quads).tolist()))
 

@@ -126,6 +126,8 @@ _COMPILED = [
         ("n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross", "nhwc"),
         ("n32c512h7w7:k512r3s3:p1x1:u1x1:d1x1:g1:cross", "nchw"),
         ("n32c256h28w28:k512r1s1:p0x0:u2x2:d1x1:g1:cross", "nhwc"),
+        ("n32c256h14w14:k1024r1s1:p0x0:u1x1:d1x1:g1:cross", "nchw"),
+        ("n32c128h28w28:k128r3s3:p1x1:u1x1:d1x1:g1:cross", "nchw"),
     )
 ]
 

@@ -94,16 +94,17 @@ def _classes(problem: ConvProblem) -> tuple[int, ...]:
 
 
 def _product(problem: ConvProblem) -> Product:
-    """Of the classes the one with the most outputs stands for all, with as many taps as they have on average."""
-    forward, classes = problem.op == "conv_fwd", prod(_classes(problem))
+    """Of the classes that taps reach the one with the most outputs stands for all, with as many as they have on
+    average."""
+    forward = problem.op == "conv_fwd"
+    reached = prod(map(min, _classes(problem), spatial3(problem.filter)))
     k, c = problem.k // problem.groups, problem.c // problem.groups
     group_out, group_in = (k, c) if forward else (c, k)
-    taps = max(1, prod(problem.filter) // classes)
     return Product(
-        problem.groups * classes,
+        problem.groups * reached,
         _pixels(problem),
         group_out,
-        taps * ceil(group_in / STAGE_K),
+        ceil(prod(problem.filter) * ceil(group_in / STAGE_K) / reached),
         problem.operands[2].size_elems,
     )
 

@@ -28,6 +28,8 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.problem_conv import ConvProblem
 
 _TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 128), Tile(64, 64))
+# Stages of a forward's time, which have half of the copies' work: channels-last, planar, and by one word (an H200).
+_SLOWER, _SLOWER_PLANAR, _SLOWER_BY_ONE = 1.13, 1.25, 1.45
 
 
 class FilterGemm(LaunchedCandidate[Config]):
@@ -40,7 +42,9 @@ class FilterGemm(LaunchedCandidate[Config]):
         return Support(False, reason) if reason else YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
-        return fma_plan.configs(_product(problem), _TILES, device)
+        by_k = not problem.y_channels_last and _gradient_words(problem) > 1
+        tiles = _TILES[1:] if by_k else _TILES  # the largest would spill registers, and took 2 to 20 % longer
+        return fma_plan.configs(_product(problem), tiles, device, fma_plan.MOST_FILTER_PARTS)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:
         return 4 * config.parts * part_elems(problem) if config.parts > 1 else 0
@@ -63,26 +67,39 @@ class FilterGemm(LaunchedCandidate[Config]):
 
 def _product(problem: ConvProblem) -> Product:
     k, c = problem.k // problem.groups, problem.c // problem.groups
-    positions = problem.n * prod(problem.out_spatial)
-    return Product(
-        problem.groups, k, c * prod(problem.filter), ceil(positions / STAGE_K), problem.operands[2].size_elems
-    )
+    positions, out_elems = problem.n * prod(problem.out_spatial), problem.operands[2].size_elems
+    words = _gradient_words(problem), _image_words(problem)
+    slower = _SLOWER_BY_ONE if 1 in words else _SLOWER if problem.channels_last else _SLOWER_PLANAR
+    return Product(problem.groups, k, c * prod(problem.filter), ceil(positions / STAGE_K), out_elems, slower)
+
+
+def _gradient_words(problem: ConvProblem) -> int:
+    """Sixteen bytes of dy at a time where everything is a multiple of that."""
+    along = problem.k // problem.groups if problem.y_channels_last else prod(problem.out_spatial)
+    return 4 if problem.align % 16 == 0 and along % 4 == 0 else 1
+
+
+def _image_words(problem: ConvProblem) -> int:
+    """The same of x, where four columns are channels of one tap; of planes where what meets dy are neighbours, too."""
+    pointwise = prod(problem.filter) == 1
+    if problem.channels_last:
+        fits = (problem.c // problem.groups) % 4 == 0 and (problem.w_channels_last or pointwise)
+    else:
+        one_to_one = pointwise and problem.spatial == problem.out_spatial and not any(map(sum, problem.pad))
+        fits = one_to_one and prod(problem.spatial) % 4 == 0
+    return 4 if problem.align % 16 == 0 and fits else 1
 
 
 def _variant(problem: ConvProblem, config: Config) -> Variant:
-    """Sixteen bytes at a time where everything is a multiple of that, and four columns are channels of one tap."""
-    k, c = problem.k // problem.groups, problem.c // problem.groups
-    wide, split = problem.align % 16 == 0, config.parts > 1
-    channels_last = problem.w_channels_last or prod(problem.filter) == 1
-    gradient_words = 4 if wide and problem.y_channels_last and k % 4 == 0 else 1
-    image_words = 4 if wide and problem.channels_last and channels_last and c % 4 == 0 else 1
-    store_words = 4 if wide and c * prod(problem.filter) % 4 == 0 else 1
+    split, row_elems = config.parts > 1, problem.c // problem.groups * prod(problem.filter)
     return Variant(
         config.tile,
-        Copies(config.tile.m, not problem.y_channels_last, gradient_words),
-        Copies(config.tile.n, not problem.channels_last, image_words),
-        Store(True, store_words, split, () if split else problem.epilogue),
-        channels_last,
+        Copies(config.tile.m, not problem.y_channels_last, _gradient_words(problem)),
+        Copies(config.tile.n, not problem.channels_last, _image_words(problem)),
+        Store(
+            True, 4 if problem.align % 16 == 0 and row_elems % 4 == 0 else 1, split, () if split else problem.epilogue
+        ),
+        problem.w_channels_last or prod(problem.filter) == 1,
     )
 
 

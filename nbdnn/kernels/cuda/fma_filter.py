@@ -15,7 +15,7 @@ from functools import cache
 from typing import NamedTuple
 
 from nbdnn.kernels.cuda.fma_store import Store, tile_store
-from nbdnn.kernels.cuda.fma_tile import STAGE_K, STAGES, Copies, Tile, copy_place, pipeline, pitch_bytes
+from nbdnn.kernels.cuda.fma_tile import STAGE_K, STAGES, Copies, Tile, copy_place, pipeline, shared_place
 
 
 class Variant(NamedTuple):
@@ -83,7 +83,8 @@ def filter_kernel(*specialised_on):
     tile_m, tile_n, stage_words = tile.m, tile.n, STAGES * tile.stage_bytes // 4
     pixel_words, column_words, threads = 5 * tile.threads, 4 * tile.n, tile.threads
     place_columns, put = _place_columns(tile, variant.channels_last), ptx_tile.STORE_SHARED[1]
-    run, store = pipeline(tile, _copy_stage(variant)), tile_store(tile, variant.store)
+    run = pipeline(tile, _copy_stage(variant), variant.gradient.by_k, variant.image.by_k)
+    store = tile_store(tile, variant.store)
 
     def filter_tile(x, dy, dw, alpha, beta, f):
         # 1. Which tile.
@@ -92,7 +93,7 @@ def filter_kernel(*specialised_on):
         first_m, first_n = integer(first_m * tile_m), integer(first_n * tile_n)
 
         # 2. What its columns are, and where its rows go.
-        shared = ptx_tile.shared_address(ptx.cuda.shared.array(stage_words, real, 16))
+        shared = ptx_tile.shared_address(ptx.cuda.shared.array(stage_words, real, 128))
         pixels = ptx_tile.shared_address(ptx.cuda.shared.array(pixel_words, real, 16))
         columns = ptx_tile.shared_address(ptx.cuda.shared.array(column_words, real, 16))
         rows = ptx_tile.shared_address(ptx.cuda.shared.array(tile_m, real, 16))
@@ -202,7 +203,7 @@ def _copy_stage(variant: Variant):
     a, b, b_bytes, place_pixel = variant.gradient, variant.image, variant.tile.b_bytes, _place_pixel(variant.tile)
     a_copy, a_place, a_count = ptx_tile.COPY_ASYNC[4 * a.words], copy_place(a, threads), a.count(threads)
     b_copy, b_place, b_count = ptx_tile.COPY_ASYNC[4 * b.words], copy_place(b, threads), b.count(threads)
-    a_pitch, b_pitch, a_size, b_size = pitch_bytes(a.extent), pitch_bytes(b.extent), 4 * a.words, 4 * b.words
+    a_to, b_to, a_size, b_size = shared_place(a), shared_place(b), 4 * a.words, 4 * b.words
     load, load_four = ptx_tile.LOAD_SHARED[1], ptx_tile.LOAD_SHARED[4]
     a_along_k, nothing = a.along_k, integer(0)
 
@@ -214,7 +215,7 @@ def _copy_stage(variant: Variant):
             at = integer(load(word(pixels + (threads * 16) + (first + k) * 4)))
             size = integer(a_size) if at >= 0 and row < rows else nothing
             a_copy(
-                word(to + k * a_pitch + row * 4),
+                word(to + a_to(row, k)),
                 ptx.address(dy, integer(at + (row * f.y_c if a_along_k else row))),
                 size,
             )
@@ -233,7 +234,7 @@ def _copy_stage(variant: Variant):
             )
             inside = d >= 0 and d < f.extent_d and h >= 0 and h < f.extent_h and w >= 0 and w < f.extent_w
             source = integer(integer(start) + integer(move))
-            b_copy(word(to + k * b_pitch + column * 4), ptx.address(x, source), integer(b_size) if inside else nothing)
+            b_copy(word(to + b_to(column, k)), ptx.address(x, source), integer(b_size) if inside else nothing)
 
     @ptx.inline
     def copied(context, to, is_first):

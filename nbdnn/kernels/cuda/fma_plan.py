@@ -16,10 +16,12 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s
 # Instructions of a stage and thread, by count: multiply-adds, others, and those of each copy of 4 bytes.
 _PRODUCTS, _OTHERS, _OF_A_COPY = 512, 60, 6
 _EFFICIENCY = 0.85  # of the rate that their count promises
-_BUSY_WARPS = 8.0  # of a multiprocessor, from which on it reaches that
+_BUSY_WARPS = 10.0  # of a multiprocessor, from which on it reaches that
 LAUNCH_US = 2.5
 _STAGES_OF_START = 3  # what filling the pipeline and storing a tile cost, in stages
-MOST_PARTS = 128
+MOST_PARTS = 128  # of a forward or bwd_data
+# Of a bwd_filter, whose sums are over all pixels: few channels are few tiles. Beyond the first, every fourth.
+MOST_FILTER_PARTS, _PARTS_STEP = 1024, 4
 MOST_PART_BYTES = 256 << 20
 _HOPELESS = 3.0  # times the best guess
 
@@ -35,13 +37,14 @@ class Config(NamedTuple):
 
 
 class Product(NamedTuple):
-    """`products` of m x n outputs, each summing `stages` stages; out_elems of all together."""
+    """`products` of m x n outputs, each summing `stages` stages; out_elems of all together; slower: times a stage's."""
 
     products: int
     m: int
     n: int
     stages: int
     out_elems: int
+    slower: float = 1.0
 
 
 def product_us(product: Product, config: Config, device: Gpu) -> float:
@@ -49,8 +52,11 @@ def product_us(product: Product, config: Config, device: Gpu) -> float:
     tile, parts = config
     blocks = product.products * ceil(product.m / tile.m) * ceil(product.n / tile.n) * parts
     stages = ceil(product.stages / parts) + _STAGES_OF_START
-    on_one = ceil(blocks / device.sms)
-    us = LAUNCH_US + on_one * stages * stage_us(tile, on_one, device)
+    full, rest = divmod(ceil(blocks / device.sms), tile.min_blocks)
+    of_stage_us = full * tile.min_blocks * stage_us(tile, tile.min_blocks, device)
+    if rest:
+        of_stage_us += rest * stage_us(tile, rest, device)
+    us = LAUNCH_US + stages * of_stage_us * product.slower
     if parts > 1:
         us += LAUNCH_US + (2 * parts + 1) * product.out_elems * 4 / copy_bytes_per_s(device) * 1e6
     return us
@@ -65,15 +71,14 @@ def stage_us(tile: Tile, on_one: int, device: Gpu) -> float:
     return 2 * tile.m * tile.n * STAGE_K / rate * 1e6
 
 
-def configs(product: Product, tiles: tuple[Tile, ...], device: Gpu) -> tuple[Config, ...]:
+def configs(product: Product, tiles: tuple[Tile, ...], device: Gpu, most_parts: int = MOST_PARTS) -> tuple[Config, ...]:
     """For each tile that is not mostly empty the whole sum and the best split; by the guess, and none without hope."""
     fitting = [t for t in tiles if t.n < 2 * product.n and t.m < 2 * product.m] or [tiles[-1]]
-    most = min(MOST_PARTS, product.stages // 4, MOST_PART_BYTES // max(1, 4 * product.out_elems))
+    most = max(1, min(most_parts, product.stages // 4, MOST_PART_BYTES // max(1, 4 * product.out_elems)))
+    splits = [*range(1, min(most, MOST_PARTS) + 1), *range(MOST_PARTS + _PARTS_STEP, most + 1, _PARTS_STEP)]
     found: dict[Config, float] = {}
     for tile in fitting:
-        guesses = {Config(tile, parts): 0.0 for parts in range(1, max(1, most) + 1)}
-        for config in guesses:
-            guesses[config] = product_us(product, config, device)
+        guesses = {config: product_us(product, config, device) for config in (Config(tile, parts) for parts in splits)}
         best = min(guesses, key=guesses.__getitem__)
         found |= {config: guesses[config] for config in (Config(tile, 1), best)}
     limit = _HOPELESS * min(found.values())

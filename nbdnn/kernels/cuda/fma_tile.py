@@ -8,7 +8,9 @@ by asynchronous copies while earlier ones are multiplied; what is beyond an oper
 
 Neighbouring lanes take different rows of one column, and lanes two apart the same row, so that the loads of 16 lanes
 need 128 bytes at most, once. The 4 words between rows of shared memory let 32 lanes that hold 8 k of 4 rows write to 32
-banks. Source: own, after the SIMT products of CUTLASS.
+banks. An operand whose k are neighbours in memory, 16 bytes at a time, lies as [M][8] instead, in lines of 4 rows whose
+pieces of 16 bytes take turns (`ptx_tile.Factor`): a lane loads 4 k of a row at once, and as many bytes as before.
+Source: own, after the SIMT products of CUTLASS.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ STAGE_K = 8
 STAGES = 4
 _WARP_M, _WARP_N = 32, 64
 _WORDS_BETWEEN = 4
+_LINE_BYTES = 128  # of 4 rows by k; stages and operands begin at multiples of it
 # Of a thread; fewer threads share the copies of a small tile, and each needs more addresses.
 _REGISTERS_LARGE, _REGISTERS_SMALL = 128, 168
 
@@ -50,14 +53,24 @@ class Tile(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """How a block's threads share the copies of one operand of a stage, [8][extent].
+    """How a block's threads share the copies of one operand of a stage, [8][extent], of `words` words each.
 
-    along_k: neighbouring threads copy neighbouring k, one word each; else neighbouring elements of a row of `words`.
+    along_k: neighbouring threads copy neighbouring k, else neighbouring elements of a row.
     """
 
     extent: int
     along_k: bool
     words: int
+
+    @property
+    def by_k(self) -> bool:
+        """Whether k are neighbours in shared memory, too."""
+        return self.along_k and self.words > 1
+
+    @property
+    def lanes(self) -> int:
+        """Neighbouring threads that copy neighbours."""
+        return (STAGE_K if self.along_k else self.extent) // self.words
 
     def count(self, threads: int) -> int:
         """Copies of a thread."""
@@ -65,7 +78,7 @@ class Copies(NamedTuple):
 
     def step(self, threads: int) -> int:
         """From a copy of a thread to its next: rows of the extent if along_k, else k."""
-        return threads // (STAGE_K if self.along_k else self.extent // self.words)
+        return threads // self.lanes
 
     def lines(self, threads: int) -> int:
         """In how many different places of the extent a thread copies."""
@@ -82,14 +95,12 @@ def copy_place(copies: Copies, threads: int):
     """Device function (thread, i) -> (place in the extent, k) of a thread's copy i."""
     from nbdnn.kernels.cuda import ptx
 
-    integer = ptx.INTEGER[32]
-    lanes = STAGE_K if copies.along_k else copies.extent // copies.words
-    step, words = copies.step(threads), copies.words
+    integer, lanes, step, words = ptx.INTEGER[32], copies.lanes, copies.step(threads), copies.words
 
     @ptx.inline
     def along_k(thread, i):
-        row, k = ptx.divided(thread, integer(lanes))
-        return integer(row + i * step), k
+        row, lane = ptx.divided(thread, integer(lanes))
+        return integer(row + i * step), integer(lane * words)
 
     @ptx.inline
     def along_extent(thread, i):
@@ -97,6 +108,25 @@ def copy_place(copies: Copies, threads: int):
         return integer(lane * words), integer(k + i * step)
 
     return along_k if copies.along_k else along_extent
+
+
+@cache
+def shared_place(copies: Copies):
+    """Device function (place in the extent, k) -> byte of a stage's operand where a copy goes."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer, pitch = ptx.INTEGER[32], pitch_bytes(copies.extent)
+
+    @ptx.inline
+    def by_extent(at, k):
+        return integer(k * pitch + at * 4)
+
+    @ptx.inline
+    def by_k(at, k):
+        line, piece = at >> 2, (at & 3) * 2 + (k >> 2)
+        return integer(line * _LINE_BYTES + ((piece ^ (line & 7)) << 4))
+
+    return by_k if copies.by_k else by_extent
 
 
 @cache
@@ -117,9 +147,36 @@ def lane_place(tile: Tile):
     return placed
 
 
+def _factor(extent: int, by_k: bool):
+    """Of a tile's side, whose lanes have elements that lie half of it apart."""
+    from nbdnn.kernels.cuda import ptx_tile
+
+    half = extent // 2 * 4
+    return ptx_tile.Factor(0, half * STAGE_K, True) if by_k else ptx_tile.Factor(pitch_bytes(extent), half)
+
+
 @cache
-def pipeline(tile: Tile, copy_stage):
-    """Device function (shared address, thread, stages, context) -> the lane's quarters of C.
+def _first(by_k: bool):
+    """Device function (the first of four elements) -> byte of an operand where a lane's products begin."""
+    from nbdnn.kernels.cuda import ptx
+
+    integer = ptx.INTEGER[32]
+
+    @ptx.inline
+    def of_row(at):
+        return integer(at * 4)
+
+    @ptx.inline
+    def of_line(at):
+        line = at >> 2
+        return integer(line * _LINE_BYTES + ((line & 7) << 4))
+
+    return of_line if by_k else of_row
+
+
+@cache
+def pipeline(tile: Tile, copy_stage, a_by_k: bool = False, b_by_k: bool = False):
+    """Device function (shared address, thread, stages, context) -> the lane's quarters of C. by_k: how operands lie.
 
     copy_stage(context, address, whether it is the first) starts the copies of the next stage. The quarters are the rows
     0-3 by the columns 0-3, the same rows by the columns half a tile on, then the rows half a tile on by both; each 16
@@ -130,15 +187,15 @@ def pipeline(tile: Tile, copy_stage):
     integer, word, zero = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"](0.0)
     commit, wait = ptx_tile.copy_async_commit, ptx_tile.copy_async_wait(STAGES - 2)
     stage_bytes, b_bytes, placed = tile.stage_bytes, tile.b_bytes, lane_place(tile)
-    rows, columns = (pitch_bytes(tile.m), 2 * tile.m), (pitch_bytes(tile.n), 2 * tile.n)
-    multiply = ptx_tile.outer_products(STAGE_K, rows, columns)
+    rows, columns = _factor(tile.m, a_by_k), _factor(tile.n, b_by_k)
+    multiply, a_first, b_first = ptx_tile.outer_products(STAGE_K, rows, columns), _first(a_by_k), _first(b_by_k)
     zeros = (zero,) * 16
 
     @ptx.inline
     def run(shared, thread, stages, context):
         quarters = (zeros, zeros, zeros, zeros)
         m, n = placed(thread)
-        a_at, b_at, end = word(m * 4), word(b_bytes + n * 4), word(shared + STAGES * stage_bytes)
+        a_at, b_at, end = word(a_first(m)), word(b_bytes + b_first(n)), word(shared + STAGES * stage_bytes)
         # Filled is the buffer before the one that is read, or will be when the first stage has arrived.
         reading, done = word(shared + stage_bytes), integer(1 - STAGES)
         while done < stages:

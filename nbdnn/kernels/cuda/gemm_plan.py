@@ -19,7 +19,7 @@ from nbdnn.problem_conv import ConvProblem
 
 _DEEP = 6  # stages that a config's name tells
 _LEAST_STAGES = 4  # of a part: below, filling the pipeline costs as much as the products
-_MOST_PARTS = 128
+_MOST_PARTS = 512
 _MOST_CONFIGS = 6
 _WORTH_A_TRY = 2.5  # times the best estimate
 _LAUNCH_US = 2.25

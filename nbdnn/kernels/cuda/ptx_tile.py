@@ -7,6 +7,7 @@ by `COPY_ASYNC`, commits, waits, synchronises the block, loads matrices and mult
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from llvmlite import ir
 from numba.cuda import types
@@ -213,30 +214,73 @@ def computed_here(typingctx, value):
 # ---- products of the FMA units ---------------------------------------------------------------------------------------
 
 
-@cache
-def outer_products(depth: int, a_bytes: tuple[int, int], b_bytes: tuple[int, int]):
-    """Intrinsic (sums, shared address of A, of B) -> sums + A^T B: `depth` rows of A and B, of 2 x 4 float32 each.
+class Factor(NamedTuple):
+    """A factor of `outer_products` in shared memory, of which a lane has 2 x 4 elements for each k; in bytes.
 
-    bytes: from a row to the next, and from its first four elements to the others. sums: four tuples of 16, by rows:
-    the first four of A by the first and by the other four of B, then the others of A by both.
+    Where they are neighbours, row is from a k to the next. by_k: an element's 8 k are neighbours instead, 4 elements a
+    line of 128 bytes, whose pieces of 16 bytes lie where their number ^ that of the line says. half: from the first
+    four elements to the others.
     """
 
-    def load(builder, where, offset):
+    row: int
+    half: int
+    by_k: bool = False
+
+
+@cache
+def outer_products(depth: int, a: Factor, b: Factor):
+    """Intrinsic (sums, shared address of A, of B) -> sums + A^T B: `depth` k of A and B, of 2 x 4 float32 each.
+
+    An address by_k is that of the line of the lane's elements, and of its first piece there. sums: four tuples of 16,
+    by rows: the first four of A by the first and by the other four of B, then the others of A by both.
+    """
+
+    by_quarters = [(i + m, j + n) for i in (0, 4) for j in (0, 4) for m in range(4) for n in range(4)]
+
+    def load(builder, where, offset, xor=0):
+        if xor:
+            where = builder.xor(where, I32(xor))
         at = builder.inttoptr(builder.add(where, I32(offset)), I32.as_pointer(3))
         return [builder.bitcast(word, F32) for word in unpacked(builder, load_words(builder, at, 4), 4)]
 
+    def element(builder, where, factor, i, first_k):
+        """Four k of one of the eight."""
+        return load(builder, where, i // 4 * factor.half, (i % 4 * 2 + first_k // 4) * 16)
+
+    def of_k(builder, where, factor, k):
+        return [value for half in (0, factor.half) for value in load(builder, where, k * factor.row + half)]
+
+    def whole(builder, where, factor, first_k):
+        """[k][i] of four k and all eight."""
+        if not factor.by_k:
+            return [of_k(builder, where, factor, first_k + k) for k in range(4)]
+        return list(zip(*(element(builder, where, factor, i, first_k) for i in range(8)), strict=True))
+
     @intrinsic
-    def multiply(typingctx, sums, a, b):
+    def multiply(typingctx, sums, a_at, b_at):
         def codegen(context, builder, sig, args):
-            quarters = [unpacked(builder, quarter, 16) for quarter in unpacked(builder, args[0], 4)]
-            for k in range(depth):
-                (a_row, a_half), (b_row, b_half) = a_bytes, b_bytes
-                rows = [load(builder, args[1], k * a_row + half) for half in (0, a_half)]
-                columns = [load(builder, args[2], k * b_row + half) for half in (0, b_half)]
-                for q, quarter in enumerate(quarters):
-                    for i in range(16):
-                        quarter[i] = builder.fma(rows[q // 2][i // 4], columns[q % 2][i % 4], quarter[i])
-            return packed(builder, [packed(builder, quarter) for quarter in quarters])
+            total = [unpacked(builder, quarter, 16) for quarter in unpacked(builder, args[0], 4)]
+
+            def add(i, j, row, column):
+                quarter, at = total[i // 4 * 2 + j // 4], i % 4 * 4 + j % 4
+                quarter[at] = builder.fma(row, column, quarter[at])
+
+            for first_k in range(0, depth, 4):
+                # Of two factors by k the second comes an element at a time, else the one that is not comes k by k.
+                if b.by_k:
+                    rows = whole(builder, args[1], a, first_k)
+                    for j in range(8):
+                        for k, value in enumerate(element(builder, args[2], b, j, first_k)):
+                            for i in range(8):
+                                add(i, j, rows[k][i], value)
+                    continue
+                rows = whole(builder, args[1], a, first_k) if a.by_k else []
+                for k in range(4):
+                    row = rows[k] if a.by_k else of_k(builder, args[1], a, first_k + k)
+                    column = of_k(builder, args[2], b, first_k + k)
+                    for i, j in by_quarters:
+                        add(i, j, row[i], column[j])
+            return packed(builder, [packed(builder, quarter) for quarter in total])
 
         return signature(sums, sums, types.uint32, types.uint32), codegen
 
