@@ -54,7 +54,7 @@ def _wait_until_asleep() -> None:
     workers.team()
     end = time.monotonic() + 60
     first = (workers._WORKERS + workers.LINE_BYTES) // 8
-    while workers._team._threads and workers._team._words[first] == 0 and time.monotonic() < end:
+    while any(workers._team._threads) and workers._team._words[first] == 0 and time.monotonic() < end:
         time.sleep(0.001)
     time.sleep(0.001)  # or a call so soon after another would wake them
 
@@ -115,30 +115,82 @@ def test_a_forked_child_has_workers_of_its_own(device: Cpu) -> None:
     before = workers._team
     child = os.fork()
     if child == 0:
-        # Once: of Numba's threads, to which a team that stands back leaves the rest, OpenMP's kill a forked child.
         counted.run()
-        os._exit(0 if workers._team is not before and all((row == 2).all() for row in counted.seen) else 1)
+        own = workers._team is not before
+        workers._team._words[workers._STANDS_BACK] = 2**62  # never by Numba's threads, of which OpenMP's would kill it
+        counted.run()
+        alone = counted.prepared.tolist() == [1] + [0] * (_MOST_WORKERS - 1)
+        os._exit(0 if own and alone and all((row == 3).all() for row in counted.seen) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert workers._team is before
     counted.run()
     counted.check(2)
 
 
-def test_who_calls_behind_the_end_goes_by_numbas_threads(device: Cpu) -> None:
-    """In a process of its own, of more workers than it has cores, that ends as soon as it has called."""
-    code = (
-        "from test_cpu_workers import _Counted, workers\n"
-        "counted = _Counted(3, 500, 40)\n"
-        "for _ in range(200): counted.run()\n"
-        "workers._team.end(); workers._team.end()\n"
-        "counted.run()\n"
-        "counted.check(201)\n"
-        "workers._team = None\n"
-        "counted.run()\n"
-    )
-    environment = {**os.environ, "NUMBA_NUM_THREADS": "16", "PYTHONPATH": str(Path(__file__).parent)}
+def _in_a_process(code: str, **environment: str) -> None:
+    """Of more workers than it has cores."""
+    path, code = str(Path(__file__).parent), "from test_cpu_workers import _Counted, workers\n" + code
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "16", "PYTHONPATH": path, **environment}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_who_calls_behind_the_end_goes_by_numbas_threads(device: Cpu) -> None:
+    """In a process that ends as soon as it has called."""
+    _in_a_process("""
+counted = _Counted(3, 500, 40)
+for _ in range(200): counted.run()
+workers._team._words[workers._STANDS_BACK] = 2**62  # which nobody waits for
+workers._team.end(); workers._team.end()
+counted.run()
+counted.check(201)
+workers._team = None
+counted.run()
+""")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no team on this system")
+@pytest.mark.parametrize("meanwhile", ["raise KeyboardInterrupt", "counted.run()"])
+def test_a_team_whose_beginning_is_interrupted_is_whole(device: Cpu, meanwhile: str) -> None:
+    """By Ctrl-C, or by a handler of signals that calls: each worker is one thread, which somebody knows."""
+    _in_a_process(f"""
+import os
+counted = _Counted(3, 500, 40)
+begin = workers._Team._begin
+def interrupted(team, number):
+    begin(team, number)
+    if number in (1, 7) and number not in seen:
+        seen.append(number)
+        {meanwhile}
+seen = []
+workers._Team._begin = interrupted
+before = len(os.listdir("/proc/self/task"))
+for _ in range(3):
+    try: counted.run()
+    except KeyboardInterrupt: pass
+for _ in range(200): counted.run()
+assert seen == [1, 7] and sum(map(bool, workers._team._threads)) == 15
+assert len(os.listdir("/proc/self/task")) <= before + 15
+""")
+
+
+def test_threads_that_call_first_share_a_lock(device: Cpu) -> None:
+    """A layer that aborts when two threads call at once."""
+    _in_a_process(
+        """
+import threading
+from nbdnn.kernels.cpu import launch
+found, together = [], threading.Barrier(6)
+def first():
+    together.wait()
+    found.append(launch.driver())
+threads = [threading.Thread(target=first) for _ in range(6)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert found[0][1] is not None and len({id(one) for one in found}) == 1
+""",
+        NUMBA_THREADING_LAYER="workqueue",
+    )
 
 
 def test_signals_are_not_for_workers(device: Cpu) -> None:
@@ -152,4 +204,4 @@ def test_signals_are_not_for_workers(device: Cpu) -> None:
         if line.startswith("SigBlk")
     ]
     usual = 1 << 14  # SIGTERM's bit
-    assert sum(mask & usual != 0 for mask in blocked) >= len(workers._team._threads)
+    assert sum(mask & usual != 0 for mask in blocked) >= sum(map(bool, workers._team._threads))

@@ -18,9 +18,11 @@ from numba import njit
 
 from nbdnn.kernels.cpu.atomics import atomic_add, look, replace
 from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.libc import sched_yield
 
 _PAIR_BYTES = 128  # of lines, which some processors fetch together
 _PATIENCE = 4096  # looks, of some 10 ns: the other threads of a region come within 20 us
+_LOOKS = 64  # between two times that an impatient thread leaves its core to others
 
 
 def crew_bytes(parts: int) -> int:
@@ -55,6 +57,8 @@ def take_step(part_of_step):
                         part_of_step(step, part, context)
                         atomic_add(crew, 1)
                         patience = 0
+            if looks % _LOOKS == 0 and looks > _PATIENCE:  # who is awaited may need this core
+                sched_yield(0, 0)
         return patience
 
     return take

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from nbdnn.kernels.cpu.workers import (
     claim,
     come_soon,
     give_back,
+    is_alone,
     prepare,
     run_region,
     share,
@@ -103,7 +105,7 @@ def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, bet
         alone = how == _ALONE or count < 2 or workers < 2
         if not alone and not asked:
             claimed, asked = claim(team), True
-        if alone or (how == FEW and not (claimed and come_soon(team))):
+        if alone or (not claimed and is_alone(team)) or (how == FEW and not (claimed and come_soon(team))):
             prepare(program, phase, args, ranges, 0)
             for index in range(count):
                 call_task(function, args, ctx, index, 0)
@@ -157,15 +159,27 @@ class Program:
                 self._drive(*self._start, *padded, alpha, beta, workspace, team())
 
 
-@cache
+# Reentrant, since a handler of signals may call as well; anew in a forked child, where who held one does not exist.
+_compiling, _calling = threading.RLock(), threading.RLock()
+if hasattr(os, "register_at_fork"):
+    for lock in (_compiling, _calling):
+        os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+
 def driver():
-    """(compiled driver, lock or None). Workqueue aborts on concurrent calls, so there every call takes the lock."""
+    """(compiled driver, lock or None), one for all threads, also for those that call first at the same time."""
+    with _compiling:
+        return _driver()
+
+
+@cache
+def _driver():
     layer = threading_layer()
     dispatcher = njit(parallel=True, nogil=True, error_model="numpy")(_drive)
     dispatcher._cache = DiskCache(_drive, "driver")
     dispatcher.compile(_DRIVE_SIGNATURE.args)
     (compiled,) = dispatcher.overloads.values()
-    return compiled.entry_point, threading.Lock() if layer == "workqueue" else None
+    return compiled.entry_point, _calling if layer == "workqueue" else None  # which aborts on concurrent calls
 
 
 @cache

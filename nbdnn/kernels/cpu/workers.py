@@ -22,31 +22,28 @@ import atexit
 import ctypes
 import os
 import signal
-import sys
 import threading
 
 import numpy as np
-from llvmlite import ir
 from numba import njit, types
 from numba.core import config as numba_config
-from numba.core.cgutils import get_or_insert_function
-from numba.core.typing import signature
-from numba.extending import intrinsic
 
-from nbdnn.kernels.cpu.atomics import I64, atomic_add, look, replace, swap
+from nbdnn.kernels.cpu.atomics import atomic_add, look, replace, swap
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
+from nbdnn.kernels.cpu.libc import IS_LINUX, clock_gettime, sched_yield, sem_post, sem_wait
 from nbdnn.kernels.cpu.vector import call_task, pointer, stack
 
 _WORD_BYTES = 8
 LINE_BYTES = 128  # of lines, which some processors fetch together
 _TAKEN, _STATE, _JOB, _WORKERS = (LINE_BYTES * line for line in range(4))
-# Of the first line: how many workers there are, when a call of few tasks last found them asleep, and until when the
-# team stands back.
-_COUNT, _ASKED, _STANDS_BACK = 1, 2, 3
+# Of the first line: how many workers there are, when a call of few tasks last found them asleep, until when the team
+# stands back, and whether a fork made the process.
+_COUNT, _ASKED, _STANDS_BACK, _IN_CHILD = 1, 2, 3, 4
 _SEMAPHORE = 64  # of a worker's line
 MOST_WORKERS = 512
 PHASE_BYTES, EACH, FEW = 32, 2, 3  # a row of a program: the task's address, its indices, its context, and how it runs
-# The state of a region: its number << 32 | workers << 16 | whether it is open | workers that have joined.
+# The state of a region: its number << 32 | workers << 16 | whether it is open | workers that have joined. An open one
+# of no workers is the end.
 _NUMBER, _OF_WORKERS, _OPEN = 32, 16, 1 << 15
 _JOINED, _MOST = _OPEN - 1, (1 << 16) - 1
 # Looks between two times that a worker leaves its core to others, and how often it does before it sleeps.
@@ -61,25 +58,6 @@ _MONOTONIC = 1  # of clock_gettime
 
 _OF_ADDRESS = types.int64(types.int64)
 _int64, _time = pointer("i64"), stack(16)
-
-
-def _libc(name: str):
-    """Intrinsic: a function of the C library, which looks at as many of two integers as it has arguments."""
-
-    @intrinsic
-    def call(typingctx, first, second):
-        def codegen(context, builder, sig, args):
-            function = get_or_insert_function(builder.module, ir.FunctionType(ir.IntType(32), [I64, I64]), name)
-            return builder.sext(builder.call(function, args), I64)
-
-        return signature(types.int64, types.int64, types.int64), codegen
-
-    return call
-
-
-_sem_wait, _sem_post, _sched_yield, _clock_gettime = map(
-    _libc, ("sem_wait", "sem_post", "sched_yield", "clock_gettime")
-)
 
 
 @njit(**DEVICE)
@@ -115,9 +93,10 @@ def share(program, phase, args, ranges, workers, worker):
 
 @njit(**DEVICE)
 def _wake(line):
-    """The worker of this line, if it sleeps."""
-    if _int64(line)[0] == 1 and swap(line, 0) == 1:
-        _sem_post(line + _SEMAPHORE, 0)
+    """The worker of this line, if it sleeps. Nobody is missed: who opens a region swaps its state, then looks who
+    sleeps; who goes to sleep swaps its word, then looks at the state. One of the two sees the other's."""
+    if look(line) == 1 and swap(line, 0) == 1:
+        sem_post(line + _SEMAPHORE, 0)
 
 
 @njit(**DEVICE)
@@ -130,7 +109,7 @@ def _wake_below(team, number, workers):
 @njit(**DEVICE)
 def _now_ns():
     time = _time()
-    _clock_gettime(_MONOTONIC, time)
+    clock_gettime(_MONOTONIC, time)
     return _int64(time)[0] * 1_000_000_000 + _int64(time)[1]
 
 
@@ -141,6 +120,12 @@ def claim(team):
     if line[0] != 0 or (line[_STANDS_BACK] != 0 and _now_ns() < line[_STANDS_BACK]):
         return False
     return replace(team + _TAKEN, 0, 1)
+
+
+@njit(**DEVICE)
+def is_alone(team):
+    """Whether a fork made this process, where Numba's threads may hang it, or end it."""
+    return _int64(team + _TAKEN)[_IN_CHILD] != 0
 
 
 @njit(**DEVICE)
@@ -173,7 +158,7 @@ def run_region(team, program, phase, args, ranges, workers):
     while look(team + _STATE) & _JOINED:
         looks += 1
         if looks % _LOOKS == 0 and looks > _LOOKS * _ROUNDS:
-            _sched_yield(0, 0)
+            sched_yield(0, 0)
 
 
 @njit(**DEVICE)
@@ -198,16 +183,16 @@ def _next_region(team, line, number, seen):
                 if _concerns(state, number, seen):
                     return state
             left_ns = _now_ns()
-            _sched_yield(0, 0)
+            sched_yield(0, 0)
             back_ns = _now_ns()
             if back_ns - left_ns > _LONG_NS:
                 _int64(team + _TAKEN)[_STANDS_BACK] = back_ns + _ELSEWHERE_NS
                 break
         swap(line, 1)
-        state = look(team + _STATE)  # once more: who opens a region asks who sleeps when it is open
+        state = look(team + _STATE)
         if _concerns(state, number, seen) and swap(line, 0) == 1:
             return state
-        while _sem_wait(line + _SEMAPHORE, 0) != 0:
+        while sem_wait(line + _SEMAPHORE, 0) != 0:
             pass
 
 
@@ -239,8 +224,8 @@ def _work(line):
 
 def _end(team):
     """Claim the team for ever, and send its workers home."""
-    while not claim(team):
-        _sched_yield(0, 0)
+    while not replace(team + _TAKEN, 0, 1):
+        sched_yield(0, 0)
     number = (_int64(team + _STATE)[0] >> _NUMBER) + 1
     swap(team + _STATE, number << _NUMBER | _OPEN)
     for worker in range(1, _int64(team + _TAKEN)[_COUNT]):
@@ -256,45 +241,62 @@ class _Team:
         memory = np.zeros((_WORKERS + (workers + 1) * LINE_BYTES) // _WORD_BYTES, np.int64)
         self.address = -(-memory.ctypes.data // LINE_BYTES) * LINE_BYTES
         self._words = memory[(self.address - memory.ctypes.data) // _WORD_BYTES :]
-        self._threads: list[ctypes.c_ulong] = []
-        if sys.platform != "linux":
+        self._threads = (ctypes.c_ulong * workers)()  # ids, 0 where there is no such thread
+        self._words[_COUNT], self._words[_IN_CHILD] = workers, _is_child
+        self.is_complete, self._begins = not IS_LINUX, False
+        if not IS_LINUX:
             self._words[0] = 1
+
+    def begin(self) -> None:
+        """The threads that are missing. Ctrl-C may end this at any point, and the next call goes on; a handler of
+        signals may call meanwhile, and has those that have begun."""
+        if self._begins:
             return
-        self._words[_COUNT] = workers
+        self._begins = True
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # which are for Python's threads
         try:
-            for number in range(1, workers):
-                self._begin(number)
+            for number in range(1, len(self._threads)):
+                if not self._threads[number]:
+                    self._begin(number)
+            self.is_complete = True
         finally:
+            self._begins = False
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _begin(self, number: int) -> None:
         offset = _WORKERS + number * LINE_BYTES
         self._words[offset // _WORD_BYTES + 1 : offset // _WORD_BYTES + 3] = number, self.address
-        library, thread, line = ctypes.CDLL(None), ctypes.c_ulong(), ctypes.c_void_p(self.address + offset)
+        library, line = ctypes.CDLL(None), ctypes.c_void_p(self.address + offset)
+        thread = ctypes.byref(self._threads, number * ctypes.sizeof(ctypes.c_ulong))
         library.sem_init(ctypes.c_void_p(self.address + offset + _SEMAPHORE), 0, 0)
         life = ctypes.c_void_p(compile_task(_work, "work", signature=_OF_ADDRESS).address)
-        if library.pthread_create(ctypes.byref(thread), None, life, line) == 0:  # else there is one less
-            self._threads.append(thread)
+        if library.pthread_create(thread, None, life, line) != 0:  # there is one less
+            self._threads[number] = 0
 
     def end(self) -> None:
         """No thread runs machine code of ours any longer; who comes later goes by Numba's threads."""
-        if self._threads:
+        if any(self._threads):
             compile_task(_end, "end", signature=_OF_ADDRESS).ctypes(self.address)
-        while self._threads:
-            ctypes.CDLL(None).pthread_join(self._threads.pop(), None)
+        for number, thread in enumerate(self._threads):
+            if thread:
+                self._threads[number] = 0
+                ctypes.CDLL(None).pthread_join(ctypes.c_ulong(thread), None)
 
 
 _team: _Team | None = None
-_lock = threading.Lock()
+_is_child = False
+_lock = threading.RLock()
 
 
 def team() -> int:
     """Address of this process's team."""
     global _team
-    if _team is None:
+    if _team is None or not _team.is_complete:
         with _lock:
-            _team = _team or _Team()
+            made = _team or _Team()
+            _team = _team or made  # a handler of signals may have made one meanwhile
+            if not _team.is_complete:
+                _team.begin()
     return _team.address
 
 
@@ -307,8 +309,8 @@ def _end_team() -> None:
 
 def _after_fork_in_child() -> None:
     """The workers are the parent's."""
-    global _team, _lock
-    _team, _lock = None, threading.Lock()
+    global _team, _lock, _is_child
+    _team, _lock, _is_child = None, threading.RLock(), True
 
 
 if hasattr(os, "register_at_fork"):
