@@ -106,6 +106,7 @@ def _product(problem: ConvProblem) -> Product:
         group_out,
         ceil(prod(problem.filter) * ceil(group_in / STAGE_K) / reached),
         problem.operands[2].size_elems,
+        lone=fma_plan.LONE,
     )
 
 

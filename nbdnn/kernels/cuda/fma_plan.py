@@ -16,7 +16,9 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s
 # Instructions of a stage and thread, by count: multiply-adds, others, and those of each copy of 4 bytes.
 _PRODUCTS, _OTHERS, _OF_A_COPY = 512, 60, 6
 _EFFICIENCY = 0.85  # of the rate that their count promises
-_BUSY_WARPS = 10.0  # of a multiprocessor, from which on it reaches that
+_BUSY_WARPS = 8.0  # of a multiprocessor, from which on it reaches that
+# Of the rate, where one block of a forward or bwd_data has a multiprocessor: nobody multiplies while its threads meet.
+LONE = 0.85
 LAUNCH_US = 2.5
 _STAGES_OF_START = 3  # what filling the pipeline and storing a tile cost, in stages
 MOST_PARTS = 128  # of a forward or bwd_data
@@ -37,7 +39,10 @@ class Config(NamedTuple):
 
 
 class Product(NamedTuple):
-    """`products` of m x n outputs, each summing `stages` stages; out_elems of all together; slower: times a stage's."""
+    """`products` of m x n outputs, each summing `stages` stages; out_elems of all together.
+
+    slower: times what a stage takes; lone: of the rate, where a multiprocessor has one block.
+    """
 
     products: int
     m: int
@@ -45,6 +50,7 @@ class Product(NamedTuple):
     stages: int
     out_elems: int
     slower: float = 1.0
+    lone: float = 1.0
 
 
 def product_us(product: Product, config: Config, device: Gpu) -> float:
@@ -55,7 +61,7 @@ def product_us(product: Product, config: Config, device: Gpu) -> float:
     full, rest = divmod(ceil(blocks / device.sms), tile.min_blocks)
     of_stage_us = full * tile.min_blocks * stage_us(tile, tile.min_blocks, device)
     if rest:
-        of_stage_us += rest * stage_us(tile, rest, device)
+        of_stage_us += rest * stage_us(tile, rest, device) / (product.lone if rest == 1 else 1.0)
     us = LAUNCH_US + stages * of_stage_us * product.slower
     if parts > 1:
         us += LAUNCH_US + (2 * parts + 1) * product.out_elems * 4 / copy_bytes_per_s(device) * 1e6
