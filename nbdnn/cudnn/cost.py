@@ -17,18 +17,17 @@ from nbdnn.problem_conv import ConvProblem
 _LAUNCH_US, _LAUNCH_OF_POINTS_US = 4.0, 3.2
 # Each place behind the first of cuDNN's ranking.
 _A_PLACE = 0.03
-# A layer of 64 channels and 3x3 taps reached 0.37 of the peak in bf16 and 0.4 in TF32, 0.6 in float32; one of 1x1 taps,
-# a plain product of matrices, 0.4 to 0.8 in bf16, where its bytes did not take longer: 0.8 to 1 of a copy's rate.
-_SHARE = {"f16": 0.4, "bf16": 0.4, "f32": 0.6, "f64": 0.5}
+# A layer of 64 channels and 3x3 taps reached 0.37 of the peak in bf16 and 0.4 in TF32; one of 1x1 taps, a plain product
+# of matrices, 0.4 to 0.8 in bf16, where its bytes did not take longer: 0.8 to 1 of a copy's rate.
+_SHARE = {"f16": 0.4, "bf16": 0.4, "f64": 0.5}
 _SHARE_OF_POINTS, _SHARE_OF_COPY, _SHARE_OF_FEW = 0.5, 0.95, 0.85
 _FEW_CHANNELS, _EVEN = 32, 8
 # What else the engines take that cuDNN ranks first where channels are few or no multiple of 8, in groups, or taps
 # dilated: of 133 such problems of small extents they took 2.1 times the best of all, and what is guessed now 1.3.
 _ODD_US = 12.0
-# Float32, 106 layers of a ResNet-50 and a MobileNet v2 in planes: so long, and this share, where channels are not few.
-_LAUNCH_OF_F32_US = {"conv_fwd": 12.0, "conv_bwd_data": 10.0, "conv_bwd_filter": 20.0}
-_SHARE_OF_F32 = {"conv_fwd": 0.42, "conv_bwd_data": 0.33, "conv_bwd_filter": 0.3}
-# What splits no sum goes through all pixels in each block of the filter's gradient: 25,000 take 390 us, 400,000 2100.
+# Float32: share and launch of 106 layers of a ResNet-50 and a MobileNet v2, in planes, that had no few channels.
+_OF_F32 = {"conv_fwd": (0.42, 12.0), "conv_bwd_data": (0.33, 10.0), "conv_bwd_filter": (0.3, 20.0)}
+# A filter gradient that splits no sum goes through all pixels in each block: 25,000 took 390 us, 400,000 2100.
 _PIXEL_US = 0.012
 # 16-bit data in NCHW are turned to channels-last and back: read and written once more; but for 1x1.
 _TURNED = ("f16", "bf16")
@@ -37,20 +36,15 @@ _TURNED = ("f16", "bf16")
 def method_us(
     problem: ConvProblem, device: Gpu, place: int, tf32: bool = False, slower: float = 1.0, whole: bool = False
 ) -> float:
-    """Microseconds of a method at a place (0 the first) of cuDNN's ranking; `slower` than methods of its kind. whole:
-    a product of matrices that splits no sum, nor the outputs by what a stride leaves of them."""
+    """Microseconds of a method at a place (0 the first) of cuDNN's ranking; `slower` than methods of its kind. whole: a
+    product that splits no sum, nor the outputs by what a stride leaves of them, which matters in float32."""
     kind, channels = "bf16" if tf32 else problem.dtype, problem.c // problem.groups
     is_pointwise = kind in _TURNED and max(problem.filter, default=1) == 1 and max(problem.stride, default=1) == 1
-    share = _SHARE_OF_POINTS if is_pointwise else _SHARE[kind]
-    odd_us, launch_us = 0.0, _LAUNCH_US
-    if kind == "f32":
-        share, launch_us = _SHARE_OF_F32[problem.op], _LAUNCH_OF_F32_US[problem.op]
-        if whole and problem.op == "conv_bwd_filter":
-            odd_us = problem.n * prod(problem.out_spatial) * _PIXEL_US
-        if whole and problem.op == "conv_bwd_data":
-            slower *= max(1.0, prod(problem.stride) / prod(problem.filter))
-    if is_pointwise and problem.op != "conv_bwd_filter":
-        launch_us = _LAUNCH_OF_POINTS_US
+    (share, launch_us), odd_us = _rate(problem.op, kind, is_pointwise), 0.0
+    if whole and kind == "f32" and problem.op == "conv_bwd_filter":
+        odd_us = problem.n * prod(problem.out_spatial) * _PIXEL_US
+    if whole and kind == "f32" and problem.op == "conv_bwd_data":
+        slower *= max(1.0, prod(problem.stride) / prod(problem.filter))
     few = min(channels, problem.k) < _FEW_CHANNELS
     # Few channels of one tap are read and written as others are: layers of 16 and 24 took 0.9 to 1.1 of this.
     if problem.groups == 1 and (is_pointwise or not few) and _is_plain(problem):
@@ -63,6 +57,15 @@ def method_us(
     if kind in _TURNED and not problem.channels_last and not is_pointwise:
         busy_us += 2 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
     return (busy_us * slower + launch_us + odd_us) * (1 + _A_PLACE * place)
+
+
+def _rate(op: str, kind: str, is_pointwise: bool) -> tuple[float, float]:
+    """The share of the peak that products reach, and the microseconds of a launch."""
+    if kind == "f32":
+        return _OF_F32[op]
+    if is_pointwise:
+        return _SHARE_OF_POINTS, _LAUNCH_US if op == "conv_bwd_filter" else _LAUNCH_OF_POINTS_US
+    return _SHARE[kind], _LAUNCH_US
 
 
 def _is_plain(problem: ConvProblem) -> bool:
