@@ -10,11 +10,12 @@ channels-last, of a vector of channels:
                     the weights of every output row it reaches, and an output row is stored after its last
     taps in turn    other filters: one row of outputs; a filter row at a time, in pieces of 8 taps
 
-A vector is up to 16 bytes a load. Neighbouring threads are neighbours in memory. Channels-last, the weights of a thread
-whose rows are in turn are neighbours as well; else a block's come through shared memory, turned so that a vector of
-channels is one load. Traffic: x, w and y once from memory; the halo
-of a tile again from cache, a 4x4 tile of 3x3 taps 2.25 times. Accumulates in float32, one rounding a product and sum.
-Source: own.
+A vector is up to 16 bytes a load. Neighbouring threads are neighbours in memory. Planar, a tile's row is stored by
+vectors of its own width, where the image's allows it, since a sector of 32 bytes that is written in parts takes as
+long for each of them. Channels-last, the weights of a thread whose rows are in turn are neighbours as well; else a
+block's come through shared memory, turned so that a vector of channels is one load. Traffic: x, w and y once from
+memory; the halo of a tile again from cache, a 4x4 tile of 3x3 taps 2.25 times. Accumulates in float32, one rounding a
+product and sum. Source: own.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ _WHOLE_PIXEL = 36  # vectors, all of which a block with a stride takes: bf16 96x
 # Threads of a block of a 16-bit bwd_data with a stride, none idle: about so many, at most, and of how many in all. bf16
 # 144x56x56 11.2 us, not 11.4; 96x112x112 26.6, not 27.0. A forward and float32 are as fast or slower; so is one image.
 _BUSY_THREADS, _MOST_BUSY_THREADS, _LEAST_WORKING_THREADS = 192, 288, 1 << 16
-_WARP = 32
 _ROWS_IN_TURN = ((4, 4), (8, 4), (4, 2), (8, 2), (2, 4), (2, 2))
 _PLANAR_IN_TURN = ((4, 1), (8, 1))  # of rows that no vector divides
 _TAPS_IN_TURN = ((1, 7), (1, 8), (1, 4))
@@ -259,14 +259,14 @@ def _is_busy(problem: ConvProblem, v: Variant, image_tiles: int) -> bool:
 
 def _fills_warps(vectors: int) -> bool:
     """Whether few pixels of so many vectors are whole warps."""
-    return lcm(vectors, _WARP) <= _MOST_BUSY_THREADS
+    return lcm(vectors, plan.WARP) <= _MOST_BUSY_THREADS
 
 
 def _threads(vectors: int, busy: bool) -> int:
     """Threads of a block."""
     if not busy or not _fills_warps(vectors):
         return THREADS
-    filled = lcm(vectors, _WARP)
+    filled = lcm(vectors, plan.WARP)
     return filled * max(1, _BUSY_THREADS // filled)
 
 

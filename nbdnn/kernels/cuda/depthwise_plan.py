@@ -19,7 +19,7 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
-_WARP = 32
+WARP = 32
 THREADS = 128  # of a block, but of those that `conv_depthwise` keeps busy
 REGISTER_TAPS = 49  # weights, or sums of them, that a thread holds at most: 7x7 taps, or 3x3 taps of 4 channels
 MOST_PRODUCTS = 1300  # written out in one kernel: 20 KB of code
@@ -177,13 +177,13 @@ def kernel_us(problem: ConvProblem, device: Gpu, threads: int, instructions: flo
     cache each, or of the bytes that it must move."""
     waves = ceil(threads / (_RESIDENT * device.sms)) * _RESIDENT * device.sms / max(1, threads)
     issue_s = threads * min(waves, 2.0) * instructions / (_INSTRUCTIONS_PER_CLOCK_AND_SM * device.sms * device.clock_hz)
-    lines_s = threads / _WARP * lines * _CLOCKS_OF_A_LINE / (device.sms * device.clock_hz)
+    lines_s = threads / WARP * lines * _CLOCKS_OF_A_LINE / (device.sms * device.clock_hz)
     return _LAUNCH_US + max(issue_s, lines_s, 1.15 * problem.min_bytes / copy_bytes_per_s(device)) * 1e6
 
 
 def lines_met(loads: int, apart: int, itemsize: int) -> int:
     """Lines of the cache that so many loads of a warp meet, whose threads' elements are so many elements apart."""
-    return loads * max(1, _WARP * apart * itemsize // _LINE_BYTES)
+    return loads * max(1, WARP * apart * itemsize // _LINE_BYTES)
 
 
 def rewriting_us(elems: int, itemsize: int, columns: int, stored: int) -> float:
