@@ -48,7 +48,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
         works = {"multiprocessors": str(device.sms), "driver": f"for CUDA {device.driver}"}
     else:
         caches = f"L2 {size(device.l2_bytes)} a core, last level {size(device.llc_bytes)}"
-        works = {"threads": f"{device.threads} on {layer}" + _FORK_ADVICE.get(layer, "")}
+        works = {"threads": f"{device.threads} on {layer}" + _ADVICE.get(layer, "")}
     return {
         "nbdnn": nbdnn.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",
@@ -81,7 +81,4 @@ def _cudnn() -> str:
     return "\n".join([f"version {found.version}", *used, *map(str, found.tried)])
 
 
-_FORK_ADVICE = {
-    "omp": " (kills forked children: install tbb)",
-    "workqueue": " (slow, one call at a time: install tbb)",
-}
+_ADVICE = {"workqueue": " (slow, one call at a time: install tbb)"}

@@ -39,6 +39,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from nbdnn.errors import ConfigError, UnknownFlag
+from nbdnn.locks import reentrant_lock
 
 POLICIES = ("guess_once", "guess_on_shape_change", "time_once", "time_on_shape_change")
 PRECISIONS = ("as_input_f32", "as_input", "float16", "float32", "float64")
@@ -247,7 +248,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _process: Settings | None = None
-_lock = threading.Lock()
+_lock = reentrant_lock()
 
 
 def current() -> Settings:

@@ -30,6 +30,7 @@ LEAVES = (
     "errors",
     "expected",
     "kept",
+    "locks",
     "problem",
     "reference",
     "rnn_parameters",

@@ -7,7 +7,6 @@ of the first. Such a call is mostly known by its arrays before its device is.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.interrupt import never_lost
 from nbdnn.dispatch.policy import Choice, Request
 from nbdnn.dispatch.timing import Given
+from nbdnn.locks import reentrant_lock
 from nbdnn.problem import Problem
 
 # A program whose shapes never repeat must not grow for ever.
@@ -196,7 +196,7 @@ def _readiness(device: Device, database: Database, generation: int) -> Callable[
 
 
 _databases: dict[tuple[str, str], Database] = {}
-_lock = threading.Lock()
+_lock = reentrant_lock()
 
 
 def alike(arguments: tuple, arrays: Sequence[Any]) -> Sequence[Known]:

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -29,6 +27,7 @@ from nbdnn.dispatch.measurement import Measurement, utc_now
 from nbdnn.dispatch.selection import Filters, Option, Rows, fastest, ranked, survey, unsupported, valid_rows
 from nbdnn.dispatch.timing import Given, Operands, Samples, settle
 from nbdnn.dispatch.timing_gpu import GpuOperands
+from nbdnn.locks import reentrant_lock
 from nbdnn.problem import Problem
 
 # Who takes this many times the best is not sampled again: after the first sample, and after the third.
@@ -46,16 +45,7 @@ _ENTRY_SHARE = 0.9
 _FIRST_SAMPLES = 3
 
 # Two measurements at once would measure each other.
-_one_at_a_time = threading.RLock()
-
-
-def _after_fork_in_child() -> None:
-    global _one_at_a_time
-    _one_at_a_time = threading.RLock()  # the thread that had the other one does not exist here
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+_one_at_a_time = reentrant_lock()
 
 Progress = Callable[[int, int, str], None]
 

@@ -150,6 +150,25 @@ counted.run()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no team on this system")
+def test_a_team_that_is_interrupted_first_begins_anew(device: Cpu) -> None:
+    """Before any worker exists."""
+    _in_a_process("""
+import signal
+counted, all_signals = _Counted(3, 500, 40), signal.valid_signals
+def interrupted():
+    signal.valid_signals = all_signals
+    raise KeyboardInterrupt
+signal.valid_signals = interrupted
+try: counted.run()
+except KeyboardInterrupt: pass
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+counted.run()
+assert sum(map(bool, workers._team._threads)) == 15
+counted.check(1)
+""")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no team on this system")
 @pytest.mark.parametrize("meanwhile", ["raise KeyboardInterrupt", "counted.run()"])
 def test_a_team_whose_beginning_is_interrupted_is_whole(device: Cpu, meanwhile: str) -> None:
     """By Ctrl-C, or by a handler of signals that calls: each worker is one thread, which somebody knows."""

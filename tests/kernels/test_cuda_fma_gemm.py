@@ -72,6 +72,21 @@ def test_every_tile_and_its_remainders(op: str, layout: str, tile: Tile, monkeyp
     run(monkeypatch, problem, Config(tile, 2), early=layout == "nchw")
 
 
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("n2c16h4w6:k24r1s1:p0x0:u1x1:d1x1:g2:cross:nchw", Config(Tile(64, 64), 1)),
+        ("n2c12h4w6:k20r1s1:p0x0:u1x1:d1x1:g1:cross:nchw:ynhwc", Config(Tile(64, 64), 1)),
+        ("n2c12h4w6:k20r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc:ynchw", Config(Tile(64, 64), 2)),
+        ("n1c8h4w6:k70r1s1:p0x0:u1x1:d1x1:g1:cross:nchw", Config(Tile(128, 64), 1)),
+        ("n1c70h4w6:k8r1s1:p0x0:u1x1:d1x1:g1:cross:nchw", Config(Tile(64, 128), 1)),
+    ],
+)
+def test_pixels_of_a_filter_gradient_come_by_four(text: str, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped, of either factor alone, and in tiles of several warps."""
+    run(monkeypatch, parse(f"conv_bwd_filter:f32:{text}"), config)
+
+
 @pytest.mark.parametrize("parts", [2, 5, 40])
 @pytest.mark.parametrize("layout", ["nhwc", "nchw"])
 @pytest.mark.parametrize("op", CONV_OPS)

@@ -4,16 +4,15 @@ A program is a list of phases; a phase is (task, number of indices, ctx): its ta
 a phase begins when the one before has ended. Each worker draws from a range of indices of its own, then from those of
 the others: what a worker wrote in one phase it finds in its caches in the next, and uneven tasks and a busy core cost
 little. One compiled driver serves every kernel, and a call costs one Numba call whatever the number of phases. The
-threads are the team's (`workers.py`); a call that finds it taken, as several threads of a program may, goes by Numba's.
+threads are the team's (`workers.py`); a call that finds it taken, as several threads of a program may, goes by Numba's,
+and in a forked child by itself.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -42,6 +41,7 @@ from nbdnn.kernels.cpu.workers import (
     share,
     team,
 )
+from nbdnn.locks import reentrant_lock
 
 MAX_POINTERS = 10
 # What every task finds at `args`: the runner's arguments. The first pointers are also an int64 array of MAX_POINTERS.
@@ -159,11 +159,7 @@ class Program:
                 self._drive(*self._start, *padded, alpha, beta, workspace, team())
 
 
-# Reentrant, since a handler of signals may call as well; anew in a forked child, where who held one does not exist.
-_compiling, _calling = threading.RLock(), threading.RLock()
-if hasattr(os, "register_at_fork"):
-    for lock in (_compiling, _calling):
-        os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
+_compiling, _calling = reentrant_lock(), reentrant_lock()
 
 
 def driver():

@@ -1,6 +1,6 @@
 """Threads that run a region with its caller, and stay awake for a while, since the next region may soon come.
 
-    caller    1. claims the team; who finds it taken goes by Numba's threads
+    caller    1. claims the team; who finds it taken goes by Numba's threads, in a forked child alone
               2. opens a region, and wakes two workers that sleep; each wakes two more
               3. runs its share, closes the region, and waits for the workers that had joined
 
@@ -22,7 +22,6 @@ import atexit
 import ctypes
 import os
 import signal
-import threading
 
 import numpy as np
 from numba import njit, types
@@ -32,6 +31,7 @@ from nbdnn.kernels.cpu.atomics import atomic_add, look, replace, swap
 from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.libc import IS_LINUX, clock_gettime, sched_yield, sem_post, sem_wait
 from nbdnn.kernels.cpu.vector import call_task, pointer, stack
+from nbdnn.locks import reentrant_lock
 
 _WORD_BYTES = 8
 LINE_BYTES = 128  # of lines, which some processors fetch together
@@ -252,9 +252,10 @@ class _Team:
         signals may call meanwhile, and has those that have begun."""
         if self._begins:
             return
-        self._begins = True
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # which are for Python's threads
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:
+            self._begins = True
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # which are for Python's threads
             for number in range(1, len(self._threads)):
                 if not self._threads[number]:
                     self._begin(number)
@@ -274,7 +275,7 @@ class _Team:
             self._threads[number] = 0
 
     def end(self) -> None:
-        """No thread runs machine code of ours any longer; who comes later goes by Numba's threads."""
+        """No thread runs machine code of ours any longer; who comes later finds the team taken."""
         if any(self._threads):
             compile_task(_end, "end", signature=_OF_ADDRESS).ctypes(self.address)
         for number, thread in enumerate(self._threads):
@@ -285,7 +286,7 @@ class _Team:
 
 _team: _Team | None = None
 _is_child = False
-_lock = threading.RLock()
+_lock = reentrant_lock()
 
 
 def team() -> int:
@@ -309,8 +310,8 @@ def _end_team() -> None:
 
 def _after_fork_in_child() -> None:
     """The workers are the parent's."""
-    global _team, _lock, _is_child
-    _team, _lock, _is_child = None, threading.RLock(), True
+    global _team, _is_child
+    _team, _is_child = None, True
 
 
 if hasattr(os, "register_at_fork"):

@@ -330,7 +330,8 @@ class Depthwise(LaunchedCandidate[Tile]):
         if v.out_last:
             return us
         output = problem.operands[2]
-        return us + plan.rewriting_us(output.size_elems, ITEMSIZE[v.dtype], v.tile.columns, v.stored)
+        columns = min(v.tile.columns, output.shape[-1])
+        return us + plan.rewriting_us(output.size_elems, ITEMSIZE[v.dtype], columns, v.stored)
 
 
 FWD, BWD_DATA = Depthwise("conv_fwd"), Depthwise("conv_bwd_data")

@@ -97,7 +97,8 @@ def _product(problem: ConvProblem) -> Product:
     """Of the classes that taps reach the one with the most outputs stands for all, with as many as they have on
     average."""
     forward = problem.op == "conv_fwd"
-    reached = prod(map(min, _classes(problem), spatial3(problem.filter)))
+    axes = zip(_classes(problem), *map(spatial3, (problem.filter, problem.stride, problem.dilation)), strict=True)
+    reached = prod(min(classes, taps, stride // gcd(stride, dilation)) for classes, taps, stride, dilation in axes)
     k, c = problem.k // problem.groups, problem.c // problem.groups
     group_out, group_in = (k, c) if forward else (c, k)
     return Product(

@@ -42,7 +42,7 @@ class FilterGemm(LaunchedCandidate[Config]):
         return Support(False, reason) if reason else YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
-        by_k = not problem.y_channels_last and _gradient_words(problem) > 1
+        by_k = any(copies.by_k for copies in _copies(problem, _TILES[0]))
         tiles = _TILES[1:] if by_k else _TILES  # the largest would spill registers, and took 2 to 20 % longer
         return fma_plan.configs(_product(problem), tiles, device, fma_plan.MOST_FILTER_PARTS)
 
@@ -68,9 +68,18 @@ class FilterGemm(LaunchedCandidate[Config]):
 def _product(problem: ConvProblem) -> Product:
     k, c = problem.k // problem.groups, problem.c // problem.groups
     positions, out_elems = problem.n * prod(problem.out_spatial), problem.operands[2].size_elems
-    words = _gradient_words(problem), _image_words(problem)
-    slower = _SLOWER_BY_ONE if 1 in words else _SLOWER if problem.channels_last else _SLOWER_PLANAR
+    slower = _SLOWER if problem.channels_last else _SLOWER_PLANAR
+    if any(copies.words == 1 for copies in _copies(problem, _TILES[0])):
+        slower = _SLOWER_BY_ONE
     return Product(problem.groups, k, c * prod(problem.filter), ceil(positions / STAGE_K), out_elems, slower)
+
+
+def _copies(problem: ConvProblem, tile: Tile) -> tuple[Copies, Copies]:
+    """Of dy and of x."""
+    return (
+        Copies(tile.m, not problem.y_channels_last, _gradient_words(problem)),
+        Copies(tile.n, not problem.channels_last, _image_words(problem)),
+    )
 
 
 def _gradient_words(problem: ConvProblem) -> int:
@@ -92,13 +101,11 @@ def _image_words(problem: ConvProblem) -> int:
 
 def _variant(problem: ConvProblem, config: Config) -> Variant:
     split, row_elems = config.parts > 1, problem.c // problem.groups * prod(problem.filter)
+    store_words = 4 if problem.align % 16 == 0 and row_elems % 4 == 0 else 1
     return Variant(
         config.tile,
-        Copies(config.tile.m, not problem.y_channels_last, _gradient_words(problem)),
-        Copies(config.tile.n, not problem.channels_last, _image_words(problem)),
-        Store(
-            True, 4 if problem.align % 16 == 0 and row_elems % 4 == 0 else 1, split, () if split else problem.epilogue
-        ),
+        *_copies(problem, config.tile),
+        Store(True, store_words, split, () if split else problem.epilogue),
         problem.w_channels_last or prod(problem.filter) == 1,
     )
 

@@ -99,7 +99,7 @@ class Variant(NamedTuple):
         of_x, of_dy = len(self.positions) * len(self.row.offsets), prod(self.tile) // self.lanes
         itemsize, apart = ITEMSIZE[self.dtype], self.tile.columns
         x, dy = plan.lines_met(of_x, apart * self.columns.stride, itemsize), plan.lines_met(of_dy, apart, itemsize)
-        return 0 if self.y_last else x + dy
+        return 0 if self.x_last or self.y_last else x + dy
 
     @property
     def instructions(self) -> float:

@@ -183,7 +183,7 @@ def kernel_us(problem: ConvProblem, device: Gpu, threads: int, instructions: flo
 
 def lines_met(loads: int, apart: int, itemsize: int) -> int:
     """Lines of the cache that so many loads of a warp meet, whose threads' elements are so many elements apart."""
-    return loads * max(1, WARP * apart * itemsize // _LINE_BYTES)
+    return loads * min(WARP, max(1, WARP * apart * itemsize // _LINE_BYTES))
 
 
 def rewriting_us(elems: int, itemsize: int, columns: int, stored: int) -> float:

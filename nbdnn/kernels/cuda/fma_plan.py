@@ -22,7 +22,7 @@ LONE = 0.85
 LAUNCH_US = 2.5
 _STAGES_OF_START = 3  # what filling the pipeline and storing a tile cost, in stages
 MOST_PARTS = 128  # of a forward or bwd_data
-# Of a bwd_filter, whose sums are over all pixels: few channels are few tiles. Beyond the first, every fourth.
+# Of a bwd_filter, whose sums are over all pixels: few channels are few tiles. Beyond MOST_PARTS, every fourth.
 MOST_FILTER_PARTS, _PARTS_STEP = 1024, 4
 MOST_PART_BYTES = 256 << 20
 _HOPELESS = 3.0  # times the best guess

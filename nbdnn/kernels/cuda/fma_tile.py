@@ -148,9 +148,10 @@ def lane_place(tile: Tile):
 
 
 def _factor(extent: int, by_k: bool):
-    """Of a tile's side, whose lanes have elements that lie half of it apart."""
+    """Of a tile's side, whose lanes have elements that lie half of it apart: by k whole turns of 8 lines of 4."""
     from nbdnn.kernels.cuda import ptx_tile
 
+    assert not by_k or extent % 64 == 0, extent
     half = extent // 2 * 4
     return ptx_tile.Factor(0, half * STAGE_K, True) if by_k else ptx_tile.Factor(pitch_bytes(extent), half)
 
