@@ -102,11 +102,12 @@ def _tile(dtype: str, copy_bytes: int):
     return kernel, (ptx.pointer("f32"), ptx.pointer("f32"), ptx.INTEGER[32])
 
 
-def _outer_products(depth: int):
+def _outer_products(depth: int, a_by_k: bool, b_by_k: bool):
     """Rows of shared memory by others; what is stored is the last 4 x 4 of 8 x 8."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
-    real, store, multiply = ptx.REAL["f32"], ptx.STORE[4], ptx_tile.outer_products(depth, (64, 32), (64, 32))
+    a, b = (ptx_tile.Factor(64, 128 if by_k else 32, by_k) for by_k in (a_by_k, b_by_k))
+    real, store, multiply = ptx.REAL["f32"], ptx.STORE[4], ptx_tile.outer_products(depth, a, b)
     word, zeros = ptx.cuda.types.uint32, (real(0),) * 16
 
     def kernel(y):
@@ -158,7 +159,10 @@ CASES = [
     (_tile, ("f16", 16), [r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16", r"cp\.async\.wait_group 1;"]),
     (_tile, ("tf32", 16), [r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32", r"cvt\.rna\.tf32\.f32"]),
     (_tile, ("f16", 8), [r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared", r"ldmatrix\S+\.x4\.trans\.shared"]),
-    (_outer_products, (2,), [r"ld\.shared" + _VECTOR[4], r"fma\.rn\.f32", r"mov\.b32"]),
+    (_outer_products, (4, False, False), [r"ld\.shared" + _VECTOR[4], r"fma\.rn\.f32", r"mov\.b32"]),
+    (_outer_products, (8, True, True), [r"ld\.shared" + _VECTOR[4], r"fma\.rn\.f32"]),
+    (_outer_products, (8, True, False), [r"ld\.shared" + _VECTOR[4], r"fma\.rn\.f32"]),
+    (_outer_products, (8, False, True), [r"ld\.shared" + _VECTOR[4], r"fma\.rn\.f32"]),
     (_sandwich, (((1.0, -1.0, 0.0), (0.5, 0.0, 1.0)),), [r"sub\.(rn\.)?f32", r"fma\.rn\.f32|mul\.(rn\.)?f32"]),
     (_tile, ("f16", 4), [r"st\.shared" + _VECTOR[4], r"ld\.shared" + _VECTOR[2], r"(bar|barrier\.cta)\.sync"]),
 ]

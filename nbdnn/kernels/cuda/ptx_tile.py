@@ -229,7 +229,8 @@ class Factor(NamedTuple):
 
 @cache
 def outer_products(depth: int, a: Factor, b: Factor):
-    """Intrinsic (sums, shared address of A, of B) -> sums + A^T B: `depth` k of A and B, of 2 x 4 float32 each.
+    """Intrinsic (sums, shared address of A, of B) -> sums + A^T B: `depth` k of A and B, a multiple of 4,
+    of 2 x 4 float32 each.
 
     An address by_k is that of the line of the lane's elements, and of its first piece there. sums: four tuples of 16,
     by rows: the first four of A by the first and by the other four of B, then the others of A by both.
