@@ -1,4 +1,5 @@
-"""The words of kernels on Python's numbers: what stands in for `ptx`, `ptx_tile` and `ptx_matrix`.
+"""The words of kernels on Python's numbers: what stands in for `ptx`, `ptx_tile`, `ptx_products` and
+`ptx_matrix`.
 
 They are stricter than a GPU: fragments that lanes load, and sums that they store, have to meet every bank once, and
 what is multiplied has to have been written.
@@ -407,7 +408,7 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     """From here on kernels are built for the block that is returned, of which nothing is kept for later."""
     block = Block(early)
     words = Words(block)
-    for name in ("ptx", "ptx_tile", "ptx_matrix"):
+    for name in ("ptx", "ptx_tile", "ptx_products", "ptx_matrix"):
         monkeypatch.setitem(package.__dict__, name, words)
     monkeypatch.setitem(package.__dict__, "ptx_fourier", FourierWords)
     monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))

@@ -104,10 +104,10 @@ def _tile(dtype: str, copy_bytes: int):
 
 def _outer_products(depth: int, a_by_k: bool, b_by_k: bool):
     """Rows of shared memory by others; what is stored is the last 4 x 4 of 8 x 8."""
-    from nbdnn.kernels.cuda import ptx, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_products, ptx_tile
 
-    a, b = (ptx_tile.Factor(64, 128 if by_k else 32, by_k) for by_k in (a_by_k, b_by_k))
-    real, store, multiply = ptx.REAL["f32"], ptx.STORE[4], ptx_tile.outer_products(depth, a, b)
+    a, b = (ptx_products.Factor(64, 128 if by_k else 32, by_k) for by_k in (a_by_k, b_by_k))
+    real, store, multiply = ptx.REAL["f32"], ptx.STORE[4], ptx_products.outer_products(depth, a, b)
     word, zeros = ptx.cuda.types.uint32, (real(0),) * 16
 
     def kernel(y):
@@ -124,9 +124,9 @@ def _outer_products(depth: int, a_by_k: bool, b_by_k: bool):
 
 
 def _sandwich(matrix: tuple[tuple[float, ...], ...]):
-    from nbdnn.kernels.cuda import ptx, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_products
 
-    real, rows, columns, transform = ptx.REAL["f32"], len(matrix), len(matrix[0]), ptx_tile.sandwich(matrix)
+    real, rows, columns, transform = ptx.REAL["f32"], len(matrix), len(matrix[0]), ptx_products.sandwich(matrix)
     before, after = columns * columns, rows * rows
 
     def kernel(x, y):

@@ -9,7 +9,7 @@ by asynchronous copies while earlier ones are multiplied; what is beyond an oper
 Neighbouring lanes take different rows of one column, and lanes two apart the same row, so that the loads of 16 lanes
 need 128 bytes at most, once. The 4 words between rows of shared memory let 32 lanes that hold 8 k of 4 rows write to 32
 banks. An operand whose k are neighbours in memory, 16 bytes at a time, lies as [M][8] instead, in lines of 4 rows whose
-pieces of 16 bytes take turns (`ptx_tile.Factor`): a lane loads 4 k of a row at once, and as many bytes as before.
+pieces of 16 bytes take turns (`ptx_products.Factor`): a lane loads 4 k of a row at once, and as many bytes as before.
 Source: own, after the SIMT products of CUTLASS.
 """
 
@@ -149,11 +149,11 @@ def lane_place(tile: Tile):
 
 def _factor(extent: int, by_k: bool):
     """Of a tile's side, whose lanes have elements that lie half of it apart: by k whole turns of 8 lines of 4."""
-    from nbdnn.kernels.cuda import ptx_tile
+    from nbdnn.kernels.cuda import ptx_products
 
     assert not by_k or extent % 64 == 0, extent
     half = extent // 2 * 4
-    return ptx_tile.Factor(0, half * STAGE_K, True) if by_k else ptx_tile.Factor(pitch_bytes(extent), half)
+    return ptx_products.Factor(0, half * STAGE_K, True) if by_k else ptx_products.Factor(pitch_bytes(extent), half)
 
 
 @cache
@@ -183,13 +183,13 @@ def pipeline(tile: Tile, copy_stage, a_by_k: bool = False, b_by_k: bool = False)
     0-3 by the columns 0-3, the same rows by the columns half a tile on, then the rows half a tile on by both; each 16
     floats, by rows.
     """
-    from nbdnn.kernels.cuda import ptx, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_products, ptx_tile
 
     integer, word, zero = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"](0.0)
     commit, wait = ptx_tile.copy_async_commit, ptx_tile.copy_async_wait(STAGES - 2)
     stage_bytes, b_bytes, placed = tile.stage_bytes, tile.b_bytes, lane_place(tile)
     rows, columns = _factor(tile.m, a_by_k), _factor(tile.n, b_by_k)
-    multiply, a_first, b_first = ptx_tile.outer_products(STAGE_K, rows, columns), _first(a_by_k), _first(b_by_k)
+    multiply, a_first, b_first = ptx_products.outer_products(STAGE_K, rows, columns), _first(a_by_k), _first(b_by_k)
     zeros = (zero,) * 16
 
     @ptx.inline

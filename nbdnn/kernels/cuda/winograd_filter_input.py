@@ -112,10 +112,10 @@ def _side(extent: int, m: int, matrix: Matrix, side: Side):
 
 @cache
 def _single(extent: int, m: int, matrix: Matrix):
-    from nbdnn.kernels.cuda import ptx, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_products
 
     integer, real, area, planes = ptx.INTEGER[32], ptx.REAL["f32"], extent * extent, (m + 2) * (m + 2)
-    load, transform, store = _load_tile(extent, m), ptx_tile.sandwich(matrix), _store_planes(m, 1)
+    load, transform, store = _load_tile(extent, m), ptx_products.sandwich(matrix), _store_planes(m, 1)
 
     @ptx.inline
     def transformed(image, workspace, exchanged, f, to, strides, extents):
@@ -132,10 +132,15 @@ def _single(extent: int, m: int, matrix: Matrix):
 
 @cache
 def _pairs(extent: int, m: int, matrix: Matrix):
-    from nbdnn.kernels.cuda import ptx, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_products, ptx_tile
 
     integer, real, area, planes = ptx.INTEGER[32], ptx.REAL["f32"], extent * extent, (m + 2) * (m + 2)
-    place, transform, load, store = _tile_place(m), ptx_tile.sandwich(matrix), ptx.LOAD_CONSTANT[2], _store_planes(m, 2)
+    place, transform, load, store = (
+        _tile_place(m),
+        ptx_products.sandwich(matrix),
+        ptx.LOAD_CONSTANT[2],
+        _store_planes(m, 2),
+    )
     floats = ptx_tile.float_of
 
     @ptx.inline
@@ -165,10 +170,10 @@ def _pairs(extent: int, m: int, matrix: Matrix):
 
 @cache
 def _planar(extent: int, m: int, matrix: Matrix):
-    from nbdnn.kernels.cuda import ptx, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_products, ptx_tile
 
     integer, real, area, planes = ptx.INTEGER[32], ptx.REAL["f32"], extent * extent, (m + 2) * (m + 2)
-    load, transform, store = _load_tile(extent, m), ptx_tile.sandwich(matrix), _store_planes(m, 1)
+    load, transform, store = _load_tile(extent, m), ptx_products.sandwich(matrix), _store_planes(m, 1)
 
     word, put, get = ptx.cuda.types.uint32, ptx_tile.STORE_SHARED[1], ptx_tile.LOAD_SHARED[1]
     bits, floats, plane_bytes = ptx_tile.word_of, ptx_tile.float_of, 4 * TILES * _PITCH

@@ -138,14 +138,14 @@ def _sums(variant: Variant):
 @cache
 def _transform(variant: Variant):
     """Device function (address of the sums, taps, thread): the taps of a pair of channels, whose xi lie by kinds."""
-    from nbdnn.kernels.cuda import ptx, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_products, ptx_tile
 
     integer, real, word, last = ptx.INTEGER[32], ptx.REAL["f32"], ptx.cuda.types.uint32, variant.m + 1
     planes, slices = (last + 1) * (last + 1), 4 // variant.rows
     load, floats, transform = (
         ptx_tile.LOAD_SHARED[1],
         ptx_tile.float_of,
-        ptx_tile.sandwich(filtering(3, variant.m).output),
+        ptx_products.sandwich(filtering(3, variant.m).output),
     )
 
     @ptx.inline

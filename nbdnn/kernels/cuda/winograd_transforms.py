@@ -61,11 +61,11 @@ class FilterFields(NamedTuple):
 
 
 def input_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_products
 
     m, channels_last, _ = Variant(*specialised_on)
     integer, real, extent = ptx.INTEGER[32], ptx.REAL["f32"], m + 2
-    area, transform, located = extent * extent, ptx_tile.sandwich(filtering(m, 3).input), _located(m, channels_last)
+    area, transform, located = extent * extent, ptx_products.sandwich(filtering(m, 3).input), _located(m, channels_last)
 
     def transform_input(x, v, f):
         element = integer(ptx.block_x() * THREADS + ptx.thread_x())
@@ -91,11 +91,11 @@ def input_kernel(*specialised_on):
 
 
 def output_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import epilogue, ptx, ptx_tile
+    from nbdnn.kernels.cuda import epilogue, ptx, ptx_products
 
     m, channels_last, tokens = Variant(*specialised_on)
     integer, real, extent = ptx.INTEGER[32], ptx.REAL["f32"], m + 2
-    area, outputs, transform = extent * extent, m * m, ptx_tile.sandwich(filtering(m, 3).output)
+    area, outputs, transform = extent * extent, m * m, ptx_products.sandwich(filtering(m, 3).output)
     located, store = _located(m, channels_last), epilogue.store("f32", tokens)
 
     def transform_output(products, y, bias, residual, alpha, beta, f):
@@ -119,10 +119,10 @@ def output_kernel(*specialised_on):
 
 
 def filter_kernel(m: int):
-    from nbdnn.kernels.cuda import ptx, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_products
 
     integer, real, area = ptx.INTEGER[32], ptx.REAL["f32"], (m + 2) * (m + 2)
-    transform = ptx_tile.sandwich(filtering(m, 3).filter)
+    transform = ptx_products.sandwich(filtering(m, 3).filter)
 
     def transform_filter(w, u, f):
         pair = integer(ptx.block_x() * THREADS + ptx.thread_x())
