@@ -17,6 +17,7 @@ _MORE = (
     "n1c1h1w1:o1x1",  # one pixel, one output: no axis has an extent to interpolate along
     "n2c5h1w9:o4x6",  # an image of one row
     "n2c2h7w1:o3x5",  # an image of one column
+    "n1c2h3w2:o4x5",  # rows of two pixels, each of which has only the other one beside it
     "n2c4h6w5:o1x7",  # one row of outputs, which lies in the middle
     "n2c4h6w5:o7x1",  # one column
     "n2c8h5w6:o31x29",  # enlarged: many outputs between the same pixels

@@ -345,6 +345,10 @@ COVERAGE: dict[str, Covers] = {
     **{f"{op}/cpu/planar": Covers(_EVERY, _ALL) for op in _WITH_IMAGE},
     **{f"{op}/cpu/channels": Covers(_EVERY, _ALL, "nhwc") for op in _WITH_IMAGE},
     **{f"{op}/cpu/pixels": Covers(_EVERY, _ALL) for op in _WITH_IMAGE},
+    **{
+        f"{op}/cpu/interleaved": Covers("f16 bf16 f32", "photo line one", "nhwc")
+        for op in ("spatialtf_fwd", "spatialtf_sampler_fwd")
+    },
     **{f"{op}/cpu/rows": Covers(_EVERY, _ALL, "", "a8") for op in ("spatialtf_grid_fwd", "spatialtf_grid_bwd")},
     "spatialtf_fwd/numba/direct": Covers(_EVERY, _ON_GPU),
     "spatialtf_sampler_fwd/numba/direct": Covers(_EVERY, _ON_GPU),
@@ -389,6 +393,14 @@ def test_supports_what_it_must(id: str, device: Cpu) -> None:
     for text in texts(candidate.op, COVERAGE[id]):
         support = candidate.supports(parse(text), on)
         assert support.ok, f"{text}: {support.reason}"
+
+
+@pytest.mark.parametrize(
+    ("dims", "named"), [("n2c1h3w4", "1 channels"), ("n2c5h3w4", "5 channels"), ("n2c3h4w1", "one pixel")]
+)
+def test_pairs_of_pixels_are_gathered_of_few_channels(dims: str, named: str, device: Cpu) -> None:
+    interleaved = registry.candidate("spatialtf_sampler_fwd/cpu/interleaved")
+    assert named in interleaved.supports(parse(f"spatialtf_sampler_fwd:f16:{dims}:o4x5:nhwc"), device).reason
 
 
 def test_refusals_say_the_number(device: Cpu) -> None:

@@ -136,14 +136,26 @@ def _cpu_rnn() -> _Lists:
 
 
 def _cpu_spatialtf() -> _Lists:
-    from nbdnn.kernels.cpu import spatialtf_backward, spatialtf_forward, spatialtf_grid, spatialtf_pixels
+    from nbdnn.kernels.cpu import (
+        spatialtf_backward,
+        spatialtf_forward,
+        spatialtf_grid,
+        spatialtf_interleaved,
+        spatialtf_pixels,
+    )
 
     return {
-        "spatialtf_fwd": (spatialtf_forward.CHANNELS, spatialtf_pixels.FWD, spatialtf_forward.PLANAR),
+        "spatialtf_fwd": (
+            spatialtf_interleaved.FWD,
+            spatialtf_forward.CHANNELS,
+            spatialtf_pixels.FWD,
+            spatialtf_forward.PLANAR,
+        ),
         "spatialtf_bwd": (spatialtf_backward.CHANNELS, spatialtf_pixels.BWD, spatialtf_backward.PLANAR),
         "spatialtf_grid_fwd": (spatialtf_grid.FWD,),
         "spatialtf_grid_bwd": (spatialtf_grid.BWD,),
         "spatialtf_sampler_fwd": (
+            spatialtf_interleaved.SAMPLER_FWD,
             spatialtf_forward.SAMPLER_CHANNELS,
             spatialtf_pixels.SAMPLER_FWD,
             spatialtf_forward.SAMPLER_PLANAR,

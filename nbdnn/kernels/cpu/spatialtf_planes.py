@@ -32,7 +32,7 @@ from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 _MERGE = ("contract",)
 
 
-def _gathered(builder: Any, addresses: Any, vector: ir.VectorType, align: int, mask: Any = None) -> Any:
+def gathered(builder: Any, addresses: Any, vector: ir.VectorType, align: int, mask: Any = None) -> Any:
     """Elements at a vector of addresses, zero where the mask is off."""
     count, suffix = vector.count, {I16: "i16", I32: "i32", I64: "i64", **{FLOAT[f]: f for f in FLOAT}}[vector.element]
     pointers, bits = ir.VectorType(ir.PointerType(), count), ir.VectorType(ir.IntType(1), count)
@@ -72,17 +72,17 @@ def _corners(builder: Any, dtype: str, pairs: bool, source: Any, offsets: Any, r
         if pairs:
             single = ir.VectorType(ir.IntType(8 * size_bytes), vl)
             double = ir.VectorType(ir.IntType(16 * size_bytes), vl)
-            both = _gathered(builder, addresses, double, size_bytes)
+            both = gathered(builder, addresses, double, size_bytes)
             halves = [both, builder.lshr(both, constant(double, 8 * size_bytes))]
             parts = [builder.bitcast(builder.trunc(half, single), read) for half in halves]
         else:
             ways = addresses, builder.add(addresses, splat(builder, right, offsets.type))
-            parts = [_gathered(builder, way, read, size_bytes) for way in ways]
+            parts = [gathered(builder, way, read, size_bytes) for way in ways]
         found += [convert(builder, part, dtype, compute, vl) for part in parts]
     return found
 
 
-def _offsets(builder: Any, block: Any, vector: ir.VectorType, pixel_bytes: Any) -> Any:
+def pixel_offsets(builder: Any, block: Any, vector: ir.VectorType, pixel_bytes: Any) -> Any:
     """Bytes from the plane's beginning to each lane's pixel."""
     numbers, addresses = builder.load(at_vector(builder, block, 0, whole_of(vector)), align=8), None
     addresses = ir.VectorType(I64, vector.count)
@@ -90,7 +90,7 @@ def _offsets(builder: Any, block: Any, vector: ir.VectorType, pixel_bytes: Any) 
     return builder.mul(wide, splat(builder, pixel_bytes, addresses))
 
 
-def _if_weighted(builder: Any, weight: Any, value: Any) -> Any:
+def if_weighted(builder: Any, weight: Any, value: Any) -> Any:
     """The value where it has any weight, else 0, whatever it is."""
     zero = constant(weight.type, 0.0)
     return builder.select(builder.fcmp_ordered(">", weight, zero), value, zero)
@@ -111,11 +111,11 @@ def sample_run(dtype: str, pairs: bool, apart: bool, vl: int):
 
         def emit(i, mask):
             block = at_block(builder, plan, i, vector, PLAN_VECTORS)
-            offsets = _offsets(builder, block, vector, pixel_bytes)
+            offsets = pixel_offsets(builder, block, vector, pixel_bytes)
             total = constant(vector, 0.0)
             corners = _corners(builder, dtype, pairs, source, offsets, right, down)
             for weight, pixel in zip(weights_of(builder, block, vector), corners, strict=True):
-                term = builder.fmul(weight, _if_weighted(builder, weight, pixel), flags=_MERGE)
+                term = builder.fmul(weight, if_weighted(builder, weight, pixel), flags=_MERGE)
                 total = builder.fadd(total, term, flags=_MERGE)
             if apart:
                 rounded = convert(builder, total, compute, dtype, vl)
@@ -153,10 +153,10 @@ def spread_run(dtype: str, pairs: bool, apart: bool, vl: int):
 
         def emit(i, mask):
             block, of_sums = at_block(builder, plan, i, vector, PLAN_VECTORS), at_block(builder, sums, i, vector, 4)
-            offsets = _offsets(builder, block, vector, pixel_bytes)
+            offsets = pixel_offsets(builder, block, vector, pixel_bytes)
             if apart:
                 read, _, _, _ = row_types(dtype, compute, vl)
-                raw = _gathered(builder, _apart(builder, dy, i, pixel_bytes, vl), read, size_bytes, mask)
+                raw = gathered(builder, _apart(builder, dy, i, pixel_bytes, vl), read, size_bytes, mask)
                 top = convert(builder, raw, dtype, compute, vl)
             else:
                 top = load_lanes(builder, builder.add(dy, builder.mul(i, I64(size_bytes))), dtype, compute, vl, mask)
@@ -167,7 +167,7 @@ def spread_run(dtype: str, pairs: bool, apart: bool, vl: int):
                 slot = at_vector(builder, of_sums, k, vector)
                 product = builder.fmul(top, pixel, flags=_MERGE)
                 builder.store(builder.fadd(builder.load(slot, align=8), product, flags=_MERGE), slot, align=8)
-                shares.append(builder.fmul(weight, _if_weighted(builder, weight, top)))
+                shares.append(builder.fmul(weight, if_weighted(builder, weight, top)))
             places = builder.mul(offsets, constant(offsets.type, wider))
             for lane in range(vl):
                 place = builder.extract_element(places, I32(lane))
