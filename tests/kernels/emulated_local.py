@@ -99,7 +99,13 @@ class GridWords:
     """Stands in for `ptx_grid`."""
 
     def __init__(self, block: Block) -> None:
-        self._block = block
+        self._block, self._met = block, 0
+
+    def meet(self, share: int) -> None:
+        before = self._met
+        self._met = (before + int(share)) % 2**32
+        while (before ^ self._met) < 2**31:
+            self._block.now.wait("turn")
 
     @staticmethod
     def arrive(base: Memory, index: int) -> None:
@@ -110,9 +116,9 @@ class GridWords:
         return int(base[index])
 
     @staticmethod
-    def load_pair(compute: str) -> Callable:
+    def load_words(compute: str, count: int) -> Callable:
         assert compute == "f32"
-        return lambda base, index: tuple(base.load(index, 2))
+        return lambda base, index: tuple(base.load(index, count))
 
 
 class BnWords:

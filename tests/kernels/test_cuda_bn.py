@@ -126,12 +126,12 @@ _RESIDENT = (
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("text", "sms"), _RESIDENT)
 def test_blocks_that_stay(text: str, sms: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the grid at once, with all that a thread may hold, half of it and nothing."""
+    """All of the grid at once, with all that a thread may hold, and four vectors."""
     block = emulated_ptx.install(monkeypatch, early)
     problem, device = parse(text), replace(H200, sms=sms)
     candidate = registry.candidate(f"{problem.op}/numba/resident")
     configs = candidate.configs(problem, device)
-    for config in (*configs, configs[0]._replace(slots=0)):
+    for config in {*configs, configs[0]._replace(slots=4)}:
         given = values(problem, "normal")
         emulated.assert_near(candidate, problem, config, given, device, block, problem.scalars)
 
@@ -191,7 +191,7 @@ def test_every_channel_of_a_block_has_a_thread(dtype: str, op: str, algorithm: s
     )
     for config in candidate.configs(problem, H200):
         kernel = candidate.launches(problem, config, H200)[-1].source
-        v = bn_plan.Variant(*kernel.specialised_on)
+        v = bn_plan.Variant(*kernel.specialised_on[-len(bn_plan.Variant._fields) :])
         assert v.columns == config.columns and v.columns * v.sums <= v.threads, config
 
 

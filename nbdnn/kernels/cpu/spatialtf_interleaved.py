@@ -33,7 +33,18 @@ from nbdnn.kernels.cpu.spatialtf_forward import NOT_LAST, Forward, counts_pixels
 from nbdnn.kernels.cpu.spatialtf_plan import PLAN_VECTORS, at_block, for_blocks, store_lanes, weights_of
 from nbdnn.kernels.cpu.spatialtf_planes import gathered, if_weighted, pixel_offsets
 from nbdnn.kernels.cpu.spatialtf_tasks import FIELDS, plan_run
-from nbdnn.kernels.cpu.vector import FLOAT, I32, I64, constant, convert, lanes_between, pointer, row_types, splat, struct
+from nbdnn.kernels.cpu.vector import (
+    FLOAT,
+    I32,
+    I64,
+    constant,
+    convert,
+    lanes_between,
+    pointer,
+    row_types,
+    splat,
+    struct,
+)
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 

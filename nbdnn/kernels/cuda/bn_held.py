@@ -1,7 +1,7 @@
 """Batch normalisation of channels that shared memory holds: training and its gradient in one kernel, one read.
 
     cluster   1 to 8 blocks, one column (a channel of NCHW, up to 128 bytes of NHWC); a block some of its rows
-    thread    1. copies its vectors of x (and dy) to shared memory, all of them at once     2. sums what it copied
+    thread    1. copies its vectors of x (and dy) to shared memory, all of them at once     2. sums what has come
     block     3. sums of its warps        cluster  4. sums of its blocks, read from each other's shared memory
     thread    5. scales what it copied and stores it
 
@@ -41,6 +41,7 @@ _SHARE_OF_COPY = 0.85
 _SHARE_OF_WIDTH = {64: 0.9, 32: 0.7, 16: 0.5, 8: 0.3, 4: 0.2, 2: 0.1}
 # Bytes of a multiprocessor that must be on their way, for the memory to be busy.
 _IN_FLIGHT_BYTES = 48 << 10
+_SLOTS_IN_PARTS = 12  # of a thread: from so many on it adds up a third of them while the others come
 _MOST_CONFIGS = 5
 
 
@@ -54,7 +55,7 @@ class Held(NamedTuple):
         return f"{self.columns}x{self.cluster}"
 
 
-def _held_kernel(*specialised_on):
+def _held_kernel(in_parts: bool, *specialised_on):
     from nbdnn.kernels.cuda import bn_block, bn_channel, bn_sums, ptx, ptx_cluster, ptx_local, ptx_tile
 
     v = Variant(*specialised_on)
@@ -64,9 +65,17 @@ def _held_kernel(*specialised_on):
     copy_all, load_slot, (begin_sums, add, end_sums) = bn_slots.copied_all(v), bn_slots.loaded(v), bn_slots.summed(v)
     of_block, of_cluster = bn_sums.of_block(v), bn_sums.of_cluster(v)
     scale, (asked, found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
-    load, store, wait = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_wait(0)
+    load, store, commit = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_commit
+    wait_for_first, wait_for_second, wait = (ptx_tile.copy_async_wait(left) for left in (2, 1, 0))
     slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
     coefficients_size, four_arrays = 4 * channels, bn_block.four_arrays(lanes, v.compute)
+
+    @ptx.inline
+    def add_rows(a, b, origin, values, gradients, slot, of_dy, r, end, count):
+        while r < end:
+            add(a, b, origin, values, gradients, slot, of_dy)
+            slot, r, count = u32(slot + u32(slot_bytes)), integer(r + rows_at_once), count + real(1.0)
+        return slot, r, count
 
     def held(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, epsilon, factor, f
@@ -84,8 +93,17 @@ def _held_kernel(*specialised_on):
         begin, begin_place = integer(base + image * f.image_elems + place * f.row_elems), place
         mine = u32(ptx_tile.dynamic_shared() + u32(thread * vector_bytes))
         of_dy = u32(f.slots * slot_bytes)
-        copy_all(mine, of_dy, x, dy, begin, place, row, last, f)
-        ptx_tile.copy_async_commit()
+        a_third = integer((f.slots + 11) // 12 * 4 * rows_at_once)
+        one, two = integer(min(last, row + a_third)), integer(min(last, row + 2 * a_third))
+        if in_parts:
+            slot, at, place, r = copy_all(mine, of_dy, x, dy, begin, place, row, one, f)
+            commit()
+            slot, at, place, r = copy_all(slot, of_dy, x, dy, at, place, r, two, f)
+            commit()
+            copy_all(slot, of_dy, x, dy, at, place, r, last, f)
+        else:
+            copy_all(mine, of_dy, x, dy, begin, place, row, last, f)
+        commit()
         channel = integer(slab * channels + thread)
         params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
         of_channel = asked(thread, params, channel, x, f)
@@ -96,12 +114,18 @@ def _held_kernel(*specialised_on):
         for i in range(lanes):
             a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)
         load(pivot, 0, x, base)
-        wait()
+        if in_parts:
+            wait_for_first()
+        else:
+            wait()
         slot, r, count = mine, row, real(0.0)
         begin_sums(origin, mean, column, slot, r, last)
-        while r < last:
-            add(a, b, origin, values, gradients, slot, of_dy)
-            slot, r, count = u32(slot + u32(slot_bytes)), integer(r + rows_at_once), count + real(1.0)
+        if in_parts:
+            slot, r, count = add_rows(a, b, origin, values, gradients, slot, of_dy, r, one, count)
+            wait_for_second()
+            slot, r, count = add_rows(a, b, origin, values, gradients, slot, of_dy, r, two, count)
+            wait()
+        slot, r, count = add_rows(a, b, origin, values, gradients, slot, of_dy, r, last, count)
         count = end_sums(count, a, b, origin, pivot)
 
         # 3., 4. The channels' sums, and what becomes of them.
@@ -166,7 +190,7 @@ class HeldInShared(LaunchedCandidate[Held]):
         integers = _walk(problem, v)
         return [
             Launch(
-                source=Source(_held_kernel, v, _THREADS, _MIN_BLOCKS),
+                source=Source(_held_kernel, (integers.slots >= _SLOTS_IN_PARTS, *v), _THREADS, _MIN_BLOCKS),
                 grid=(integers.slabs * config.cluster, 1, 1),
                 pointers=plan.pointers(problem),
                 scalars=v.compute,

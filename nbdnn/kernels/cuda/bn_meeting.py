@@ -1,6 +1,7 @@
 """How the blocks of a team agree on a channel's sums, through the workspace, in batch normalisation.
 
-    counters   one for every team: how often its blocks have come to a barrier; a kernel before sets them to 0
+    counters   one for every team: how often its blocks have come to a barrier; a kernel before sets them to 0. A team
+               of all blocks meets at a counter of the driver's (`ptx_grid.meet`)
     pairs      every block's sums of every channel, which each block of the team adds up in one order
 
 Blocks wait for each other, so all of a team have to be on the GPU at once. Source: own.
@@ -8,6 +9,7 @@ Blocks wait for each other, so all of a team have to be on the GPU at once. Sour
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 from nbdnn.kernels.cuda.bn_plan import Variant
@@ -15,7 +17,7 @@ from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
 from nbdnn.kernels.cuda.zeros import zeros
 
 _CLEAR_THREADS = 128
-_SHARES, _AT_ONCE = 16, 6  # threads, at most, that add up one channel's parts, and parts that they load at once
+_SHARES = 16  # threads, at most, that add up one channel's parts
 
 
 def counters_bytes(teams: int) -> int:
@@ -50,53 +52,113 @@ def barrier():
     return wait_for, meet
 
 
+@cache
+def meeting_of_all():
+    """Device function (blocks): waits for all blocks of a cooperative launch."""
+    from nbdnn.kernels.cuda import ptx, ptx_grid
+
+    u32 = ptx.types.uint32
+
+    @ptx.inline
+    def meet(blocks):
+        ptx.cuda.syncthreads()
+        if ptx.thread_x() == 0:
+            ptx_grid.meet(u32(1) if ptx.block_x() > 0 else u32(u32(1 << 31) - u32(blocks - 1)))
+        ptx.cuda.syncthreads()
+
+    return meet
+
+
+def _of_thread(v: Variant) -> int:
+    """Neighbouring channels of a part that a thread adds up, and loads at once."""
+    return 2 if v.sums % 2 == 0 and v.compute == "f32" else 1
+
+
 def shares(v: Variant) -> int:
     """Threads that add up a channel's parts."""
-    return min(v.threads // (v.columns * v.sums), _SHARES)
+    return min(v.threads * _of_thread(v) // (v.columns * v.sums), _SHARES)
 
 
 @cache
-def added_up(v: Variant):
-    """Device function (thread, slab, sums, f, t) -> (a, b) of one channel of the slab, in the first threads.
+def told(v: Variant):
+    """Device function (centers, pairs, thread, rank, channel, a, b, f): a block's sums of a channel, for the others in
+    `pairs`, a pair for every channel of every part; and in shared memory what `added_up` measures their means from."""
+    from nbdnn.kernels.cuda import ptx
 
-    sums: of every part, a pair for every channel. t.full, t.rest: elements of a channel in each part, and in the last.
-    Some threads share a channel; the first of them adds what they found.
-    """
-    from nbdnn.kernels.cuda import bn_sums, ptx, ptx_grid
-
-    integer, real = ptx.INTEGER[v.bits], ptx.REAL[v.compute]
-    channels, at_once, sharing = v.columns * v.sums, _AT_ONCE, shares(v)
-    size, merge, load = sharing * channels, bn_sums.merged(v.op, v.compute), ptx_grid.load_pair(v.compute)
+    integer, channels, is_train = ptx.INTEGER[v.bits], v.columns * v.sums, v.op == "bn_train"
 
     @ptx.inline
-    def add_up(thread, slab, sums, f, t):
-        counts = ptx.cuda.shared.array(size, real)
-        firsts = ptx.cuda.shared.array(size, real)
-        seconds = ptx.cuda.shared.array(size, real)
-        n, a, b = ptx.cuda.local.array(at_once, real), ptx.cuda.local.array(at_once, real), ptx.cuda.local.array(
-            at_once, real
-        )  # fmt: skip
-        count, first, second = real(0.0), real(0.0), real(0.0)
-        channel = integer(slab * channels + thread % channels)
-        if thread < size and channel < f.channels:
-            part = integer(thread // channels)
+    def tell(centers, pairs, thread, rank, channel, a, b, f):
+        if thread < channels and channel < f.channels:
+            pair = integer(2 * (rank * f.channels + channel))
+            pairs[pair], pairs[integer(pair + 1)] = a, b
+            if is_train:
+                centers[thread] = a
+
+    return tell
+
+
+@cache
+def added_up(v: Variant, at_once: int, elements_of_part: Callable):
+    """Device function (centers, pairs, thread, slab, f, t) -> (a, b) of one channel of the slab, in the first threads.
+
+    elements_of_part: a device function (part, f, t), of a channel. Some threads share a channel, each of which loads so
+    many of its parts at once; the first adds what they found. Of training, where d_i is how far the mean of part i lies
+    from that of the block's own,
+
+        mean = own + sum n_i d_i / n        squares = sum (squares_i + n_i d_i^2) - (sum n_i d_i)^2 / n
+
+    which are sums, without a quotient a part. The difference is no less than the sum over the number of parts, since
+    the block's own is one of them. A part that all blocks measured from would be read 132 times at once, for 1.5 us.
+    """
+    from nbdnn.kernels.cuda import ptx, ptx_grid
+
+    integer, real, is_train = ptx.INTEGER[v.bits], ptx.REAL[v.compute], v.op == "bn_train"
+    of_thread, sharing, channels = _of_thread(v), shares(v), v.columns * v.sums
+    groups, size, words_at_once = channels // of_thread, sharing * channels, 2 * of_thread * at_once
+    load = ptx_grid.load_words(v.compute, 2 * of_thread)
+
+    @ptx.inline
+    def add_up(centers, pairs, thread, slab, f, t):
+        firsts, seconds = ptx.cuda.shared.array(size, real), ptx.cuda.shared.array(size, real)
+        found = ptx.cuda.local.array(words_at_once, real)
+        a, b = ptx.cuda.local.array(of_thread, real), ptx.cuda.local.array(of_thread, real)
+        for i in range(of_thread):
+            a[i], b[i] = real(0.0), real(0.0)
+        first_channel = integer(thread % groups * of_thread)
+        channel = integer(slab * channels + first_channel)
+        if thread < groups * sharing and channel < f.channels:
+            part = integer(thread // groups)
             while part < f.parts:
                 for k in range(at_once):
                     here = integer(part + k * sharing)
-                    n[k] = real(t.full) if here < f.parts - 1 else real(t.rest) if here < f.parts else real(0.0)
-                    here = here if here < f.parts else part
-                    a[k], b[k] = load(sums, integer(2 * (here * f.channels + channel)))
+                    words = load(pairs, integer(2 * ((here if here < f.parts else part) * f.channels + channel)))
+                    for i in range(2 * of_thread):
+                        found[2 * of_thread * k + i] = words[i]
                 for k in range(at_once):
-                    if n[k] > real(0.0):
-                        count, first, second = merge(count, first, second, n[k], a[k], b[k])
+                    here = integer(part + k * sharing)
+                    if here < f.parts:
+                        n = real(elements_of_part(here, f, t))
+                        for i in range(of_thread):
+                            first, second = found[2 * (of_thread * k + i)], found[2 * (of_thread * k + i) + 1]
+                            if is_train:
+                                apart = first - centers[integer(first_channel + i)]
+                                first = n * apart
+                                second = ptx.fma(first, apart, second)
+                            a[i], b[i] = a[i] + first, b[i] + second
                 part = integer(part + at_once * sharing)
-        if thread < size:
-            counts[thread], firsts[thread], seconds[thread] = count, first, second
+        if thread < groups * sharing:
+            for i in range(of_thread):
+                firsts[thread * of_thread + i], seconds[thread * of_thread + i] = a[i], b[i]
         ptx.cuda.syncthreads()
+        total, other = real(0.0), real(0.0)
         if thread < channels:
-            for share in range(1, sharing):
+            for share in range(sharing):
                 at = integer(thread + share * channels)
-                count, first, second = merge(count, first, second, counts[at], firsts[at], seconds[at])
-        return first, second
+                total, other = total + firsts[at], other + seconds[at]
+            if is_train:
+                apart = total / real(f.m)
+                total, other = centers[thread] + apart, other - total * apart
+        return total, other
 
     return add_up

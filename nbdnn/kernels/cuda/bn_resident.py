@@ -1,16 +1,17 @@
 """Batch normalisation of neighbouring channels by blocks that stay: training and its gradient, x read once and a part.
 
-    block   of a multiprocessor; pieces of rows, 128 channels wide. The first rows are copied to shared memory, as many
-            as it has room for, while the others are added up
+    block   of a multiprocessor; rows in turns with the others, so that all read the same part of memory, in pieces 128
+            channels wide. All of them pass through shared memory, where the last stay, as many as it has room for
     grid    every block's sums to the workspace; a barrier; each block adds up those of its channels, in one order
-    block   everything scaled, the last rows first, which are asked for before the barrier
+    block   everything scaled, the last of what is read again first, which is asked for before the barrier
 
 What shared memory does not hold is read again, the last of it from the second-level cache, which is left to it: copies
-and results pass by first (`once`, `streams`: 32x256x56x56 on an H200, float32 81.1 to 78.2 us, bfloat16 43.0 to 38.0;
-either alone gains 1). A piece of 256 or 512 bytes is read at full speed; narrower ones, all of which shared memory
-holds (`bn_teams.py`), take longer. One block a multiprocessor, since all wait for the slowest: with two, whose barriers
-and sums were twice as many, 10 us became 23 where there is little to do. The barrier is a counter in the workspace,
-which a kernel before sets to 0; the launch is cooperative. Sums in float32 (float64), as `bn_sums` says. Source: own.
+that stay and results pass by first (`once`, `streams`: 32x256x56x56 on an H200, float32 81.1 to 78.2 us, bfloat16 43.0
+to 38.0; either alone gains 1). A piece of 256 or 512 bytes is read at full speed; narrower ones, all of which shared
+memory holds (`bn_teams.py`), take longer. One block a multiprocessor, since all wait for the slowest: with two, whose
+barriers and sums were twice as many, 10 us became 23 where there is little to do. Rows one after the other in each
+block, instead of turns, took 1 to 6 % longer, and copies that are all asked for at once, instead of 64 KiB, up to 5.
+The launch is cooperative. Sums in float32 (float64), as `bn_sums` says. Source: own.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from nbdnn.kernels.cuda import bn_meeting, bn_slots
 from nbdnn.kernels.cuda import bn_plan as plan
 from nbdnn.kernels.cuda.bn_plan import Variant, Walk
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate, in_workspace
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, shared_bytes
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_bn import BnProblem
 
 _THREADS, _SLAB_CHANNELS, _MOST_COLUMNS = 512, 128, 32
-_AT_ONCE = 8  # vectors of a thread that are on their way
+_PARTS_AT_ONCE = 9  # of a thread: 66 parts of 128 channels, or 132 of 64, are all asked for at once
+_UNIT = 4  # rows of a thread that are copied, and added up, together
+_AHEAD_BYTES = 64 << 10  # of a block that are on their way: of more the first come later
 _SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
-_LAUNCH_US, _SHARE_OF_COPY = 7.0, 1.0
+_LAUNCH_US, _SHARE_OF_COPY = 6.0, 1.0
+_HALF_US = 0.2  # of vectors of 2 bytes, for each that a thread has
 _SHARE_OF_WIDTH = {256: 0.95, 128: 0.9, 64: 0.8, 32: 0.6, 16: 0.4, 8: 0.25, 4: 0.15, 2: 0.1}
 
 
@@ -46,30 +50,38 @@ class Resident(NamedTuple):
         return f"{self.columns}/{self.slots}"
 
 
-class _Parts(NamedTuple):
-    """held: vectors that a thread holds. full, rest: elements of a channel in each part, and in the last."""
+class _Turns(NamedTuple):
+    """Rows of a block in turns of all, and those of all that are left."""
 
-    held: int
-    full: int
+    whole: int
     rest: int
 
 
-def _kernel(*specialised_on):
+def _kernel(slots: int, *specialised_on):
     from nbdnn.kernels.cuda import bn_block, bn_channel, bn_sums, ptx, ptx_local, ptx_tile
 
     v = Variant(*specialised_on)
     integer, small, u32, real = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, ptx.REAL[v.compute]
     lanes, columns, op = v.lanes, v.columns, v.op
-    channels, rows_at_once = columns * lanes, v.threads // columns
-    load, wait, copy_all = ptx_local.load(v.dtype, lanes), ptx_tile.copy_async_wait(0), bn_slots.copied_all(v, True)
+    channels, rows_at_once, units = columns * lanes, v.threads // columns, slots // _UNIT
+    slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
+    unit_bytes, ahead = _UNIT * slot_bytes, min(units, max(2, _AHEAD_BYTES // bn_slots.held_bytes(v, _UNIT)))
+    load, load_shared = ptx_local.load(v.dtype, lanes), ptx_local.load_shared(v.dtype, lanes)
+    commit, wait = ptx_tile.copy_async_commit, ptx_tile.copy_async_wait(ahead - 1)
+    copy_again, copy_once = bn_slots.four_copied(v), bn_slots.four_copied(v, True)
     load_slot, (_, add_slot, end_sums) = bn_slots.loaded(v), bn_slots.summed(v)
-    add, _, _ = bn_sums.steps(v)
-    of_block, of_team, (_, meet) = bn_sums.of_block(v), bn_meeting.added_up(v), bn_meeting.barrier()
+    of_block, meet = bn_sums.of_block(v), bn_meeting.meeting_of_all()
+
+    @ptx.inline
+    def rows_of_part(part, f, t):
+        return t.whole + max(integer(0), min(integer(rows_at_once), integer(t.rest - part * rows_at_once)))
+
+    tell, of_all = bn_meeting.told(v), bn_meeting.added_up(v, _PARTS_AT_ONCE, rows_of_part)
     part, parts, load_one, widen_one = bn_block.on_their_way(v)
     scale_one = bn_block.scale_one(v, True)
     (asked, found, taken), widen = bn_channel.coefficients(v), ptx.WIDEN[v.param_dtype]
-    slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
-    size, coefficients_size = _AT_ONCE * parts, 4 * channels
+    size, coefficients_size = 2 * _UNIT * parts, 4 * channels
+    of_dy, end_of_slots = slots * slot_bytes, units * unit_bytes
     # Four vectors are used while four are on their way; of 8 lanes, for which registers are few, all eight at a time.
     takes_turns = lanes < 8
     four_arrays = bn_block.four_arrays(lanes, v.compute)
@@ -89,136 +101,133 @@ def _kernel(*specialised_on):
         load_four(loaded, 4, x, dy, integer(at + 4 * step), step)
 
     @ptx.inline
-    def add_loaded(sums, values, gradients, loaded, where, out, at):
-        a, b, origin = sums
+    def scale_loaded(four, values, gradients, loaded, where, out, at):
         widen_one(values, gradients, loaded, where)
-        add(a, b, origin, values, gradients, 0)
+        scale_one(four, values, gradients, 0, out, at)
 
     @ptx.inline
-    def scale_loaded(coefficients, values, gradients, loaded, where, out, at):
-        widen_one(values, gradients, loaded, where)
-        scale_one(coefficients, values, gradients, 0, out, at)
+    def scale_four(four, values, gradients, loaded, where, out, at, step):
+        scale_loaded(four, values, gradients, loaded, where, out, at)
+        scale_loaded(four, values, gradients, loaded, where + 1, out, integer(at + step))
+        scale_loaded(four, values, gradients, loaded, where + 2, out, integer(at + 2 * step))
+        scale_loaded(four, values, gradients, loaded, where + 3, out, integer(at + 3 * step))
 
-    def rows_of(take):
-        """Device function of so many rows of a thread, from `at` on, of which the first eight are loaded if there are
-        as many. take: a vector, that is one of the two above."""
+    @ptx.inline
+    def scale_rows(four, values, gradients, loaded, x, dy, out, at, step, rows):
+        """Fours of rows of a thread, of which the first two are loaded if there are as many."""
+        while rows >= 8:
+            after = integer(at + 8 * step)
+            scale_four(four, values, gradients, loaded, 0, out, at, step)
+            if takes_turns and rows >= 16:
+                load_four(loaded, 0, x, dy, after, step)
+            scale_four(four, values, gradients, loaded, 4, out, integer(at + 4 * step), step)
+            if takes_turns and rows >= 16:
+                load_four(loaded, 4, x, dy, integer(after + 4 * step), step)
+            if not takes_turns and rows >= 16:
+                load_eight(loaded, x, dy, after, step)
+            at, rows = after, small(rows - 8)
+        if rows > 0:
+            load_four(loaded, 0, x, dy, at, step)
+            scale_four(four, values, gradients, loaded, 0, out, at, step)
 
-        @ptx.inline
-        def take_four(what, values, gradients, loaded, where, out, at, step):
-            take(what, values, gradients, loaded, where, out, at)
-            take(what, values, gradients, loaded, where + 1, out, integer(at + step))
-            take(what, values, gradients, loaded, where + 2, out, integer(at + 2 * step))
-            take(what, values, gradients, loaded, where + 3, out, integer(at + 3 * step))
+    @ptx.inline
+    def copy_four(to, x, dy, at, step, left, is_read_again):
+        """Starts the copies of a unit, if anything is left. Nobody reads again what stays."""
+        if left > 0:
+            if is_read_again:
+                copy_again(to, u32(of_dy), x, dy, at, step, left)
+            else:
+                copy_once(to, u32(of_dy), x, dy, at, step, left)
+        commit()
 
-        @ptx.inline
-        def take_rows(what, values, gradients, loaded, x, dy, out, at, step, rows):
-            while rows >= 8:
-                after = integer(at + 8 * step)
-                take_four(what, values, gradients, loaded, 0, out, at, step)
-                if takes_turns and rows >= 16:
-                    load_four(loaded, 0, x, dy, after, step)
-                take_four(what, values, gradients, loaded, 4, out, integer(at + 4 * step), step)
-                if takes_turns and rows >= 16:
-                    load_four(loaded, 4, x, dy, integer(after + 4 * step), step)
-                if not takes_turns and rows >= 16:
-                    load_eight(loaded, x, dy, after, step)
-                at, rows = after, small(rows - 8)
-            if rows >= 4:
-                load_four(loaded, 0, x, dy, at, step)
-                take_four(what, values, gradients, loaded, 0, out, at, step)
-                at, rows = integer(at + 4 * step), small(rows - 4)
-            second, third = integer(at + step), integer(at + 2 * step)
-            if rows > 0:
-                load_one(loaded, 0, x, dy, at)
-            if rows > 1:
-                load_one(loaded, 1, x, dy, second)
-            if rows > 2:
-                load_one(loaded, 2, x, dy, third)
-            if rows > 0:
-                take(what, values, gradients, loaded, 0, out, at)
-            if rows > 1:
-                take(what, values, gradients, loaded, 1, out, second)
-            if rows > 2:
-                take(what, values, gradients, loaded, 2, out, third)
-
-        return take_rows
-
-    add_rows, scale_rows = rows_of(add_loaded), rows_of(scale_loaded)
+    @ptx.inline
+    def next_unit(slot, mine):
+        after = u32(slot + u32(unit_bytes))
+        return mine if after == u32(mine + u32(end_of_slots)) else after
 
     def normalise(
-        x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, counters, pairs,
-        epsilon, factor, f, t
+        x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, pairs, epsilon, factor,
+        f, t
     ):  # fmt: skip
-        # Where a thread's rows are; the copies of the first of them.
+        # Where a thread's rows are: the last of them, by fours, stay in its slots.
         thread = small(ptx.thread_x())
         slab, rank = ptx.divided(small(ptx.block_x()), small(f.parts))
         in_slab = small(thread & (columns - 1))
         column = integer(slab * columns + in_slab)
-        row, last = integer(rank * f.chunk + thread // columns), integer(min(f.rows, integer((rank + 1) * f.chunk)))
+        row, last, turn = integer(rank * rows_at_once + thread // columns), f.rows, integer(rows_at_once * f.parts)
         if column >= f.columns:
             column, last = integer(0), integer(0)
-        rows = small(integer(last - row + rows_at_once - 1) // rows_at_once if row < last else 0)
-        held = small(min(rows, small(t.held)))
-        begin = integer(column * f.column_elems + row * f.row_elems)
+        turns, _ = ptx.divided(integer(last - row + turn - 1), turn)
+        rows = small(turns if row < last else 0)
+        again = small(max(0, small((rows + 3) // 4 * 4 - slots)))
+        begin, step = integer(column * f.column_elems + row * f.row_elems), integer(f.step_elems * f.parts)
         mine = u32(ptx_tile.dynamic_shared() + u32(thread * vector_bytes))
-        of_dy = u32(small(t.held) * slot_bytes)
-        copy_all(mine, of_dy, x, dy, begin, row, row, integer(row + held * rows_at_once), f)
-        ptx_tile.copy_async_commit()
+
+        # 1. A thread's sums, of rows that come to its slots, and the block's.
+        to, ask, left = mine, begin, rows
+        for unit in range(ahead):
+            copy_four(to, x, dy, ask, step, left, 4 * unit < again)
+            to, ask, left = next_unit(to, mine), integer(ask + 4 * step), small(left - 4)
         channel = integer(slab * channels + thread)
         params = (gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth)
         of_channel = asked(thread, params, channel, x, f)
-
-        # 1. A thread's sums, and the block's.
         a, b, origin, pivot = four_arrays()
-        loaded = ptx.cuda.local.array(size, part), ptx.cuda.local.array(size, part)
         values, gradients = ptx.cuda.local.array(lanes, real), ptx.cuda.local.array(lanes, real)
         for i in range(lanes):
             a[i], b[i], origin[i] = real(0.0), real(0.0), real(0.0)
         load(pivot, 0, x, integer(column * f.column_elems))
         if op == "bn_train":
+            wait()
             if rows > 0:
-                load(origin, 0, x, begin)
+                load_shared(origin, 0, mine)
         else:
             for i in range(lanes):
                 origin[i] = widen(mean[integer(column * lanes + i)])
-        others, again = integer(begin + held * f.step_elems), small(rows - held)
-        if again >= 8:
-            load_eight(loaded, x, dy, others, f.step_elems)
-        add_rows((a, b, origin), values, gradients, loaded, x, dy, out, others, f.step_elems, again)
-        wait()
-        slot, left = mine, held
-        while left > 0:
-            add_slot(a, b, origin, values, gradients, slot, of_dy)
-            slot, left = u32(slot + u32(slot_bytes)), small(left - 1)
-        # The last ones, which come first, are on their way while all wait for each other.
-        end, back = integer(begin + (rows - 1) * f.step_elems), integer(-f.step_elems)
+        slot, done = mine, small(0)
+        while done < rows:
+            wait()
+            add_slot(a, b, origin, values, gradients, slot, u32(of_dy))
+            if done + 1 < rows:
+                add_slot(a, b, origin, values, gradients, u32(slot + u32(slot_bytes)), u32(of_dy))
+            if done + 2 < rows:
+                add_slot(a, b, origin, values, gradients, u32(slot + u32(2 * slot_bytes)), u32(of_dy))
+            if done + 3 < rows:
+                add_slot(a, b, origin, values, gradients, u32(slot + u32(3 * slot_bytes)), u32(of_dy))
+            done = small(done + 4)
+            copy_four(to, x, dy, ask, step, left, small(rows - left) < again)
+            to, ask, left = next_unit(to, mine), integer(ask + 4 * step), small(left - 4)
+            slot = next_unit(slot, mine)
+        # The last that are read again are asked for while all wait for each other.
+        loaded = ptx.cuda.local.array(size, part), ptx.cuda.local.array(size, part)
+        end, back = integer(begin + (again - 1) * step), integer(-step)
         if again >= 8:
             load_eight(loaded, x, dy, end, back)
         count = end_sums(real(rows), a, b, origin, pivot)
         _, of_first, of_second = of_block(thread, count, a, b)
 
         # 2. The channels' sums, and what becomes of them.
-        if thread < channels and channel < f.channels:
-            pair = integer(2 * (rank * f.channels + channel))
-            pairs[pair], pairs[integer(pair + 1)] = of_first, of_second
-        meet(counters, slab, small(f.parts))
-        of_first, of_second = of_team(thread, slab, pairs, f, t)
+        centers = ptx.cuda.shared.array(channels, real)
+        tell(centers, pairs, thread, rank, channel, of_first, of_second, f)
+        meet(small(f.slabs * f.parts))
+        of_first, of_second = of_all(centers, pairs, thread, slab, f, t)
         coefficients = ptx.cuda.shared.array(coefficients_size, real)
         found(coefficients, thread, params, of_channel, channel, of_first, of_second, epsilon, factor, rank, f)
         taken(coefficients, in_slab, origin, pivot, a, b)
 
-        # 3. Scaled and stored.
+        # 3. Scaled and stored: those, and then what is in the slots, of which the first is the next to be used.
         four = (origin, pivot, a, b)
         scale_rows(four, values, gradients, loaded, x, dy, out, end, back, again)
-        slot, at = mine, begin
+        slot, at, held = slot if again > 0 else mine, integer(begin + again * step), small(rows - again)
         while held > 0:
-            load_slot(values, gradients, slot, of_dy)
+            load_slot(values, gradients, slot, u32(of_dy))
             scale_one(four, values, gradients, 0, out, at)
-            slot, at, held = u32(slot + u32(slot_bytes)), integer(at + f.step_elems), small(held - 1)
+            slot, at, held = u32(slot + u32(slot_bytes)), integer(at + step), small(held - 1)
+            if slot == u32(mine + u32(end_of_slots)):
+                slot = mine
 
     data, param, reals = ptx.pointer(v.dtype), ptx.pointer(v.param_dtype), ptx.pointer(v.compute)
-    fields = ptx.record(Walk, v.bits), ptx.record(_Parts, v.bits)
-    return normalise, (data, data, data, *[param] * 10, ptx.pointer("f32"), reals, real, real, *fields)
+    fields = ptx.record(Walk, v.bits), ptx.record(_Turns, v.bits)
+    return normalise, (data, data, data, *[param] * 10, reals, real, real, *fields)
 
 
 class InResidence(LaunchedCandidate[Resident]):
@@ -251,28 +260,30 @@ class InResidence(LaunchedCandidate[Resident]):
         rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
         rate *= _SHARE_OF_WIDTH.get(config.columns * problem.vector_bytes, 1.0)
         used = walk.rows * walk.slabs / (walk.chunk * device.sms)
-        return _LAUNCH_US + (problem.min_bytes + max(0, inputs - kept)) / (rate * used) * 1e6
+        by_halves_us = walk.slots * _HALF_US if problem.vector_bytes == 2 else 0.0
+        return _LAUNCH_US + by_halves_us + (problem.min_bytes + max(0, inputs - kept)) / (rate * used) * 1e6
 
     def workspace_bytes(self, problem: BnProblem, config: Resident, device: Gpu) -> int:
         walk = _walk(problem, _variant(problem, config.columns), device)
-        sums_bytes = 2 * walk.parts * walk.channels * ITEMSIZE[problem.compute]
-        return bn_meeting.counters_bytes(walk.slabs) + sums_bytes
+        return 2 * walk.parts * walk.channels * ITEMSIZE[problem.compute]
 
     def launches(self, problem: BnProblem, config: Resident, device: Gpu) -> list[Launch]:
         v = _variant(problem, config.columns)
         walk = _walk(problem, v, device)
-        rest = walk.rows - (walk.parts - 1) * walk.chunk
-        main = Launch(
-            source=Source(_kernel, v, _THREADS),
-            grid=(walk.slabs * walk.parts, 1, 1),
-            pointers=(*plan.pointers(problem), WORKSPACE, in_workspace(bn_meeting.counters_bytes(walk.slabs))),
-            scalars=v.compute,
-            integers=(*walk, *_Parts(config.slots, walk.chunk, rest)),
-            integer_bits=v.bits,
-            dynamic_shared_bytes=bn_slots.held_bytes(v, config.slots),
-            cooperative=True,
-        )
-        return [bn_meeting.clear(walk.slabs), main]
+        at_once = v.threads // v.columns
+        turns, rest = divmod(walk.rows, at_once * walk.parts)
+        return [
+            Launch(
+                source=Source(_kernel, (config.slots, *v), _THREADS),
+                grid=(walk.slabs * walk.parts, 1, 1),
+                pointers=(*plan.pointers(problem), WORKSPACE),
+                scalars=v.compute,
+                integers=(*walk, *_Turns(turns * at_once, rest)),
+                integer_bits=v.bits,
+                dynamic_shared_bytes=bn_slots.held_bytes(v, config.slots),
+                cooperative=True,
+            )
+        ]
 
 
 def _columns(problem: BnProblem) -> int:
@@ -288,11 +299,12 @@ def _every(problem: BnProblem, device: Gpu) -> list[Resident]:
     v = _variant(problem, columns)
     if plan.walk(problem, v, 1).slabs > device.sms:
         return []
-    needed = _walk(problem, v, device).slots
-    sums_bytes = (3 * (v.threads // 32) + 3 * bn_meeting.shares(v) + 4) * columns * v.sums * ITEMSIZE[v.compute]
-    most = min(needed, (shared_bytes(device) - sums_bytes) // bn_slots.held_bytes(v, 1))
-    whole = most - (most - needed) % _AT_ONCE
-    return [Resident(columns, slots) for slots in dict.fromkeys((whole if whole > 0 else most, most // 2))]
+    needed = ceil(_walk(problem, v, device).slots / _UNIT) * _UNIT
+    sums_bytes = (3 * (v.threads // 32) + 2 * bn_meeting.shares(v) + 5) * columns * v.sums * ITEMSIZE[v.compute]
+    fit = (shared_bytes(device) - sums_bytes) // bn_slots.held_bytes(v, 1) // _UNIT * _UNIT
+    most = min(needed, fit)
+    whole = most - (most - needed) % (2 * _UNIT)
+    return [Resident(columns, slots) for slots in dict.fromkeys((whole if whole > 0 else most, most))]
 
 
 def _variant(problem: BnProblem, columns: int) -> Variant:
@@ -300,10 +312,11 @@ def _variant(problem: BnProblem, columns: int) -> Variant:
 
 
 def _walk(problem: BnProblem, v: Variant, device: Gpu) -> Walk:
-    """Of blocks that are all there at once, with whole turns of their threads."""
-    at_once = v.threads // v.columns
-    parts = device.sms // plan.walk(problem, v, 1).slabs
-    return plan.walk(problem, v, at_once * ceil(plan.rows_of(problem, v) / (at_once * parts)))
+    """Of blocks that are all there at once, and take turns: as many rows as their threads, and then those behind those
+    of all others."""
+    at_once, rows = v.threads // v.columns, plan.rows_of(problem, v)
+    parts = min(device.sms // plan.walk(problem, v, 1).slabs, ceil(rows / at_once))
+    return plan.walk(problem, v, at_once * ceil(rows / (at_once * parts)))._replace(parts=parts)
 
 
 TRAIN, BWD = InResidence("bn_train"), InResidence("bn_bwd")

@@ -39,15 +39,16 @@ def copied(v: Variant, once: bool = False):
 
 
 @cache
-def copied_all(v: Variant, once: bool = False):
-    """Device function (slot, of_dy, x, dy, at, place, row, end, Walk) that starts the copies of all rows of a thread.
+def copied_all(v: Variant):
+    """Device function (slot, of_dy, x, dy, at, place, row, end, Walk) -> (slot, at, place, row) of the next.
 
-    at, place: of the first, as `bn_plan.next_row` moves them. Vectors of 2 bytes have come when it returns.
+    Starts the copies of all rows of a thread before the end: of 2 bytes a multiple of four, or to its last one. at,
+    place: of the first, as `bn_plan.next_row` moves them. Vectors of 2 bytes have come when it returns.
     """
     from nbdnn.kernels.cuda import ptx, ptx_local
 
     integer, small, u32, forward = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, v.is_forward
-    copy, moved, rows_at_once, step = copied(v, once), next_row(v.bits), v.threads // v.columns, slot_bytes(v)
+    copy, moved, rows_at_once, step = copied(v), next_row(v.bits), v.threads // v.columns, slot_bytes(v)
     copy_halves, at_once = ptx_local.copy_halves, ptx_local.AT_ONCE
 
     @ptx.inline
@@ -56,6 +57,7 @@ def copied_all(v: Variant, once: bool = False):
             copy(slot, of_dy, x, dy, at)
             at, place = moved(at, place, f)
             slot, row = u32(slot + u32(step)), integer(row + rows_at_once)
+        return slot, at, place, row
 
     @ptx.inline
     def by_halves(slot, of_dy, x, dy, at, place, row, end, f):
@@ -71,6 +73,43 @@ def copied_all(v: Variant, once: bool = False):
                 copy_halves(u32(slot + of_dy), u32(step), dy, at, second, third, fourth, count)
             at, place = moved(fourth, place, f)
             slot, row = u32(slot + u32(at_once * step)), integer(row + at_once * rows_at_once)
+        return slot, at, place, row
+
+    return by_halves if v.lanes * ITEMSIZE[v.dtype] == 2 else by_vectors
+
+
+@cache
+def four_copied(v: Variant, once: bool = False):
+    """Device function (slot, of_dy, x, dy, at, step, left) that starts the copies of four rows of a thread, a step
+    apart, to slots that follow each other; of the first `left`, where those are fewer."""
+    from nbdnn.kernels.cuda import ptx, ptx_local
+
+    integer, small, u32, forward = ptx.INTEGER[v.bits], ptx.INTEGER[32], ptx.types.uint32, v.is_forward
+    copy, of_slot, copy_halves = copied(v, once), slot_bytes(v), ptx_local.copy_halves
+
+    @ptx.inline
+    def by_vectors(slot, of_dy, x, dy, at, step, left):
+        if left > 0:
+            copy(slot, of_dy, x, dy, at)
+        if left > 1:
+            copy(u32(slot + u32(of_slot)), of_dy, x, dy, integer(at + step))
+        if left > 2:
+            copy(u32(slot + u32(2 * of_slot)), of_dy, x, dy, integer(at + 2 * step))
+        if left > 3:
+            copy(u32(slot + u32(3 * of_slot)), of_dy, x, dy, integer(at + 3 * step))
+
+    @ptx.inline
+    def by_halves(slot, of_dy, x, dy, at, step, left):
+        if left > 0:
+            second, third, fourth, count = (
+                integer(at + step),
+                integer(at + 2 * step),
+                integer(at + 3 * step),
+                small(left),
+            )
+            copy_halves(slot, u32(of_slot), x, at, second, third, fourth, count)
+            if not forward:
+                copy_halves(u32(slot + of_dy), u32(of_slot), dy, at, second, third, fourth, count)
 
     return by_halves if v.lanes * ITEMSIZE[v.dtype] == 2 else by_vectors
 

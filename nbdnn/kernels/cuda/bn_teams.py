@@ -38,6 +38,7 @@ _LAUNCH_US, _SLAB_US, _SHARE_OF_COPY = 6.0, 1.0, 0.92
 _ALONE = 0.3  # of the time, where all blocks of a multiprocessor add up at once; less with every team there
 # Of the copy rate, by the bytes of a row that lie side by side.
 _SHARE_OF_WIDTH = {128: 0.78, 64: 0.74, 32: 0.55, 16: 0.4, 8: 0.25, 4: 0.15, 2: 0.1}
+_PARTS_AT_ONCE = 5  # of a thread, whose registers more would not fit
 _MOST_CONFIGS = 5
 
 
@@ -71,11 +72,17 @@ def _team_kernel(*specialised_on):
     channels, rows_at_once, moved = columns * v.sums, threads // columns, plan.next_row(v.bits)
     copy, copy_all = bn_slots.copied(v), bn_slots.copied_all(v)
     load_slot, (begin_sums, add, end_sums) = bn_slots.loaded(v), bn_slots.summed(v)
-    of_block, of_team, (wait_for, meet) = bn_sums.of_block(v), bn_meeting.added_up(v), bn_meeting.barrier()
+    of_block, (wait_for, meet), tell = bn_sums.of_block(v), bn_meeting.barrier(), bn_meeting.told(v)
     scale, (asked, found, taken) = bn_channel.scale(v), bn_channel.coefficients(v)
     load, store, wait = ptx_local.load(v.dtype, lanes), ptx_local.store(v.dtype, lanes), ptx_tile.copy_async_wait(0)
     slot_bytes, vector_bytes = bn_slots.slot_bytes(v), lanes * ITEMSIZE[v.dtype]
     coefficients_size, four_arrays = 4 * channels, bn_block.four_arrays(lanes, v.compute)
+
+    @ptx.inline
+    def elements_of_part(part, f, t):
+        return t.full if part < f.parts - 1 else t.rest
+
+    of_team = bn_meeting.added_up(v, _PARTS_AT_ONCE, elements_of_part)
 
     def normalise(
         x, dy, out, gamma, beta, mean, spread, old_mean, old_var, first, second, third, fourth, counters, pairs,
@@ -100,7 +107,7 @@ def _team_kernel(*specialised_on):
         copy_all(mine, of_dy, x, dy, integer(column * f.column_elems + begin), begin_place, row, end, f)
         a, b, origin, pivot = four_arrays()
         values, gradients = ptx.cuda.local.array(lanes, real), ptx.cuda.local.array(lanes, real)
-        coefficients = ptx.cuda.shared.array(coefficients_size, real)
+        coefficients, centers = ptx.cuda.shared.array(coefficients_size, real), ptx.cuda.shared.array(channels, real)
 
         while slab < f.slabs:
             # 1. A thread's sums.
@@ -122,12 +129,10 @@ def _team_kernel(*specialised_on):
             # 2., 3. The channels' sums, and what becomes of them.
             _, of_first, of_second = of_block(thread, count, a, b)
             if f.parts > 1:
-                if thread < channels and channel < f.channels:
-                    pair = integer(2 * (rank * f.channels + channel))
-                    pairs[pair], pairs[integer(pair + 1)] = of_first, of_second
+                tell(centers, pairs, thread, rank, channel, of_first, of_second, f)
                 meet(counters, team, expected)
                 expected = small(expected + f.parts)
-                of_first, of_second = of_team(thread, slab, pairs, f, t)
+                of_first, of_second = of_team(centers, pairs, thread, slab, f, t)
             found(coefficients, thread, params, of_channel, channel, of_first, of_second, epsilon, factor, rank, f)
 
             # 4. Scaled and stored, and the next slab's copies.
@@ -236,7 +241,7 @@ def _fits(problem: BnProblem, config: Teams, device: Gpu) -> bool:
     channels = v.columns * v.sums
     if channels > v.threads:
         return False
-    sums = (3 * (v.threads // 32) + 4 + 3 * bn_meeting.shares(v)) * channels * size
+    sums = (3 * (v.threads // 32) + 5 + 2 * bn_meeting.shares(v)) * channels * size
     there = (shared_bytes(device) + _SYSTEM_BYTES) // config.resident - _SYSTEM_BYTES
     return bn_slots.held_bytes(v, walk.slots) + sums <= there
 
