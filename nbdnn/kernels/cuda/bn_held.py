@@ -30,8 +30,11 @@ from nbdnn.problem_bn import BnProblem
 _CLUSTERS, _THREADS = (1, 2, 4, 8), 256
 _MIN_BLOCKS = 4  # of a multiprocessor's 65536 registers, 64 a thread
 _SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
-# Seen on an H200: a launch with its sums; what a cluster of k blocks costs to start is k squared times the second.
-_LAUNCH_US, _CLUSTER_US = 4.0, 0.75e-3
+# Fitted to 80 problems on an H200: a launch with its sums, more of them in clusters; what starts one of k blocks, k
+# squared times, of which others that copy meanwhile leave a share; how much longer copies take where a multiprocessor
+# has one block, or two: while one sums, nothing is read.
+_LAUNCH_US, _TOGETHER_US, _CLUSTER_US, _SHARE_OF_START = 4.0, 0.5, 0.3e-3, 0.3
+_ALONE = {1: 1.3, 2: 1.05}
 _BLOCK_LANE_US = 9e-4  # of a lane of channels of a block, however few its rows are
 # What a thread does with each of its vectors of channels, while nobody has as many (seen with 6 to 49 of 64 to 1280
 # channels of 7x7 and 14x14).
@@ -39,8 +42,9 @@ _SLOT_US = {"bn_train": 0.2, "bn_bwd": 0.26}
 _SHARE_OF_COPY = 0.85
 # Of the copy rate, by the bytes of a row that lie side by side.
 _SHARE_OF_WIDTH = {64: 0.9, 32: 0.7, 16: 0.5, 8: 0.3, 4: 0.2, 2: 0.1}
+_SHARE_OF_EIGHT = 0.85  # of vectors of eight channels, each of which has its own sums
 # Bytes of a multiprocessor that must be on their way, for the memory to be busy.
-_IN_FLIGHT_BYTES = 48 << 10
+_IN_FLIGHT_BYTES = 40 << 10
 _SLOTS_IN_PARTS = 12  # of a thread: from so many on it adds up a third of them while the others come
 _MOST_CONFIGS = 5
 
@@ -178,12 +182,14 @@ class HeldInShared(LaunchedCandidate[Held]):
         rate = copy_bytes_per_s(device) * min(_SHARE_OF_COPY, resident * block_bytes / (device.sms * _IN_FLIGHT_BYTES))
         if not v.planar:
             rate *= _SHARE_OF_WIDTH.get(config.columns * problem.vector_bytes, 1.0)
-        start_us = _CLUSTER_US * blocks * config.cluster if config.cluster > 1 else 0.0
-        # Where a multiprocessor has one block, nothing is read while that one sums.
-        alone = 1.1 if of_sm == 1 else 1.0
+            rate *= _SHARE_OF_EIGHT if v.lanes == 8 else 1.0
+        is_cluster = config.cluster > 1
+        start_us = _CLUSTER_US * blocks * config.cluster if is_cluster else 0.0
         begun_us = 0.0 if v.planar else blocks * v.lanes * _BLOCK_LANE_US
         waited_us = 0.0 if v.planar else walk.slots * _SLOT_US[self.op]
-        return _LAUNCH_US + start_us + max(alone * problem.min_bytes / rate * 1e6, begun_us, waited_us)
+        moved_us = max(_ALONE.get(of_sm, 1.0) * problem.min_bytes / rate * 1e6, begun_us, waited_us)
+        busy_us = max(moved_us, start_us) + _SHARE_OF_START * min(moved_us, start_us)
+        return _LAUNCH_US + (_TOGETHER_US if is_cluster else 0.0) + busy_us
 
     def launches(self, problem: BnProblem, config: Held, device: Gpu) -> list[Launch]:
         v = _variant(problem, config)

@@ -34,8 +34,9 @@ from nbdnn.problem_bn import BnProblem
 _RESIDENT_THREADS, _RESIDENT_THREADS_WIDE, _RESIDENT_THREADS_F64 = 1024, 768, 512
 _RESIDENT_BLOCKS = (2, 4, 3)
 _SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
-_LAUNCH_US, _SLAB_US, _SHARE_OF_COPY = 6.0, 1.0, 0.92
-_ALONE = 0.3  # of the time, where all blocks of a multiprocessor add up at once; less with every team there
+# Fitted to 80 problems on an H200. Of a slab: its barrier and sums, and those of each block of the team.
+_LAUNCH_US, _SLAB_US, _PART_US, _SHARE_OF_COPY = 5.0, 1.0, 0.06, 0.92
+_USED = 0.3  # a power of the share of blocks that have rows in the last turn: others have the memory to themselves
 # Of the copy rate, by the bytes of a row that lie side by side.
 _SHARE_OF_WIDTH = {128: 0.78, 64: 0.74, 32: 0.55, 16: 0.4, 8: 0.25, 4: 0.15, 2: 0.1}
 _PARTS_AT_ONCE = 5  # of a thread, whose registers more would not fit
@@ -179,11 +180,11 @@ class InTeams(LaunchedCandidate[Teams]):
         turns = ceil(walk.slabs / teams)
         # What is left idle in the last turn, and by blocks that are there for rows that are not.
         used = walk.slabs * walk.rows / (turns * walk.chunk * device.sms * config.resident)
-        rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
+        rate = copy_bytes_per_s(device) * _SHARE_OF_COPY * used**_USED
         if not v.planar:
             rate *= _SHARE_OF_WIDTH.get(config.columns * problem.vector_bytes, 1.0)
-        alone = 1 + _ALONE / min(teams, config.resident)
-        return _LAUNCH_US + turns * _SLAB_US + alone * problem.min_bytes / (rate * used) * 1e6
+        waited_us = turns * (_SLAB_US + config.team * _PART_US)
+        return _LAUNCH_US + waited_us + problem.min_bytes / rate * 1e6
 
     def workspace_bytes(self, problem: BnProblem, config: Teams, device: Gpu) -> int:
         walk = _walk(problem, _variant(problem, config), config)
