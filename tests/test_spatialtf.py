@@ -407,8 +407,10 @@ def test_refusals_say_the_number(device: Cpu) -> None:
     channels = registry.candidate("spatialtf_fwd/cpu/channels")
     assert "nchw" in channels.supports(parse("spatialtf_fwd:f32:n2c3h4w5:o4x5:nchw"), device).reason
     huge = parse("spatialtf_fwd:f32:n1c1h65536w65536:o4x5:nhwc")
+    wide = parse("spatialtf_fwd:f32:n1c3h1w16777217:o4x5:nhwc")
     for candidate in registry.candidates("spatialtf_fwd"):
         assert str(2**32) in candidate.supports(huge, device).reason
+        assert str(2**24 + 1) in candidate.supports(wide, device).reason
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])

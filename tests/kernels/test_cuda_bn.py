@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import emulated
 import emulated_ptx
@@ -107,6 +108,53 @@ def test_all_blocks_of_a_team_are_there_at_once(text: str) -> None:
             static_bytes = compile_kernel(main.source, "sm_90a").shared_bytes
             block_bytes = static_bytes + main.dynamic_shared_bytes + 1024
             assert config.resident * block_bytes <= shared_bytes(H200) + 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "algorithm", "too_large"),
+    [
+        ("bn_train:bf16:n1c132h1w115967:spatial:nchw:pf32", "held", bn_held.Held(1, 1)),
+        ("bn_train:bf16:n1c264h1w56831:spatial:nchw:pf32", "teams", bn_teams.Teams(1, 2, 4)),
+    ],
+)
+def test_what_lies_before_the_slots_is_padded(text: str, algorithm: str, too_large: NamedTuple) -> None:
+    """Slots of 512 bytes fill shared memory to within 1 KiB, which the kernel's own arrays are rounded up to."""
+    problem, there = parse(text), shared_bytes(H200) + 1024
+    candidate = registry.candidate(f"{problem.op}/numba/{algorithm}")
+    for config in candidate.configs(problem, H200)[:3]:
+        *_, main = candidate.launches(problem, config, H200)
+        block_bytes = compile_kernel(main.source, "sm_90a").shared_bytes + main.dynamic_shared_bytes + 1024
+        assert getattr(config, "resident", 1) * block_bytes <= there, config
+    assert too_large not in candidate.configs(problem, H200)
+
+
+@pytest.mark.parametrize(
+    ("text", "algorithm"),
+    [
+        ("bn_train:f32:n2097c128h1w1:per-activation:nchw", "resident"),
+        ("bn_train:f32:n1c4h129w520:spatial:nhwc", "resident"),
+        ("bn_train:f32:n2c3h243w62:spatial:nchw", "teams"),
+        ("bn_train:f16:n3c40h37w41:spatial:nhwc", "teams"),
+    ],
+)
+def test_no_part_is_short(text: str, algorithm: str) -> None:
+    """A block measures the means of all parts from its own: of a row that is far from all others, float32 would keep
+    little of their squares."""
+    problem = parse(text)
+    candidate = registry.candidate(f"{problem.op}/numba/{algorithm}")
+    configs = candidate.configs(problem, H200)
+    assert configs
+    for config in configs:
+        *_, main = candidate.launches(problem, config, H200)
+        fields = len(bn_plan.Walk._fields)
+        walk, (most, rest) = bn_plan.Walk._make(main.integers[:fields]), main.integers[fields:][-2:]
+        if algorithm == "teams":
+            elems = [most] * (walk.parts - 1) + [rest]
+        else:
+            rows = 512 // config.columns
+            elems = [most + max(0, min(rows, rest - part * rows)) for part in range(walk.parts)]
+        assert sum(elems) == problem.m
+        assert 2 * min(elems) >= max(elems), config
 
 
 # Threads with no, few, eight and more vectors besides those they hold; slabs with columns of nobody; blocks with fewer

@@ -26,6 +26,7 @@ from nbdnn.kernels.cpu.vector import pointer, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_spatialtf import SpatialtfProblem
 
+_MOST_EXTENT = 2**24  # whose pixels float32 numbers one by one
 # One thread, nanoseconds an output; a plan's share of a position: priors for the guess.
 _PLANAR_NS, _APART_NS, _CHANNELS_NS, _PLAN_NS = 1.0, 1.5, 0.15, 0.8
 _PIXEL_NS = 3.0, 4.3  # with wide vectors, with others
@@ -104,6 +105,8 @@ def counts_pixels(problem: SpatialtfProblem) -> Support:
     """Whether there are channels, and an int32 counts the pixels of a plane."""
     if not problem.c:
         return Support(False, "0 channels")
+    if problem.compute == "f32" and max(problem.spatial) > _MOST_EXTENT:
+        return Support(False, f"{max(problem.spatial)} pixels along an axis, of which float32 knows {_MOST_EXTENT}")
     pixels = problem.spatial[0] * problem.spatial[1]
     if pixels > MOST_PIXELS:
         return Support(False, f"{pixels} pixels a plane, at most {MOST_PIXELS} have an int32 number")

@@ -225,7 +225,7 @@ def _block_bytes(problem: BnProblem, config: Held) -> int:
     """Of a block: what is held, sums of its warps, of the block and coefficients, and what the system takes."""
     v = _variant(problem, config)
     sums = (3 * (_THREADS // 32) + 7) * v.columns * v.sums * ITEMSIZE[v.compute]
-    return bn_slots.held_bytes(v, _walk(problem, v).slots) + sums + _SYSTEM_BYTES
+    return bn_slots.held_bytes(v, _walk(problem, v).slots) + bn_slots.padded(sums) + _SYSTEM_BYTES
 
 
 TRAIN, BWD = HeldInShared("bn_train"), HeldInShared("bn_bwd")

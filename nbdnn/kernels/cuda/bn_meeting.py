@@ -108,8 +108,10 @@ def added_up(v: Variant, at_once: int, elements_of_part: Callable):
 
         mean = own + sum n_i d_i / n        squares = sum (squares_i + n_i d_i^2) - (sum n_i d_i)^2 / n
 
-    which are sums, without a quotient a part. The difference is no less than the sum over the number of parts, since
-    the block's own is one of them. A part that all blocks measured from would be read 132 times at once, for 1.5 us.
+    which are sums, without a quotient a part. The difference is no less than the sum over twice the number of parts, as
+    long as none has less than half of another's elements, since the block's own is one of them: so much of what one
+    large element adds is lost, at most. Blocks of a channel may differ by what float32 rounds. A part that all of them
+    measured from would be read 132 times at once, for 1.5 us.
     """
     from nbdnn.kernels.cuda import ptx, ptx_grid
 

@@ -10,7 +10,7 @@ that stay and results pass by first (`once`, `streams`: 32x256x56x56 on an H200,
 to 38.0; either alone gains 1). A piece of 256 or 512 bytes is read at full speed; narrower ones, all of which shared
 memory holds (`bn_teams.py`), take longer. One block a multiprocessor, since all wait for the slowest: with two, whose
 barriers and sums were twice as many, 10 us became 23 where there is little to do. Rows one after the other in each
-block, instead of turns, took 1 to 6 % longer, and copies that are all asked for at once, instead of 64 KiB, up to 5.
+block, instead of turns, took 1 to 6 % longer, and copies of 200 KiB on their way at once, instead of 64, up to 5.
 The launch is cooperative. Sums in float32 (float64), as `bn_sums` says. Source: own.
 """
 
@@ -33,8 +33,7 @@ from nbdnn.problem_bn import BnProblem
 _THREADS, _SLAB_CHANNELS, _MOST_COLUMNS = 512, 128, 32
 _PARTS_AT_ONCE = 9  # of a thread: 66 parts of 128 channels, or 132 of 64, are all asked for at once
 _UNIT = 4  # rows of a thread that are copied, and added up, together
-_AHEAD_BYTES = 64 << 10  # of a block that are on their way: of more the first come later
-_SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
+_AHEAD_BYTES = 64 << 10  # of a block that are on their way, or two units: of more the first come later
 _LAUNCH_US, _SHARE_OF_COPY = 6.0, 1.0
 _HALF_US = 0.2  # of vectors of 2 bytes, for each that a thread has
 _SHARE_OF_WIDTH = {256: 0.95, 128: 0.9, 64: 0.8, 32: 0.6, 16: 0.4, 8: 0.25, 4: 0.15, 2: 0.1}
@@ -294,7 +293,7 @@ def _columns(problem: BnProblem) -> int:
 
 
 def _every(problem: BnProblem, device: Gpu) -> list[Resident]:
-    """All that shared memory holds, less what leaves eights of the others; and half of it."""
+    """As many vectors as shared memory holds and leave eights of the others; and as many as it holds."""
     columns = _columns(problem)
     v = _variant(problem, columns)
     if plan.walk(problem, v, 1).slabs > device.sms:
@@ -303,6 +302,8 @@ def _every(problem: BnProblem, device: Gpu) -> list[Resident]:
     sums_bytes = (3 * (v.threads // 32) + 2 * bn_meeting.shares(v) + 5) * columns * v.sums * ITEMSIZE[v.compute]
     fit = (shared_bytes(device) - sums_bytes) // bn_slots.held_bytes(v, 1) // _UNIT * _UNIT
     most = min(needed, fit)
+    if most < _UNIT:
+        return []
     whole = most - (most - needed) % (2 * _UNIT)
     return [Resident(columns, slots) for slots in dict.fromkeys((whole if whole > 0 else most, most))]
 
@@ -313,9 +314,9 @@ def _variant(problem: BnProblem, columns: int) -> Variant:
 
 def _walk(problem: BnProblem, v: Variant, device: Gpu) -> Walk:
     """Of blocks that are all there at once, and take turns: as many rows as their threads, and then those behind those
-    of all others."""
+    of all others. None has less than half as many as another, for the sums (`bn_meeting.added_up`)."""
     at_once, rows = v.threads // v.columns, plan.rows_of(problem, v)
-    parts = min(device.sms // plan.walk(problem, v, 1).slabs, ceil(rows / at_once))
+    parts = min(device.sms // plan.walk(problem, v, 1).slabs, max(1, rows // at_once))
     return plan.walk(problem, v, at_once * ceil(rows / (at_once * parts)))._replace(parts=parts)
 
 

@@ -1,7 +1,7 @@
 """A thread's vectors of x (and dy) in shared memory, where nobody else reads them: copied there, and added up.
 
 Vector k of a thread lies in slot k: all threads' vectors side by side, a slot after the other, those of dy behind those
-of x. `bn_held.py` and `bn_teams.py` keep all of a channel so.
+of x. `bn_held.py` and `bn_teams.py` keep all of a channel so, and the slots of `bn_resident.py` are a ring.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ def slot_bytes(v: Variant) -> int:
 def held_bytes(v: Variant, slots: int) -> int:
     """Of a block: what its threads copy."""
     return (1 if v.is_forward else 2) * slots * slot_bytes(v)
+
+
+def padded(static_bytes: int) -> int:
+    """What a kernel's own shared memory takes before that of the slots, which begins at a multiple of 1 KiB."""
+    return -(-static_bytes // 1024) * 1024
 
 
 @cache

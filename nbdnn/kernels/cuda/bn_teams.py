@@ -220,12 +220,18 @@ def _every(problem: BnProblem, device: Gpu) -> tuple[Teams, ...]:
             teams = [Teams(columns, team, resident) for team in range(1, device.sms * resident + 1)]
             # A block of a larger team holds less.
             smallest = bisect_left(teams, True, key=lambda config: _fits(problem, config, device))
-            if fitting := teams[smallest:]:
-                v = _variant(problem, fitting[0])
-                rows, slabs = plan.rows_of(problem, v), _walk(problem, v, fitting[0]).slabs
+            v = _variant(problem, teams[0])
+            rows, slabs = plan.rows_of(problem, v), _walk(problem, v, teams[0]).slabs
+            if fitting := [config for config in teams[smallest:] if _is_even(rows, config.team)]:
                 in_turn = [_rows_in_turn(rows, slabs, config.team, len(teams)) for config in fitting]
                 found |= {fitting[0]: None, fitting[in_turn.index(min(in_turn))]: None}
     return tuple(found)
+
+
+def _is_even(rows: int, team: int) -> bool:
+    """Whether the last part has half as many rows as the others, and more: for the sums (`bn_meeting.added_up`)."""
+    chunk = ceil(rows / team)
+    return 2 * (rows - (ceil(rows / chunk) - 1) * chunk) >= chunk
 
 
 def _rows_in_turn(rows: int, slabs: int, team: int, blocks: int) -> int:
@@ -244,7 +250,7 @@ def _fits(problem: BnProblem, config: Teams, device: Gpu) -> bool:
         return False
     sums = (3 * (v.threads // 32) + 5 + 2 * bn_meeting.shares(v)) * channels * size
     there = (shared_bytes(device) + _SYSTEM_BYTES) // config.resident - _SYSTEM_BYTES
-    return bn_slots.held_bytes(v, walk.slots) + sums <= there
+    return bn_slots.held_bytes(v, walk.slots) + bn_slots.padded(sums) <= there
 
 
 def _variant(problem: BnProblem, config: Teams) -> Variant:
