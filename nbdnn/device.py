@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
@@ -48,7 +49,8 @@ class Cpu:
 
     ``isa`` is the widest vector extension LLVM will use ('avx512', 'avx2', 'neon', 'generic'), ``vector_bytes`` its
     register width, ``threads`` what Numba runs a parallel region on, ``l2_bytes`` a core's, ``llc_bytes`` the chip's;
-    ``multiplies_bf16`` says that vectors of 64 bytes of bfloat16 can be multiplied and summed in float32 (AVX512_BF16).
+    ``multiplies_bf16`` says that vectors of 64 bytes of bfloat16 can be multiplied and summed in float32 (AVX512_BF16),
+    ``multiplies_tiles`` that matrix units do so (AMX-BF16), and that this process may use them.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Cpu:
     l2_bytes: int
     llc_bytes: int
     multiplies_bf16: bool = False
+    multiplies_tiles: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -176,7 +179,17 @@ def _cpu(threads: int) -> Cpu:
         isa, vector_bytes = "neon", 16
     l2, llc = _cache_bytes()
     multiplies_bf16 = isa == "avx512" and "avx512_bf16" in flags["features"]
-    return Cpu("cpu", flags["model"], isa, vector_bytes, threads, l2, llc, multiplies_bf16)
+    multiplies_tiles = isa == "avx512" and {"amx_tile", "amx_bf16"} <= flags["features"] and _may_use_tiles()
+    return Cpu("cpu", flags["model"], isa, vector_bytes, threads, l2, llc, multiplies_bf16, multiplies_tiles)
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Whether Linux lets this process, all its threads and its children use matrix units: it wants to be asked."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 # What numba.get_num_threads() returns, without its two locks: 1 us of each call.

@@ -121,6 +121,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/cpu/pixel_gemm": _FORWARD,
     "conv_fwd/cpu/channel_gemm": _FORWARD,
     "conv_fwd/cpu/pixel_dot": _FORWARD._replace(dtypes="bf16"),
+    "conv_fwd/cpu/amx": _FORWARD._replace(dtypes="f16 bf16 f32"),
     "conv_fwd/cpu/channel_dot": _FORWARD._replace(dtypes="bf16"),
     "conv_fwd/cpu/pointwise": _POINTWISE,
     "conv_fwd/cpu/few_outputs": _FORWARD._replace(shapes="few filters, groups, depthwise"),
@@ -163,6 +164,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/cpu/pixel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/channel_gemm": _GRADIENT,
     "conv_bwd_data/cpu/pixel_dot": _GRADIENT._replace(dtypes="bf16"),
+    "conv_bwd_data/cpu/amx": _GRADIENT._replace(dtypes="f16 bf16 f32"),
     "conv_bwd_data/cpu/channel_dot": _GRADIENT._replace(dtypes="bf16"),
     "conv_bwd_data/cpu/pointwise": _POINTWISE._replace(ends="e:beta a8"),
     "conv_bwd_data/cpu/few_outputs": _GRADIENT._replace(shapes="few channels, 7x7/2, groups, depthwise, patches"),
@@ -213,7 +215,7 @@ COVERAGE: dict[str, Covers] = {
 @pytest.mark.parametrize("id", COVERAGE)
 def test_supports_what_it_must(id: str, device: Cpu) -> None:
     candidate, covers = registry.candidate(id), COVERAGE[id]
-    on = replace(device, multiplies_bf16=True, vector_bytes=64) if registry.kind_of(candidate) == "cpu" else H200
+    on = replace(device, multiplies_bf16=True, multiplies_tiles=True, vector_bytes=64) if registry.kind_of(candidate) == "cpu" else H200
     for dtype, layout, shape in product(covers.dtypes.split(), covers.layouts.split(), covers.shapes.split(", ")):
         body = (_SHAPES_3D if "d" in layout else _SHAPES_2D).get(shape)
         for end in ("", *covers.ends.split()) if body else ():

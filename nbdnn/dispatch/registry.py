@@ -20,6 +20,7 @@ _KINDS = {"cudnn": "cuda", "numba": "cuda"}
 
 def _cpu_conv() -> _Lists:
     from nbdnn.kernels.cpu import (
+        conv_amx,
         conv_channel_gemm,
         conv_depthwise,
         conv_depthwise_filter,
@@ -44,6 +45,7 @@ def _cpu_conv() -> _Lists:
             conv_winograd.FWD_2X2,
             conv_pointwise.FWD,
             conv_few_outputs.FWD,
+            conv_amx.FWD,
             conv_tap_gemm.FWD_DOT,
             conv_tap_gemm.FWD,
             conv_pixel_gemm.FWD_DOT,
@@ -61,6 +63,7 @@ def _cpu_conv() -> _Lists:
             conv_winograd.BWD_DATA_2X2,
             conv_pointwise.BWD_DATA,
             conv_few_outputs.BWD_DATA,
+            conv_amx.BWD_DATA,
             conv_tap_gemm.BWD_DATA_DOT,
             conv_tap_gemm.BWD_DATA,
             conv_pixel_gemm.BWD_DATA_DOT,

@@ -1,0 +1,238 @@
+"""Matrix units of x86 (AMX): tiles of 16 rows of 64 bytes, and products of bfloat16 that are summed in float32.
+
+A tile of sums, 16 x 16 of float32, takes a product of 16 rows of A, of up to 32 numbers k, and of k / 2 rows of B, of 16
+words of two numbers k each. What bfloat16 does not hold is cut into parts that it does, of 8 bits each, rounded to
+nearest, so that the next part has what is left:
+
+    float16 = a0 + a1,   float32 = a0 + a1 + a2        exactly
+    a * b   = a0*b0 + a1*b0 + a0*b1 + a1*b1            exactly, of float16
+            = ... + a2*b0 + a0*b2                      of float32, less 2^-24 of it, which counts as rounding
+
+Subnormal numbers count as 0, and so do parts below 2^-126. An infinity has no parts: products with it are NaN.
+
+The unit loads a row of a tile in one step where it lies in one cache line, else in four. It takes 16 steps a product,
+and as long to load two tiles: two by two tiles of sums make four products of four tiles that are loaded.
+Source: own; the parts are those of Henry, Tang and Heinecke (arXiv:1904.06376).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
+
+from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.compile import DEVICE
+from nbdnn.kernels.cpu.rows import convert_row
+from nbdnn.kernels.cpu.vector import (
+    FLOAT,
+    I8,
+    I32,
+    I64,
+    WIDEN,
+    by_vectors,
+    constant,
+    convert,
+    element,
+    load,
+    row_types,
+    store,
+)
+
+TILE = 16  # rows of a tile, and words of a row
+TILE_BYTES = 1024
+LINE = 32  # bfloat16 of a row
+PARTS = {"bf16": 1, "f16": 2, "f32": 3}
+# (part of A, part of B), the smallest products first.
+_PRODUCTS = {
+    1: ((0, 0),),
+    2: ((1, 1), (0, 1), (1, 0), (0, 0)),
+    3: ((0, 2), (1, 1), (0, 1), (2, 0), (1, 0), (0, 0)),
+}
+_SUMS, _A, _B = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
+
+
+def products(dtype: str) -> int:
+    """Of tiles, for one of numbers of that type."""
+    return len(_PRODUCTS[PARTS[dtype]])
+
+
+def uncut(dtype: str) -> str:
+    """The dtype of elements that are about to be cut into parts."""
+    return "bf16" if PARTS[dtype] == 1 else "f32"
+
+
+@cache
+def widen(dtype: str):
+    """Compiled-in function: an element as one of `uncut`."""
+
+    @njit(**DEVICE)
+    def kept(bits):
+        return bits
+
+    return kept if uncut(dtype) == dtype else WIDEN[dtype]
+
+
+def refused(dtype: str, device: Cpu) -> str:
+    """Why this machine's matrix units do not compute on that type; empty where they do."""
+    if dtype not in PARTS:
+        return f"dtype is {dtype}, matrix units take {', '.join(PARTS)}"
+    return "" if device.multiplies_tiles else f"{device.name} has no matrix units (AMX) for bfloat16"
+
+
+def tile_shapes(depth: int) -> np.ndarray:
+    """What `configure` reads, of tiles of A that have `depth` numbers a row."""
+    shapes = np.zeros(64, np.uint8)
+    shapes[0] = 1  # palette
+    row_bytes, rows = shapes[16:32].view(np.uint16), shapes[48:56]
+    row_bytes[list(_SUMS + _B)], rows[list(_SUMS + _A)] = 64, TILE
+    row_bytes[list(_A)], rows[list(_B)] = 2 * depth, depth // 2
+    return shapes
+
+
+@intrinsic
+def configure(typingctx, shapes):
+    """Give the thread's tiles the shapes at that address."""
+
+    def codegen(context, builder, sig, args):
+        _call(builder, "ldtilecfg", _at(builder, args[0]))
+        return context.get_dummy_value()
+
+    return signature(types.none, types.int64), codegen
+
+
+@intrinsic
+def release(typingctx):
+    """Leave no tile in use: the system saves those that are with the thread."""
+
+    def codegen(context, builder, sig, args):
+        _call(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return signature(types.none), codegen
+
+
+def _at(builder, address):
+    return builder.inttoptr(address, I8.as_pointer())
+
+
+def _call(builder, name: str, *args) -> None:
+    type_ = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(cgutils.get_or_insert_function(builder.module, type_, f"llvm.x86.{name}"), args)
+
+
+@cache
+def _block(parts: int, mt: int, nt: int, panel_tiles: int):
+    """Intrinsic: mt x nt tiles of sums (at most four).
+
+    Arguments, all int64: a (address of the first row), a_pitch (bytes from row to row), a_part (bytes from part to part),
+    offsets (address of int64 bytes to add to a, for each k), k_len, b (address of tiles [k][part][panel_tiles]), b_bytes
+    (of a tile of B), sums (address), pitch (bytes from row to row of them).
+    """
+
+    def codegen(context, builder, sig, args):
+        a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch = args
+        table, line = builder.inttoptr(offsets, I64.as_pointer()), I64(64)
+        blocks = [builder.mul(a_pitch, I64(TILE * m)) for m in range(mt)]
+
+        def loaded(register: int, address, step) -> int:
+            _call(builder, "tileloadd64", I8(register), _at(builder, address), step)
+            return register
+
+        for register in _SUMS[: mt * nt]:
+            _call(builder, "tilezero", I8(register))
+        k_bytes = builder.mul(b_bytes, I64(parts * panel_tiles))
+        with cgutils.for_range(builder, k_len) as loop:
+            a_k = builder.add(a, builder.load(builder.gep(table, [loop.index])))
+            b_k = builder.add(b, builder.mul(loop.index, k_bytes))
+            held: dict[int, int] = {}  # register of B -> part
+            for part_a, part_b in _PRODUCTS[parts]:
+                rows = builder.add(a_k, builder.mul(a_part, I64(part_a)))
+                for m in range(mt):
+                    of_a = loaded(_A[m % 2], builder.add(rows, blocks[m]), a_pitch)
+                    for j in range(nt):
+                        of_b = _B[j]
+                        if held.get(of_b) != part_b:
+                            place = builder.mul(b_bytes, I64(part_b * panel_tiles + j))
+                            loaded(of_b, builder.add(b_k, place), line)
+                            held[of_b] = part_b
+                        _call(builder, "tdpbf16ps", I8(m * nt + j), I8(of_a), I8(of_b))
+        for m in range(mt):
+            row = builder.add(sums, builder.mul(pitch, I64(TILE * m)))
+            for j in range(nt):
+                _call(builder, "tilestored64", I8(m * nt + j), _at(builder, builder.add(row, I64(64 * j))), pitch)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch):
+        return signature(types.none, *[types.int64] * 9), codegen
+
+    return run
+
+
+@cache
+def block_product(parts: int, mt: int, nt: int):
+    """Compiled-in function (tiles, ...): `_block` of mt by 1 to nt tiles, of panels of nt."""
+    whole, narrow = (_block(parts, mt, tiles, nt) for tiles in (nt, 1))
+
+    @njit(**DEVICE)
+    def product(tiles, a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch):
+        if tiles == nt:
+            whole(a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch)
+        else:
+            narrow(a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch)
+
+    return product
+
+
+@cache
+def split_row(dtype: str, parts: int):
+    """Intrinsic (to, part_step, start, n): n elements of `dtype` as bfloat16, each part `part_step` bytes further."""
+    vl = TILE
+    read, written, read_bytes, _ = row_types(dtype, "bf16", vl)
+    words, floats = ir.VectorType(I32, vl), ir.VectorType(FLOAT["f32"], vl)
+    if parts == 1:
+        copy = convert_row(dtype, "bf16", 2 * vl)
+
+        @njit(**DEVICE)
+        def kept(to, part_step, start, n):
+            copy(to, start, n)
+
+        return kept
+
+    def upper(builder, value):
+        """Rounded to 8 bits, as words of which the lower halves are 0; not up to infinity. NaN stays NaN."""
+        bits = builder.bitcast(value, words)
+        magnitude = builder.and_(bits, constant(words, 0x7FFFFFFF))
+        fits = builder.icmp_unsigned("<", magnitude, constant(words, 0x7F7F8000))
+        is_nan = builder.icmp_unsigned(">", magnitude, constant(words, 0x7F800000))
+        others = builder.select(is_nan, builder.or_(bits, constant(words, 0x400000)), bits)
+        rounded = builder.select(fits, builder.add(bits, constant(words, 0x8000)), others)
+        return builder.and_(rounded, constant(words, -0x10000))
+
+    def codegen(context, builder, sig, args):
+        to, part_step, start, n = args
+
+        def step(i, mask) -> None:
+            left = load(builder, element(builder, start, i, read, read_bytes), read, read_bytes, mask)
+            left = convert(builder, left, dtype, "f32", vl)
+            for part in range(parts):
+                kept = upper(builder, left) if part < parts - 1 else builder.bitcast(left, words)
+                half = builder.trunc(builder.lshr(kept, constant(words, 16)), written)
+                place = builder.add(to, builder.mul(part_step, I64(part)))
+                store(builder, half, element(builder, place, i, written, 2), 2, mask)
+                left = builder.fsub(left, builder.bitcast(kept, floats))
+
+        by_vectors(builder, n, vl, step)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, to, part_step, start, n):
+        return signature(types.none, *[types.int64] * 4), codegen
+
+    return run
