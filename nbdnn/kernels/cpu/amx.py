@@ -32,6 +32,7 @@ from nbdnn.kernels.cpu.rows import convert_row
 from nbdnn.kernels.cpu.vector import (
     FLOAT,
     I8,
+    I16,
     I32,
     I64,
     WIDEN,
@@ -42,6 +43,7 @@ from nbdnn.kernels.cpu.vector import (
     load,
     row_types,
     store,
+    store_past_caches,
 )
 
 TILE = 16  # rows of a tile, and words of a row
@@ -188,6 +190,48 @@ def block_product(parts: int, mt: int, nt: int):
             narrow(a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch)
 
     return product
+
+
+@cache
+def store_rows(dtype: str, nt: int):
+    """Intrinsic (to, to_pitch, sums, pitch, rows, streams): rows of nt tiles of sums as `dtype`; streams: past the caches,
+    to whole lines of them."""
+    vl = TILE
+    _, written, _, item_bytes = row_types("f32", dtype, vl)
+    vector, pair = ir.VectorType(FLOAT["f32"], vl), ir.VectorType(I16, 2 * vl)
+
+    def converted(builder, values) -> list:
+        """bfloat16 as the CPU rounds two vectors at once: to nearest even, subnormal ones to 0."""
+        if dtype != "bf16" or nt == 1:
+            return [convert(builder, value, "f32", dtype, vl) for value in values]
+        type_ = ir.FunctionType(pair, [vector, vector])
+        function = cgutils.get_or_insert_function(builder.module, type_, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+        return [builder.call(function, [high, low]) for low, high in zip(values[::2], values[1::2], strict=True)]
+
+    def codegen(context, builder, sig, args):
+        to, to_pitch, sums, pitch, rows, streams = args
+
+        def each_row(write) -> None:
+            with cgutils.for_range(builder, rows) as loop:
+                row, line = (builder.add(at, builder.mul(loop.index, step)) for at, step in ((sums, pitch), (to, to_pitch)))
+                slots = [element(builder, row, I64(vl * j), vector, 4) for j in range(nt)]
+                values = converted(builder, [builder.load(slot, align=4) for slot in slots])
+                count = nt * vl // len(values)
+                for j, value in enumerate(values):
+                    write(builder, value, element(builder, line, I64(count * j), value.type, item_bytes))
+
+        with builder.if_else(builder.icmp_signed("!=", streams, I64(0))) as (past_caches, otherwise):
+            with past_caches:
+                each_row(store_past_caches)
+            with otherwise:
+                each_row(lambda builder, value, slot: builder.store(value, slot, align=item_bytes))
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(typingctx, to, to_pitch, sums, pitch, rows, streams):
+        return signature(types.none, *[types.int64] * 6), codegen
+
+    return run
 
 
 @cache

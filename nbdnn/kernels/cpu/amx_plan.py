@@ -36,7 +36,7 @@ PARAMS = record(
     *("strips", "strip_rows", "shared", "strip_offset", "strip_bytes", "total_strips", "chunk_panels", "panels"),
     *("panel_bytes", "packed_offset", "tile_bytes", "shapes", "in_place", "low_d", "low_h", "low_w", "depth_offsets"),
     *("rows", "row_phases", "columns", "column_phases", "more_rows", "pitch_pixels", "pixel_channels", "plane_bytes"),
-    *("part_bytes", "k_len", "a_offsets", "out_offsets", "channel_offsets", "kind", "turned"),
+    *("part_bytes", "k_len", "a_offsets", "out_offsets", "channel_offsets", "kind", "turned", "finished"),
     *("worker_offset", "worker_bytes", "sums_bytes"),
 )
 
@@ -307,6 +307,7 @@ def parameters(
         channel_offsets=channels.ctypes.data,
         kind=store_kind(problem, turned or geo.out_strides[2] == 1),
         turned=int(turned),
+        finished=int(not problem.epilogue),
         worker_offset=layout.worker_offset,
         worker_bytes=layout.worker_bytes,
         sums_bytes=config.mt * config.nt * TILE * TILE * 4,

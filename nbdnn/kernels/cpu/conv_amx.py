@@ -27,7 +27,7 @@ from numba import njit
 
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.amx import PARTS, TILE, block_product, configure, products, refused, release
+from nbdnn.kernels.cpu.amx import PARTS, TILE, block_product, configure, products, refused, release, store_rows
 from nbdnn.kernels.cpu.amx_lower import lower_strip, lower_task
 from nbdnn.kernels.cpu.amx_pack import pack_phase
 from nbdnn.kernels.cpu.amx_plan import PARAMS, Config, layout_of, lowered_elems, parameters
@@ -52,6 +52,7 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int):
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(PARAMS)
     locate, lower, product = strip_address(PARAMS), lower_strip(dtype, vl), block_product(parts, mt, nt)
     turn, store, row_bytes = transpose("f32", "f32", vl), tile_store(dtype, "f32", vl), 4 * width
+    turn_out, rows_out = transpose("f32", dtype, vl), store_rows(dtype, nt)
 
     @njit(**DEVICE)
     def finish(sums, turned, first_pixel, pixels, rows, lanes, out, f, channels, bias, residual, alpha, beta):
@@ -62,7 +63,13 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int):
             count = min(f.count_w - j, end - p)
             if count > 0:
                 tile, places = sums + (p - first_pixel) * row_bytes, f.out_offsets + 8 * (i * f.count_w + j)
-                if f.turned:
+                to, pixel_bytes = out + (i64(places)[0] + i64(channels)[0]) * itemsize, f.out_step_w * f.out_w * itemsize
+                if f.finished and alpha == 1.0 and f.turned:
+                    turn_out(to, f.out_c * itemsize, tile, row_bytes, count, lanes)
+                elif f.finished and alpha == 1.0 and f.out_c == 1 and lanes == width:
+                    streams = f.kind == 2 and (to | pixel_bytes | width * itemsize) % 64 == 0
+                    rows_out(to, pixel_bytes, tile, row_bytes, count, int(streams))
+                elif f.turned:
                     turn(turned, 4 * tile_pixels, tile, row_bytes, count, lanes)
                     flags = (f.activation, bias, 1, 0, residual, f.read_out)
                     store(turned, tile_pixels, lanes, count, out, channels, places, f.kind, flags, alpha, beta)
