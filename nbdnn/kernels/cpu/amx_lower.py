@@ -33,59 +33,61 @@ def lower_strip(dtype: str, vl: int):
     split_line = split_row(waits, parts)
 
     @njit(**DEVICE)
-    def gather(line, image, source, f, step, count):
-        """Pixels of `f.pixel_channels`, of channels that do not lie side by side."""
-        if step == 1:
-            turn(line, f.pixel_channels * wait_bytes, image + source * itemsize, f.in_c * itemsize, f.c_in, count)
-            return
-        x, to = data(image), waiting(line)
-        for w in range(count):
-            for c in range(f.c_in):
-                to[w * f.pixel_channels + c] = widened(x[source + w * step + c * f.in_c])
-
-    @njit(**DEVICE)
     def copy(to, image, source, line, f, step, count):
         """So many pixels, `step` elements apart; what is behind their channels at `to` and in the line is 0."""
-        if f.in_c != 1:
-            if parts == 1:
-                gather(to, image, source, f, step, count)
-            else:
-                gather(line, image, source, f, step, count)
-                split_line(to, f.part_bytes, line, count * f.pixel_channels)
-        elif step == f.pixel_channels and f.c_in == step:
+        pixel_bytes, wait_pitch = 2 * f.pixel_channels, f.pixel_channels * wait_bytes
+        if f.in_c == 1 and step == f.pixel_channels and f.c_in == step:
             split(to, f.part_bytes, image + source * itemsize, count * step)
-        else:
+        elif f.in_c == 1:
             for w in range(count):
-                at = image + (source + w * step) * itemsize
-                split(to + 2 * w * f.pixel_channels, f.part_bytes, at, f.c_in)
+                split(to + w * pixel_bytes, f.part_bytes, image + (source + w * step) * itemsize, f.c_in)
+        elif step == 1 and parts == 1:
+            turn(to, wait_pitch, image + source * itemsize, f.in_c * itemsize, f.c_in, count)
+        elif step == 1:
+            turn(line, wait_pitch, image + source * itemsize, f.in_c * itemsize, f.c_in, count)
+            split_line(to, f.part_bytes, line, count * f.pixel_channels)
+        else:
+            x, pixel = data(image), waiting(line)
+            for w in range(count):
+                for c in range(f.c_in):
+                    pixel[c] = widened(x[source + w * step + c * f.in_c])
+                split_line(to + w * pixel_bytes, f.part_bytes, line, f.pixel_channels)
 
     @njit(**DEVICE)
     def lower(image, low, ctx, depth, first_row, rows, line):
         f = params_at(ctx)
         pixel_bytes, pitch, step = 2 * f.pixel_channels, f.pitch_pixels, f.in_step_w * f.in_w
-        if f.in_c != 1 and parts > 1:
-            fill(line, pitch * f.pixel_channels * wait_bytes // 4)
-        for number in range(f.taps_d * f.rows * f.columns):
-            t, phases = number // (f.rows * f.columns), number % (f.rows * f.columns)
+        turns_rows = f.in_w == 1 and f.in_c != 1 and step > 1  # once for all phases of its columns
+        if f.in_c != 1:
+            fill(line, max(pitch, f.extent_w) * f.pixel_channels * wait_bytes // 4)
+        for number in range(f.taps_d * f.rows):
+            t, row_phase = number // f.rows, number % f.rows
             d = depth * f.in_step_d + i64(f.depth_offsets)[t]
-            top = f.low_h + i64(f.row_phases)[phases // f.columns]
-            left = f.low_w + i64(f.column_phases)[phases % f.columns]
-            start = min(pitch, max(0, -(left // f.in_step_w)))
-            end = max(start, min(pitch, (f.extent_w - left + f.in_step_w - 1) // f.in_step_w))
             for row in range(rows + f.more_rows):
-                h = (first_row + row) * f.in_step_h + top
-                to = low + number * f.plane_bytes + row * pitch * pixel_bytes
+                h = (first_row + row) * f.in_step_h + f.low_h + i64(f.row_phases)[row_phase]
                 outside = d < 0 or d >= f.extent_d or h < 0 or h >= f.extent_h
-                if outside or f.pixel_channels > f.c_in:
+                source = d * f.in_d + h * f.in_h
+                if turns_rows and not outside:
+                    at = image + source * itemsize
+                    turn(line, f.pixel_channels * wait_bytes, at, f.in_c * itemsize, f.c_in, f.extent_w)
+                for column_phase in range(f.columns):
+                    to = low + (number * f.columns + column_phase) * f.plane_bytes + row * pitch * pixel_bytes
+                    left = f.low_w + i64(f.column_phases)[column_phase]
+                    start = min(pitch, max(0, -(left // f.in_step_w)))
+                    end = max(start, min(pitch, (f.extent_w - left + f.in_step_w - 1) // f.in_step_w))
+                    if outside:
+                        start, end = pitch, pitch
+                    whole = outside or (f.pixel_channels > f.c_in and not turns_rows)
                     for part in range(parts):
-                        fill(to + part * f.part_bytes, pitch * pixel_bytes // 4)
-                if outside:
-                    continue
-                for part in range(parts):
-                    fill(to + part * f.part_bytes, start * pixel_bytes // 4)
-                    fill(to + part * f.part_bytes + end * pixel_bytes, (pitch - end) * pixel_bytes // 4)
-                source = d * f.in_d + h * f.in_h + (left + start * f.in_step_w) * f.in_w
-                copy(to + start * pixel_bytes, image, source, line, f, step, end - start)
+                        fill(to + part * f.part_bytes, (pitch if whole else start) * pixel_bytes // 4)
+                        fill(to + part * f.part_bytes + end * pixel_bytes, (pitch - end) * pixel_bytes // 4)
+                    if turns_rows:
+                        for w in range(start, end):
+                            at = line + (left + w * f.in_step_w) * f.pixel_channels * wait_bytes
+                            split_line(to + w * pixel_bytes, f.part_bytes, at, f.pixel_channels)
+                    elif start < end:
+                        first = source + (left + start * f.in_step_w) * f.in_w
+                        copy(to + start * pixel_bytes, image, first, line, f, step, end - start)
 
     return lower
 

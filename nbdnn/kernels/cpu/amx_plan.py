@@ -30,6 +30,7 @@ from nbdnn.problem_conv import ConvProblem
 
 _STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip
 _TASKS_PER_THREAD = 4
+_MOST_STEP = 4  # of output pixels that are stored as vectors
 
 PARAMS = record(
     *GATHER_FIELDS,
@@ -114,7 +115,6 @@ class Layout:
     part_offsets: tuple[int, ...]
     panel_bytes: int
     strip_offset: int
-    line_bytes: int
     worker_offset: int
     worker_bytes: int
     total_bytes: int
@@ -169,14 +169,15 @@ def layout_of(problem: ConvProblem, config: Config, device: Cpu) -> Layout:
     strips = max(plan.strip_bytes * (plan.total_strips if plan.shared else device.threads) for plan in plans)
     # A worker has sums, and the same turned; then a line of pixels, or 16 filters and their parts.
     item_bytes = ITEMSIZE[uncut(problem.dtype)]
-    line_bytes = max(plan.pitch_pixels for plan in plans) * depth * steps * item_bytes
+    longest = max(max(plan.pitch_pixels, g.w.in_extent) for plan, g in zip(plans, geo.gathers, strict=True))
+    line_bytes = longest * depth * steps * item_bytes
     filters = TILE * (filter_slots(geo) * depth * steps * item_bytes + parts * pixel_bytes)
     sums_bytes = config.mt * config.nt * TILE * TILE * 4
     worker_bytes = own_pages(2 * sums_bytes + max(whole_lines(line_bytes), filters))
     worker_offset = strip_offset + strips
     return Layout(
         geo, parts, depth, steps, plans, panels, tuple(sum(sizes[:i]) for i in range(len(sizes))), sum(sizes),
-        strip_offset, line_bytes, worker_offset, worker_bytes, worker_offset + device.threads * worker_bytes,
+        strip_offset, worker_offset, worker_bytes, worker_offset + device.threads * worker_bytes,
     )  # fmt: skip
 
 
@@ -260,6 +261,12 @@ def _a_offsets(geo: Geometry, gather: Gather, plan: Plan, layout: Layout) -> np.
     return (np.array(found, np.int64).reshape(-1, 1) + steps).reshape(-1)
 
 
+def pixel_step(geo: Geometry, gather: Gather) -> int:
+    """Elements from one output pixel to the next, where tiles are turned and stored by pixels; 0 where by channels."""
+    step = gather.w.out_step * geo.out_strides[5]
+    return step if geo.out_strides[2] != 1 and step <= _MOST_STEP else 0
+
+
 def parameters(
     problem: ConvProblem, config: Config, layout: Layout, number: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -271,7 +278,7 @@ def parameters(
     i, j = np.arange(plan.strip_rows)[:, None], np.arange(gather.w.count)
     out_offsets = (i * row + j * pixel).reshape(-1).astype(np.int64)
     row_phases, column_phases = (np.array(phases.used, np.int64) for phases in (plan.rows, plan.columns))
-    turned = geo.out_strides[2] != 1 and pixel == 1
+    turned = pixel_step(geo, gather) > 0
     ctx = filled(
         PARAMS,
         **gather_values(problem, geo, gather),
@@ -307,7 +314,7 @@ def parameters(
         channel_offsets=channels.ctypes.data,
         kind=store_kind(problem, turned or geo.out_strides[2] == 1),
         turned=int(turned),
-        finished=int(not problem.epilogue),
+        finished=int(not problem.epilogue and (pixel == 1 or not turned)),
         worker_offset=layout.worker_offset,
         worker_bytes=layout.worker_bytes,
         sums_bytes=config.mt * config.nt * TILE * TILE * 4,

@@ -30,7 +30,7 @@ from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.amx import PARTS, TILE, block_product, configure, products, refused, release, store_rows
 from nbdnn.kernels.cpu.amx_lower import lower_strip, lower_task
 from nbdnn.kernels.cpu.amx_pack import pack_phase
-from nbdnn.kernels.cpu.amx_plan import PARAMS, Config, layout_of, lowered_elems, parameters
+from nbdnn.kernels.cpu.amx_plan import PARAMS, Config, layout_of, lowered_elems, parameters, pixel_step
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
 from nbdnn.kernels.cpu.epilogue import stored_ns, tile_store
@@ -42,16 +42,21 @@ from nbdnn.kernels.cpu.vector import pointer, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
-_PRODUCT_NS = 6.5  # of two tiles
+# Of two tiles: 8 to 12 by itself, 25 to 45 while another thread of the same core makes some (Xeon 6).
+_PRODUCT_NS = 18.0
 
 
 @cache
-def _multiply_task(dtype: str, mt: int, nt: int, vl: int):
-    """One strip, one chunk of panels: index = chunk * strips + strip."""
+def _multiply_task(dtype: str, mt: int, nt: int, vl: int, step: int):
+    """One strip, one chunk of panels: index = chunk * strips + strip.
+
+    step: elements from one pixel to the next of outputs that are stored by pixels.
+    """
     parts, itemsize, tile_pixels, width = PARTS[dtype], ITEMSIZE[dtype], TILE * mt, TILE * nt
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(PARAMS)
     locate, lower, product = strip_address(PARAMS), lower_strip(dtype, vl), block_product(parts, mt, nt)
     turn, store, row_bytes = transpose("f32", "f32", vl), tile_store(dtype, "f32", vl), 4 * width
+    store_turned = tile_store(dtype, "f32", vl, step)
     turn_out, rows_out = transpose("f32", dtype, vl), store_rows(dtype, nt)
 
     @njit(**DEVICE)
@@ -72,7 +77,7 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int):
                 elif f.turned:
                     turn(turned, 4 * tile_pixels, tile, row_bytes, count, lanes)
                     flags = (f.activation, bias, 1, 0, residual, f.read_out)
-                    store(turned, tile_pixels, lanes, count, out, channels, places, f.kind, flags, alpha, beta)
+                    store_turned(turned, tile_pixels, lanes, count, out, channels, places, f.kind, flags, alpha, beta)
                 else:
                     flags = (f.activation, bias, 0, 1, residual, f.read_out)
                     store(tile, width, count, lanes, out, places, channels, f.kind, flags, alpha, beta)
@@ -116,7 +121,7 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int):
                 )  # fmt: skip
         release()
 
-    return compile_task(strip, (dtype, mt, nt, vl), fastmath=FASTMATH)
+    return compile_task(strip, (dtype, mt, nt, vl, step), fastmath=FASTMATH)
 
 
 class Amx(Candidate[Config, Cpu]):
@@ -146,9 +151,8 @@ class Amx(Candidate[Config, Cpu]):
             copy_ns = COPY_NS if geo.in_strides[2] == 1 else TURN_NS
             side_ns += blocks * TILE_NS + lowered_elems(plan, layout, gather) * layout.parts * copy_ns
             stored = geo.n * geo.groups * gather.pixels * geo.c_out
-            pixel_step = gather.w.out_step * geo.out_strides[5]
-            adjacent = geo.out_strides[2] == 1 or pixel_step == 1
-            side_ns += stored * stored_ns(problem, adjacent, TILE * config.nt)
+            step = pixel_step(geo, gather)
+            side_ns += stored * (TURN_NS if step else stored_ns(problem, geo.out_strides[2] == 1, TILE * config.nt))
             side_ns += plan.k_len * layout.depth * geo.c_out * geo.groups * layout.parts * PACK_NS
             total += kernel_us(device, 0, side_ns, plan.total_strips * plan.chunks, 2 + plan.shared)
         return total
@@ -162,7 +166,8 @@ class Amx(Candidate[Config, Cpu]):
             keep += arrays
             if plan.shared:
                 phases.append(Phase(lower_task(problem.dtype, vl), plan.total_strips, ctx))
-            task = _multiply_task(problem.dtype, config.mt, config.nt, vl)
+            step = max(1, pixel_step(layout.geo, layout.geo.gathers[number]))
+            task = _multiply_task(problem.dtype, config.mt, config.nt, vl, step)
             phases.append(Phase(task, plan.total_strips * plan.chunks, ctx))
         return Program(phases, keep)
 
