@@ -182,14 +182,23 @@ def layout_of(problem: ConvProblem, config: Config, device: Cpu) -> Layout:
 
 
 def filter_slots(geo: Geometry) -> int:
-    """Taps of a filter that are kept while it is packed: all between its first and last, where they lie side by side."""
-    return max(geo.taps, int(side_by_side(geo)) * geo.w_strides[2])
+    """Taps of a filter that are kept while it is packed: all from its first to its last, where they lie side by side."""
+    return _tap_span(geo) if side_by_side(geo) else geo.taps
 
 
 def side_by_side(geo: Geometry) -> bool:
-    """Whether the taps of an input channel lie side by side, one channel after the other."""
+    """Whether the taps of an input channel lie side by side, with few between them that no gather reads."""
     _, w_o, w_i, _, _, w_s = geo.w_strides
-    return w_s == 1 and 1 < w_i <= 4 * max(1, geo.taps) and w_o != 1
+    return w_s == 1 and w_o != 1 and w_i != 1 and _tap_span(geo) <= 4 * geo.taps
+
+
+def _tap_span(geo: Geometry) -> int:
+    """Elements from a filter's first tap to behind its last."""
+    reached = (
+        sum(stride * max((tap for tap, _ in axis.taps), default=0) for axis, stride in zip(g, geo.w_strides[3:], strict=True))
+        for g in geo.gathers
+    )
+    return 1 + max(reached, default=0)
 
 
 def _plan(
@@ -231,7 +240,7 @@ def _plan(
         pitch_pixels=pitch_pixels,
         plane_bytes=plane_bytes,
         part_bytes=part_bytes,
-        strip_bytes=0 if in_place else own_pages(parts * part_bytes + 2 * tile_pixels * channels),
+        strip_bytes=0 if in_place else own_pages(parts * part_bytes + 2 * (tile_pixels + columns.more) * channels),
         k_len=taps * _depth(geo.c_in)[1],
     )
 
