@@ -215,7 +215,8 @@ COVERAGE: dict[str, Covers] = {
 @pytest.mark.parametrize("id", COVERAGE)
 def test_supports_what_it_must(id: str, device: Cpu) -> None:
     candidate, covers = registry.candidate(id), COVERAGE[id]
-    on = replace(device, multiplies_bf16=True, multiplies_tiles=True, vector_bytes=64) if registry.kind_of(candidate) == "cpu" else H200
+    every = replace(device, multiplies_bf16=True, multiplies_tiles=True, vector_bytes=64)
+    on = every if registry.kind_of(candidate) == "cpu" else H200
     for dtype, layout, shape in product(covers.dtypes.split(), covers.layouts.split(), covers.shapes.split(", ")):
         body = (_SHAPES_3D if "d" in layout else _SHAPES_2D).get(shape)
         for end in ("", *covers.ends.split()) if body else ():

@@ -29,8 +29,8 @@ def lower_strip(dtype: str, vl: int):
     parts, itemsize = PARTS[dtype], ITEMSIZE[dtype]
     waits, widened = uncut(dtype), widen(dtype)
     data, waiting, i64, params_at = pointer(dtype), pointer(waits), pointer("i64"), struct(PARAMS)
-    split, turn, fill, wait_bytes = split_row(dtype, parts), transpose(dtype, waits, vl), zero_fill("f32"), ITEMSIZE[waits]
-    split_line = split_row(waits, parts)
+    split, split_line = split_row(dtype, parts), split_row(waits, parts)
+    turn, fill, wait_bytes = transpose(dtype, waits, vl), zero_fill("f32"), ITEMSIZE[waits]
 
     @njit(**DEVICE)
     def copy(to, image, source, line, f, step, count):

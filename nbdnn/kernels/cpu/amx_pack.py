@@ -1,7 +1,7 @@
 """Filters packed for matrix units: parts of bfloat16, as words of two input channels.
 
-Panels [group][panel][gather][t, r, s, step][part][tile][pair of channels][16 words], zero beyond the last output channel
-and the last input channel. Sixteen filters at a time are first laid out with their channels side by side.
+Panels [group][panel][gather][t, r, s, step][part][tile][pair of channels][16 words], zero beyond the last output and
+input channels. Sixteen filters at a time are first laid out with their channels side by side.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _pack_task(dtype: str, vl: int):
             fill(kept, TILE * filter_bytes // 4)
         if f.adjacent:
             for o in range(filters):
-                turn(kept + o * filter_bytes, slot_bytes, w + o * f.w_o * itemsize, f.w_i * itemsize, f.c_in, f.slot_count)
+                start = w + o * f.w_o * itemsize
+                turn(kept + o * filter_bytes, slot_bytes, start, f.w_i * itemsize, f.c_in, f.slot_count)
         else:
             for tap in range(f.taps):
                 start, to = w + i64(f.tap_offsets)[tap] * itemsize, kept + tap * slot_bytes

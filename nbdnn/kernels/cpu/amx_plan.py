@@ -133,8 +133,7 @@ def _joined_pixels(problem: ConvProblem) -> Geometry:
     """As one image of all rows of all images, where each output sees one pixel, its own."""
     geo = geometry(problem)
     (gather, *others) = geo.gathers
-    whole = all(a.taps and len(a.taps) == 1 and a.low == 0 and a.in_step == 1 and a.count == a.in_extent for a in gather)
-    if others or not whole:
+    if others or not _sees_itself(gather):
         return geo
     d, h, w = (axis.count for axis in gather)
     follows = all(
@@ -144,6 +143,11 @@ def _joined_pixels(problem: ConvProblem) -> Geometry:
         return geo
     rows, (tap,) = geo.n * d * h, gather.h.taps
     return replace(geo, n=1, gathers=(Gather(_one(gather.d), Axis((tap,), 1, rows, 0, 1, rows), gather.w),))
+
+
+def _sees_itself(gather: Gather) -> bool:
+    """Whether each output reads one pixel, its own."""
+    return all(len(a.taps) == 1 and a.low == 0 and a.in_step == 1 and a.count == a.in_extent for a in gather)
 
 
 def _one(axis: Axis) -> Axis:
@@ -182,7 +186,7 @@ def layout_of(problem: ConvProblem, config: Config, device: Cpu) -> Layout:
 
 
 def filter_slots(geo: Geometry) -> int:
-    """Taps of a filter that are kept while it is packed: all from its first to its last, where they lie side by side."""
+    """Taps of a filter that are kept while it is packed: all from its first to its last where they are neighbours."""
     return _tap_span(geo) if side_by_side(geo) else geo.taps
 
 
@@ -195,8 +199,11 @@ def side_by_side(geo: Geometry) -> bool:
 def _tap_span(geo: Geometry) -> int:
     """Elements from a filter's first tap to behind its last."""
     reached = (
-        sum(stride * max((tap for tap, _ in axis.taps), default=0) for axis, stride in zip(g, geo.w_strides[3:], strict=True))
-        for g in geo.gathers
+        sum(
+            stride * max((tap for tap, _ in axis.taps), default=0)
+            for axis, stride in zip(gather, geo.w_strides[3:], strict=True)
+        )
+        for gather in geo.gathers
     )
     return 1 + max(reached, default=0)
 
@@ -246,11 +253,10 @@ def _plan(
 
 
 def _reads_in_place(problem: ConvProblem, geo: Geometry, gather: Gather, channels: int) -> bool:
-    """Whether all pixels of an image are equally far apart, and each output sees its own one alone."""
+    """Whether the pixels of an image, equally far apart, are read as they lie."""
     _, _, step_c, step_d, step_h, step_w = geo.in_strides
-    own = all(len(a.taps) == 1 and a.low == 0 and a.in_step == 1 and a.count == a.in_extent for a in gather)
     follows = step_c == 1 and step_h == gather.w.count * step_w and step_d == gather.h.count * step_h
-    return PARTS[problem.dtype] == 1 and own and follows and channels == geo.c_in
+    return PARTS[problem.dtype] == 1 and _sees_itself(gather) and follows and channels == geo.c_in
 
 
 def _a_offsets(geo: Geometry, gather: Gather, plan: Plan, layout: Layout) -> np.ndarray:

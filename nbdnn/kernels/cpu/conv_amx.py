@@ -13,9 +13,8 @@ are equally far apart (`amx_plan.py`). float32 and float16 are cut into parts of
 (`amx.py`): six products of float32 are as exact as its own. Interleaved bfloat16 of 1x1 filters is read in place.
 
 Traffic: x once a chunk of panels into a strip, which stays in second-level cache and is read once a tap and panel; the
-panel once a block of pixels. Accumulates in float32, 16 and 16 numbers k of a tile one by one, then tile after tile; of
-the bfloat16 that is computed on, subnormal numbers count as 0. Source: own; the uniform step of tiles through padded rows
-is that of Zlateski et al. (arXiv:1809.10170) and of Georganas et al. (arXiv:1808.05567) for vectors.
+panel once a block of pixels. Accumulates in float32: even and odd numbers k of a tile, then tiles in the order of k.
+Numbers below 2^-126 count as 0. Source: own.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ from nbdnn.kernels.cpu.vector import pointer, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
-# Of two tiles: 8 to 12 by itself, 25 to 45 while another thread of the same core makes some (Xeon 6).
-_PRODUCT_NS = 18.0
+_PRODUCT_NS = 9.0  # of two tiles: half of what it took on average on a Xeon 6, as all that is counted in `cost.py`
 
 
 @cache
@@ -68,7 +66,8 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int, step: int):
             count = min(f.count_w - j, end - p)
             if count > 0:
                 tile, places = sums + (p - first_pixel) * row_bytes, f.out_offsets + 8 * (i * f.count_w + j)
-                to, pixel_bytes = out + (i64(places)[0] + i64(channels)[0]) * itemsize, f.out_step_w * f.out_w * itemsize
+                to = out + (i64(places)[0] + i64(channels)[0]) * itemsize
+                pixel_bytes = f.out_step_w * f.out_w * itemsize
                 if f.finished and alpha == 1.0 and f.turned:
                     turn_out(to, f.out_c * itemsize, tile, row_bytes, count, lanes)
                 elif f.finished and alpha == 1.0 and f.out_c == 1 and lanes == width:

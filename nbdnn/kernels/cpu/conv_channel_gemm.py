@@ -27,7 +27,7 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.channel_plan import PARAMS, Layout, layout_of, parameters, tiles_of_channels
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import COPY_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
+from nbdnn.kernels.cpu.cost import COPY_NS, PACK_NS, TILE_NS, TURN_NS, fmas_of_step, kernel_us
 from nbdnn.kernels.cpu.epilogue import stored_ns, tile_store
 from nbdnn.kernels.cpu.joined import joined
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -173,7 +173,8 @@ class ChannelGemm(Candidate[Config, Cpu]):
             side_ns += pixels * geo.c_out * stored_ns(problem, geo.out_strides[2] == 1, config.nv * vl)
             side_ns += k_len * geo.c_out * geo.groups * PACK_NS
             tasks = plan.total_strips * plan.chunks
-            total += kernel_us(device, pixels * vectors * k_len, side_ns, tasks, 2 + plan.shared)
+            fmas = pixels * vectors * k_len * fmas_of_step(device, self._pairs)
+            total += kernel_us(device, fmas, side_ns, tasks, 2 + plan.shared)
         return total
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:

@@ -38,7 +38,7 @@ from nbdnn.kernels.cpu.conv_filter_parts import (
     pad_values,
     tiles_of,
 )
-from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
+from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, fmas_of_step, kernel_us
 from nbdnn.kernels.cpu.geometry import Gather, geometry, spatial3, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import PAIRS, Config, tile_product
@@ -276,7 +276,7 @@ class FilterGemm(Candidate[Config, Cpu]):
         side_ns = tiles * TILE_NS + steps * problem.k * (COPY_NS if problem.y_channels_last else TURN_NS)
         side_ns += 0.0 if plan.in_place else problem.n * problem.c * prod(plan.padded) * COPY_NS
         side_ns += plan.splits * rows * outer * config.nv * vl * COPY_NS + plan.m_rows * problem.k * TURN_NS
-        fmas = problem.groups * ceil(k_group / vl) * rows * steps
+        fmas = problem.groups * ceil(k_group / vl) * rows * steps * fmas_of_step(device, self._pairs)
         # What no cache holds is read again by every block, and so are the panels of dy.
         from_memory = max(0, problem.operands[0].size_bytes + problem.operands[1].size_bytes - device.llc_bytes // 4)
         us = kernel_us(device, fmas, side_ns, outer * plan.blocks * plan.splits, 3 + (not plan.in_place))

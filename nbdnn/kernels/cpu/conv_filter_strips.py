@@ -37,7 +37,7 @@ from nbdnn.kernels.cpu.conv_filter_parts import (
     pad_values,
     tiles_of,
 )
-from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
+from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, fmas_of_step, kernel_us
 from nbdnn.kernels.cpu.geometry import Gather, geometry, spatial3, tensor_strides
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import PAIRS, Config, tile_product
@@ -255,7 +255,8 @@ class FilterStrips(Candidate[Config, Cpu]):
         side_ns = sums.panels * rows * strips * TILE_NS + sums.m_rows * problem.k * (plan.splits * COPY_NS + TURN_NS)
         side_ns += plan.packs * steps * problem.k * (COPY_NS if problem.y_channels_last else _TURN_NS)
         side_ns += plan.pads * strips * problem.c * prod(plan.padded) * COPY_NS
-        return kernel_us(device, ceil(problem.k / vl) * rows * config.mr * steps, side_ns, plan.splits, 2)
+        fmas = ceil(problem.k / vl) * rows * config.mr * steps * fmas_of_step(device, self._pairs)
+        return kernel_us(device, fmas, side_ns, plan.splits, 2)
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         plan = _plan(problem, config, device)

@@ -37,7 +37,7 @@ from numba import njit
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import COPY_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
+from nbdnn.kernels.cpu.cost import COPY_NS, PACK_NS, TILE_NS, TURN_NS, fmas_of_step, kernel_us
 from nbdnn.kernels.cpu.epilogue import store_kind, stored_ns, tile_store
 from nbdnn.kernels.cpu.geometry import Gather, Geometry
 from nbdnn.kernels.cpu.joined import joined
@@ -237,7 +237,8 @@ class PixelGemm(Candidate[Config, Cpu]):
             side_ns += stored * stored_ns(problem, adjacent, config.nv * vl)
             side_ns += k_len * geo.c_out * geo.groups * PACK_NS if config.packed else 0.0
             tasks, phases = plan.total_strips * plan.chunks, 1 + config.packed + plan.shared
-            total += kernel_us(device, vectors * blocks * config.mr * k_len, side_ns, tasks, phases)
+            fmas = vectors * blocks * config.mr * k_len * fmas_of_step(device, self._pairs)
+            total += kernel_us(device, fmas, side_ns, tasks, phases)
         return total
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:

@@ -25,7 +25,7 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.channel_plan import tiles_of_channels
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
-from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, kernel_us
+from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS, PACK_NS, TILE_NS, TURN_NS, fmas_of_step, kernel_us
 from nbdnn.kernels.cpu.epilogue import tile_store
 from nbdnn.kernels.cpu.geometry import geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
@@ -160,7 +160,7 @@ class TapGemm(Candidate[Config, Cpu]):
             side_ns = ceil(pixels / config.mr) * layout.packing.panels * (1 + steps * plan.inside) * TILE_NS
             side_ns += pixels * geo.c_out * (COPY_NS if geo.out_strides[2] == 1 else GATHER_NS)
             side_ns += layout.words * taps * geo.c_out * geo.groups * PACK_NS
-            fmas = pixels * vectors * layout.words * taps * plan.inside
+            fmas = pixels * vectors * layout.words * taps * plan.inside * fmas_of_step(device, self._pairs)
             total += kernel_us(device, fmas, side_ns, plan.total_strips * plan.chunks, 1)
         copied = problem.operands[geo.in_pointer].size_elems if layout.copied else 0
         side_by_side = geo.in_strides[2] == 1

@@ -15,6 +15,7 @@ from nbdnn.device import Cpu
 from nbdnn.problem import Problem
 
 _VECTOR_FMAS_PER_NS = 8.0  # the micro-kernel reaches 262 GFLOP/s a thread
+_FMAS_OF_PAIRS = 3.8
 _CALL_US = 4.0  # a parallel region and its barrier
 _CACHE_SHARE = 0.6  # of the last level
 # What of it is a thread's, at most: chips share hundreds of MB among cores of which a program has a few. Past 300 MB of
@@ -45,6 +46,12 @@ def kernel_us(
     rounds = ceil(tasks / device.threads) * device.threads / max(1, tasks)
     work_ns = (vector_fmas / (_VECTOR_FMAS_PER_NS * efficiency) + side_ns) / device.threads
     return work_ns * min(rounds, device.threads) / 1e3 + phases * _CALL_US
+
+
+def fmas_of_step(device: Cpu, pairs: bool) -> float:
+    """How many multiply-adds of vectors take as long as one step of a reduction, or as one of pairs: one where bfloat16
+    has nothing faster (Zen 4 and 5), and 3.8 on cores with matrix units (Xeon 6: pairs at half the rate of float32)."""
+    return _FMAS_OF_PAIRS if pairs and device.multiplies_tiles else 1.0
 
 
 def cache_bytes(device: Cpu) -> int:

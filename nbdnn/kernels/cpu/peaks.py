@@ -1,4 +1,5 @@
-"""What this CPU can do at most: fused multiply-adds from registers, and a copy through memory.
+"""What this CPU can do at most: fused multiply-adds from registers, or matrix units from the first-level cache, and a
+copy through memory.
 
 Their floor of a problem is what a kernel's time is compared with. A method that needs fewer multiplications than the
 definition (Winograd, FFT) may go below it.
@@ -13,6 +14,17 @@ from typing import NamedTuple
 import numpy as np
 
 from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.amx import (
+    LINE,
+    TILE,
+    TILE_BYTES,
+    block_product,
+    configure,
+    products,
+    refused,
+    release,
+    tile_shapes,
+)
 from nbdnn.kernels.cpu.compile import compile_task
 from nbdnn.kernels.cpu.launch import Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import PAIRS, micro_kernel
@@ -22,6 +34,7 @@ from nbdnn.kernels.cpu.vector import pointer, stack
 from nbdnn.problem import ITEMSIZE, Problem
 
 _MR, _NV, _STEPS = 6, 2, 20_000  # 12 independent accumulators: more than latency x ports of any core
+_TILE_STEPS, _TILE_BLOCKS, _TILE_ALIGN = 8, 200, 4096  # 18 KiB of operands
 _COPY_BYTES, _CACHES = 1 << 20, 2
 _TASKS_A_THREAD, _REPEATS = 32, 12
 
@@ -37,7 +50,38 @@ def floor_us(problem: Problem, device: Cpu) -> float:
     """Microseconds below which no kernel that does every multiplication and touches every byte can go."""
     pairs = problem.dtype == "bf16" and device.multiplies_bf16 and device.lanes("f32") == VL
     peaks = measured(device, "f64" if problem.compute == "f64" else "f32", pairs)
-    return max(problem.flops / peaks.flops_per_s, problem.min_bytes / peaks.bytes_per_s) * 1e6
+    flops_per_s = peaks.flops_per_s
+    if not refused(problem.dtype, device):
+        flops_per_s = max(flops_per_s, tile_flops_per_s(device) / products(problem.dtype))
+    return max(problem.flops / flops_per_s, problem.min_bytes / peaks.bytes_per_s) * 1e6
+
+
+@cache
+def tile_flops_per_s(device: Cpu) -> float:
+    """Of bfloat16 on matrix units, all threads."""
+    tasks = device.threads * _TASKS_A_THREAD
+    operands = np.zeros((2 + 2 * _TILE_STEPS) * TILE_BYTES + _TILE_ALIGN, np.uint8)
+    sums = np.zeros(device.threads * 4 * TILE_BYTES + _TILE_ALIGN, np.uint8)
+    shapes, offsets = tile_shapes(LINE), np.zeros(_TILE_STEPS, np.int64)
+    pointers = *(-(-each.ctypes.data // _TILE_ALIGN) * _TILE_ALIGN for each in (operands, sums)), shapes.ctypes.data
+    burn = Program([Phase(_tiles_task(), tasks, offsets)])
+    return 2.0 * (2 * TILE) ** 2 * LINE * _TILE_STEPS * _TILE_BLOCKS * tasks / _best(burn, pointers)
+
+
+@cache
+def _tiles_task():
+    """Two by two tiles, multiplied over and over."""
+    product, i64 = block_product(1, 2, 2), pointer("i64")
+
+    def burn_tiles(args, ctx, index, worker):
+        operands, sums, shapes = i64(args)[0], i64(args)[1] + worker * 4 * TILE_BYTES, i64(args)[2]
+        configure(shapes)
+        for _ in range(_TILE_BLOCKS):
+            b = operands + 2 * TILE_BYTES
+            product(2, operands, 2 * LINE, 0, ctx, _TILE_STEPS, b, TILE_BYTES, sums, 8 * TILE)
+        release()
+
+    return compile_task(burn_tiles, ())
 
 
 @cache
