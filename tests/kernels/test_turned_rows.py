@@ -8,7 +8,7 @@ from numba import njit
 
 from nbdnn.array import narrowed, widened
 from nbdnn.kernels.cpu.softmax_vector import collect, deal
-from nbdnn.kernels.cpu.turns import transpose
+from nbdnn.kernels.cpu.turns import transpose, turn_pairs
 
 _GUARD = -7.0
 
@@ -34,10 +34,11 @@ def test_short_rows_are_dealt_out_and_collected(vl: int) -> None:
             assert (untouched == _GUARD).all(), f"{length} elements"
 
 
+@pytest.mark.parametrize("converts_last", [False, True])
 @pytest.mark.parametrize(("source", "target"), [("f32", "f32"), ("f64", "f64"), ("bf16", "f32"), ("f32", "f16")])
-def test_a_matrix_is_transposed_and_nothing_else_is_touched(source: str, target: str) -> None:
+def test_a_matrix_is_transposed_and_nothing_else_is_touched(source: str, target: str, converts_last: bool) -> None:
     vl, rng = 8, np.random.default_rng(0)
-    turn = transpose(source, target, vl)
+    turn = transpose(source, target, vl, converts_last)
 
     @njit
     def run(to, to_pitch, start, start_pitch, rows, columns):
@@ -52,3 +53,22 @@ def test_a_matrix_is_transposed_and_nothing_else_is_touched(source: str, target:
             expected = np.full(to.shape, _GUARD)
             expected[:columns, :rows] = values[:, :columns].T
             np.testing.assert_array_equal(widened(to, target), expected, err_msg=f"{rows} x {columns}")
+
+
+@pytest.mark.parametrize("vl", [8, 16])
+def test_pairs_of_rows_are_transposed_and_nothing_else_is_touched(vl: int) -> None:
+    rng, turn = np.random.default_rng(vl), turn_pairs(vl)
+
+    @njit
+    def run(to, to_pitch, start, start_pitch, rows, columns):
+        turn(to, to_pitch, start, start_pitch, rows, columns)
+
+    for rows in (1, 2, 7, 2 * vl, 2 * vl + 1, 4 * vl + 2):
+        for columns in (1, vl - 1, vl, vl + 3):
+            matrix = rng.integers(0, 1 << 16, (rows, columns + 2), np.uint16)
+            to = np.full((columns + 1, rows + 4), 0xABCD, np.uint16)
+            run(to.ctypes.data, to.strides[0], matrix.ctypes.data, matrix.strides[0], rows, columns)
+            expected = np.full_like(to, 0xABCD)
+            expected[:columns, : rows + rows % 2] = 0
+            expected[:columns, :rows] = matrix[:, :columns].T
+            np.testing.assert_array_equal(to, expected, err_msg=f"{rows} x {columns}")

@@ -18,7 +18,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.rows import zero_fill
 from nbdnn.kernels.cpu.strips import strip_address
-from nbdnn.kernels.cpu.turns import transpose
+from nbdnn.kernels.cpu.turns import transpose, turn_pairs
 from nbdnn.kernels.cpu.vector import pointer, struct
 from nbdnn.problem import ITEMSIZE
 
@@ -30,7 +30,8 @@ def lower_strip(dtype: str, vl: int):
     waits, widened = uncut(dtype), widen(dtype)
     data, waiting, i64, params_at = pointer(dtype), pointer(waits), pointer("i64"), struct(PARAMS)
     split, split_line = split_row(dtype, parts), split_row(waits, parts)
-    turn, fill, wait_bytes = transpose(dtype, waits, vl), zero_fill("f32"), ITEMSIZE[waits]
+    turn = turn_pairs(vl) if parts == 1 else transpose(dtype, waits, vl)
+    fill, wait_bytes = zero_fill("f32"), ITEMSIZE[waits]
 
     @njit(**DEVICE)
     def copy(to, image, source, line, f, step, count):

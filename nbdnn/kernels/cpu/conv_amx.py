@@ -55,7 +55,7 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int, step: int):
     locate, lower, product = strip_address(PARAMS), lower_strip(dtype, vl), block_product(parts, mt, nt)
     turn, store, row_bytes = transpose("f32", "f32", vl), tile_store(dtype, "f32", vl), 4 * width
     store_turned = tile_store(dtype, "f32", vl, step)
-    turn_out, rows_out = transpose("f32", dtype, vl), store_rows(dtype, nt)
+    turn_out, rows_out = transpose("f32", dtype, vl, converts_last=True), store_rows(dtype, nt)
 
     @njit(**DEVICE)
     def finish(sums, turned, first_pixel, pixels, rows, lanes, out, f, channels, bias, residual, alpha, beta):
