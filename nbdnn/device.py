@@ -179,13 +179,17 @@ def _cpu(threads: int) -> Cpu:
         isa, vector_bytes = "neon", 16
     l2, llc = _cache_bytes()
     multiplies_bf16 = isa == "avx512" and "avx512_bf16" in flags["features"]
-    multiplies_tiles = isa == "avx512" and {"amx_tile", "amx_bf16"} <= flags["features"] and _may_use_tiles()
+    multiplies_tiles = multiplies_bf16 and {"amx_tile", "amx_bf16"} <= flags["features"] and _may_use_tiles()
     return Cpu("cpu", flags["model"], isa, vector_bytes, threads, l2, llc, multiplies_bf16, multiplies_tiles)
 
 
 @cache
 def _may_use_tiles() -> bool:
-    """Whether Linux lets this process, all its threads and its children use matrix units: it wants to be asked."""
+    """Whether Linux lets this process, all its threads and its children use matrix units.
+
+    It wants to be asked, and from then on refuses stacks of signal handlers (`sigaltstack`) that are too small for
+    what it saves of a thread: some 11 KiB.
+    """
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False

@@ -1,19 +1,17 @@
 """Matrix units of x86 (AMX): tiles of 16 rows of 64 bytes, and products of bfloat16 that are summed in float32.
 
 A tile of sums, 16 x 16 of float32, takes the product of 16 rows of A, of up to 32 numbers k, and of k / 2 rows of B, of
-16 words of two numbers k each. What bfloat16 does not hold is cut into parts that it does, of 8 bits each, rounded to
-nearest, so that the next part has what is left:
+16 words of two numbers k each. float16 is the sum of two parts that are bfloat16, its upper 8 bits and the rest, and a
+product of float16 the sum of four products of parts, exactly. An infinity of float16 has no parts: with it come NaN.
+Sums below 2^-126 are 0, and so are such numbers of bfloat16.
 
-    float16 = a0 + a1,   float32 = a0 + a1 + a2        exactly
-    a * b   = a0*b0 + a1*b0 + a0*b1 + a1*b1            exactly, of float16
-            = ... + a2*b0 + a0*b2                      of float32, less 2^-24 of it, which counts as rounding
-
-Subnormal numbers count as 0, and so do parts below 2^-126. An infinity has no parts: products with it are NaN.
+float32 is three parts, of which six products are as exact as its own; but below 2^-102 parts are lost, near the largest
+number they overflow, and six products were slower than the FMA units but for layers of stride 2. Not kept.
 
 A product takes 16 cycles, 6 ns, and the load of a tile half of that, six times as long where its rows lie across cache
 lines. Two by two tiles of sums make four products of the four tiles that they load: 8 to 12 ns each, and 25 to 45 while
 another thread of the same core makes some (Xeon 6). Tiles of one by four loaded less from the second-level cache, and
-were slower. Source: own; the parts are those of Henry, Tang and Heinecke (arXiv:1904.06376).
+were slower. Source: own; parts as of Henry, Tang and Heinecke (arXiv:1904.06376).
 """
 
 from __future__ import annotations
@@ -50,12 +48,11 @@ from nbdnn.kernels.cpu.vector import (
 TILE = 16  # rows of a tile, and words of a row
 TILE_BYTES = 1024
 LINE = 32  # bfloat16 of a row
-PARTS = {"bf16": 1, "f16": 2, "f32": 3}
+PARTS = {"bf16": 1, "f16": 2}
 # (part of A, part of B), the smallest products first.
 _PRODUCTS = {
     1: ((0, 0),),
     2: ((1, 1), (0, 1), (1, 0), (0, 0)),
-    3: ((0, 2), (1, 1), (0, 1), (2, 0), (1, 0), (0, 0)),
 }
 _SUMS, _A, _B = (0, 1, 2, 3), (4, 5), (6, 7)  # tile registers
 
@@ -254,16 +251,6 @@ def split_row(dtype: str, parts: int):
 
         return kept
 
-    def upper(builder, value):
-        """Rounded to 8 bits, as words of which the lower halves are 0; not up to infinity. NaN stays NaN."""
-        bits = builder.bitcast(value, words)
-        magnitude = builder.and_(bits, constant(words, 0x7FFFFFFF))
-        fits = builder.icmp_unsigned("<", magnitude, constant(words, 0x7F7F8000))
-        is_nan = builder.icmp_unsigned(">", magnitude, constant(words, 0x7F800000))
-        others = builder.select(is_nan, builder.or_(bits, constant(words, 0x400000)), bits)
-        rounded = builder.select(fits, builder.add(bits, constant(words, 0x8000)), others)
-        return builder.and_(rounded, constant(words, -0x10000))
-
     def codegen(context, builder, sig, args):
         to, part_step, start, n = args
 
@@ -271,7 +258,7 @@ def split_row(dtype: str, parts: int):
             left = load(builder, element(builder, start, i, read, read_bytes), read, read_bytes, mask)
             left = convert(builder, left, dtype, "f32", vl)
             for part in range(parts):
-                kept = upper(builder, left) if part < parts - 1 else builder.bitcast(left, words)
+                kept = builder.and_(builder.bitcast(left, words), constant(words, -0x10000))
                 half = builder.trunc(builder.lshr(kept, constant(words, 16)), written)
                 place = builder.add(to, builder.mul(part_step, I64(part)))
                 store(builder, half, element(builder, place, i, written, 2), 2, mask)

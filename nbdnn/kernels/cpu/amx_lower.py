@@ -35,7 +35,7 @@ def lower_strip(dtype: str, vl: int):
 
     @njit(**DEVICE)
     def copy(to, image, source, line, f, step, count):
-        """So many pixels, `step` elements apart; what is behind their channels at `to` and in the line is 0."""
+        """So many pixels, `step` elements apart. Behind their channels `to` and the line must be 0 already."""
         pixel_bytes, wait_pitch = 2 * f.pixel_channels, f.pixel_channels * wait_bytes
         if f.in_c == 1 and step == f.pixel_channels and f.c_in == step:
             split(to, f.part_bytes, image + source * itemsize, count * step)
@@ -61,8 +61,8 @@ def lower_strip(dtype: str, vl: int):
         turns_rows = f.in_w == 1 and f.in_c != 1 and step > 1  # once for all phases of its columns
         if f.in_c != 1:
             fill(line, max(pitch, f.extent_w) * f.pixel_channels * wait_bytes // 4)
-        for number in range(f.taps_d * f.rows):
-            t, row_phase = number // f.rows, number % f.rows
+        for number in range(f.taps_d * f.row_phase_count):
+            t, row_phase = number // f.row_phase_count, number % f.row_phase_count
             d = depth * f.in_step_d + i64(f.depth_offsets)[t]
             for row in range(rows + f.more_rows):
                 h = (first_row + row) * f.in_step_h + f.low_h + i64(f.row_phases)[row_phase]
@@ -71,13 +71,16 @@ def lower_strip(dtype: str, vl: int):
                 if turns_rows and not outside:
                     at = image + source * itemsize
                     turn(line, f.pixel_channels * wait_bytes, at, f.in_c * itemsize, f.c_in, f.extent_w)
-                for column_phase in range(f.columns):
-                    to = low + (number * f.columns + column_phase) * f.plane_bytes + row * pitch * pixel_bytes
+                for column_phase in range(f.column_phase_count):
+                    to = (
+                        low + (number * f.column_phase_count + column_phase) * f.plane_bytes + row * pitch * pixel_bytes
+                    )
                     left = f.low_w + i64(f.column_phases)[column_phase]
                     start = min(pitch, max(0, -(left // f.in_step_w)))
                     end = max(start, min(pitch, (f.extent_w - left + f.in_step_w - 1) // f.in_step_w))
                     if outside:
                         start, end = pitch, pitch
+                    # All of it where nothing is copied, or a copy leaves channels out; else what is beside the image.
                     whole = outside or (f.pixel_channels > f.c_in and not turns_rows)
                     for part in range(parts):
                         fill(to + part * f.part_bytes, (pitch if whole else start) * pixel_bytes // 4)

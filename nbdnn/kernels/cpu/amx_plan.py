@@ -36,7 +36,16 @@ PARAMS = record(
     *GATHER_FIELDS,
     *("strips", "strip_rows", "shared", "strip_offset", "strip_bytes", "total_strips", "chunk_panels", "panels"),
     *("panel_bytes", "packed_offset", "tile_bytes", "shapes", "in_place", "low_d", "low_h", "low_w", "depth_offsets"),
-    *("rows", "row_phases", "columns", "column_phases", "more_rows", "pitch_pixels", "pixel_channels", "plane_bytes"),
+    *(
+        "row_phase_count",
+        "row_phases",
+        "column_phase_count",
+        "column_phases",
+        "more_rows",
+        "pitch_pixels",
+        "pixel_channels",
+        "plane_bytes",
+    ),
     *("part_bytes", "k_len", "a_offsets", "out_offsets", "channel_offsets", "kind", "turned", "finished"),
     *("worker_offset", "worker_bytes", "sums_bytes"),
 )
@@ -54,7 +63,8 @@ class Config:
 
 
 class Phases(NamedTuple):
-    """Of an axis: which of every `step` positions are read at all, and how many more than there are outputs."""
+    """Of an axis: which of every `step` positions are read at all, and how many positions of a phase the last tap lies
+    behind the first."""
 
     used: tuple[int, ...]
     more: int
@@ -197,7 +207,7 @@ def side_by_side(geo: Geometry) -> bool:
 
 
 def _tap_span(geo: Geometry) -> int:
-    """Elements from a filter's first tap to behind its last."""
+    """Elements from the begin of a filter's plane to behind the last tap that a gather reads."""
     reached = (
         sum(
             stride * max((tap for tap, _ in axis.taps), default=0)
@@ -229,7 +239,7 @@ def _plan(
             strips += 1
         strip_rows = ceil(h.count / strips)
         chunks = min(ceil(wanted / (outer * ceil(h.count / strip_rows))), panels)
-    # Tiles in place end with the strip, and begin in the one before where they are longer.
+    # In place a strip's last tile ends with it, and may begin in the strip before: a whole strip must hold one.
     in_place = in_place and strip_rows * pitch_pixels >= tile_pixels
     strips, chunk_panels = ceil(h.count / strip_rows), ceil(panels / chunks)
     plane_bytes = 2 * (strip_rows + rows.more) * pitch_pixels * channels
@@ -314,9 +324,9 @@ def parameters(
         low_h=gather.h.low,
         low_w=gather.w.low,
         depth_offsets=depth.ctypes.data,
-        rows=len(plan.rows.used),
+        row_phase_count=len(plan.rows.used),
         row_phases=row_phases.ctypes.data,
-        columns=len(plan.columns.used),
+        column_phase_count=len(plan.columns.used),
         column_phases=column_phases.ctypes.data,
         more_rows=plan.rows.more,
         pitch_pixels=plan.pitch_pixels,

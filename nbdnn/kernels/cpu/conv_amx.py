@@ -9,12 +9,12 @@
          +--------------+                    +--------+--------+
 
 Tiles are loaded where they lie: a tap is another address, and a strip's rows are counted through, so that any 16 pixels
-are equally far apart (`amx_plan.py`). float32 and float16 are cut into parts of bfloat16, and parts are multiplied
-(`amx.py`): six products of float32 are as exact as its own. Interleaved bfloat16 of 1x1 filters is read in place.
+are equally far apart (`amx_plan.py`). float16 is cut into parts of bfloat16, and parts are multiplied (`amx.py`).
+Interleaved bfloat16 of 1x1 filters is read in place.
 
 Traffic: x once a chunk of panels into a strip, which stays in second-level cache and is read once a tap and panel; the
 panel once a block of pixels. Accumulates in float32: even and odd numbers k of a tile, then tiles in the order of k.
-Numbers below 2^-126 count as 0. Source: own.
+Numbers and sums below 2^-126 count as 0, and an infinity of float16 makes NaN. Source: own.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int, step: int):
 
     @njit(**DEVICE)
     def finish(sums, turned, first_pixel, pixels, rows, lanes, out, f, channels, bias, residual, alpha, beta):
-        """Store what of a block's pixels are of the output: some of each row that it meets."""
+        """Store what of a block's pixels are output: of each row of `pitch_pixels` that it meets, `count` of them."""
         p, end = first_pixel, min(first_pixel + pixels, rows * f.pitch_pixels)
         while p < end:
-            i, j = p // f.pitch_pixels, p % f.pitch_pixels
-            count = min(f.count_w - j, end - p)
+            row, column = p // f.pitch_pixels, p % f.pitch_pixels
+            count = min(f.count_w - column, end - p)
             if count > 0:
-                tile, places = sums + (p - first_pixel) * row_bytes, f.out_offsets + 8 * (i * f.count_w + j)
+                tile, places = sums + (p - first_pixel) * row_bytes, f.out_offsets + 8 * (row * f.count_w + column)
                 to = out + (i64(places)[0] + i64(channels)[0]) * itemsize
                 pixel_bytes = f.out_step_w * f.out_w * itemsize
                 if f.finished and alpha == 1.0 and f.turned:
@@ -80,7 +80,7 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int, step: int):
                 else:
                     flags = (f.activation, bias, 0, 1, residual, f.read_out)
                     store(tile, width, count, lanes, out, places, channels, f.kind, flags, alpha, beta)
-            p = (i + 1) * f.pitch_pixels
+            p = (row + 1) * f.pitch_pixels
 
     def strip(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
