@@ -23,13 +23,12 @@ from nbdnn.kernels.cpu.amx import LINE, PARTS, TILE, tile_shapes, uncut
 from nbdnn.kernels.cpu.epilogue import store_kind
 from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Axis, Gather, Geometry, gather_values, geometry
 from nbdnn.kernels.cpu.scratch import own_pages, whole_lines
-from nbdnn.kernels.cpu.strips import own_rows
+from nbdnn.kernels.cpu.strips import own_rows, shared_rows
 from nbdnn.kernels.cpu.vector import filled, record
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip
-_TASKS_PER_THREAD = 4
 _MOST_STEP = 4  # of output pixels that are stored as vectors
 
 PARAMS = record(
@@ -228,17 +227,11 @@ def _plan(
     row_bytes = 2 * parts * len(d.taps) * len(rows.used) * len(columns.used) * pitch_pixels * channels
     fits = int(device.l2_bytes * _STRIP_SHARE) // max(1, row_bytes) - rows.more
     most_rows = max(1, min(h.count, fits))
-    outer, wanted, chunks = geo.n * geo.groups * d.count, device.threads * _TASKS_PER_THREAD, 1
-    in_place = _reads_in_place(problem, geo, gather, channels)
-    strip_rows = 0
-    if not in_place:
-        strip_rows = own_rows(h.count, pitch_pixels, outer, most_rows, tile_pixels, device.threads)
+    outer, chunks, in_place = geo.n * geo.groups * d.count, 1, _reads_in_place(problem, geo, gather, channels)
+    cut = h.count, pitch_pixels, outer, most_rows
+    strip_rows = 0 if in_place else own_rows(*cut, tile_pixels, device.threads)
     if not strip_rows:
-        strips = ceil(h.count / most_rows)
-        while outer * strips < wanted and ceil(h.count / (strips + 1)) * pitch_pixels >= 4 * tile_pixels:
-            strips += 1
-        strip_rows = ceil(h.count / strips)
-        chunks = min(ceil(wanted / (outer * ceil(h.count / strip_rows))), panels)
+        strip_rows, chunks = shared_rows(*cut, 4 * tile_pixels, panels, device.threads)
     # In place a strip's last tile ends with it, and may begin in the strip before: a whole strip must hold one.
     in_place = in_place and strip_rows * pitch_pixels >= tile_pixels
     strips, chunk_panels = ceil(h.count / strip_rows), ceil(panels / chunks)

@@ -19,14 +19,13 @@ from nbdnn.kernels.cpu.micro_kernel import Config
 from nbdnn.kernels.cpu.pack import Packing, filter_offsets
 from nbdnn.kernels.cpu.pack_pairs import of_pairs
 from nbdnn.kernels.cpu.scratch import own_pages
-from nbdnn.kernels.cpu.strips import own_rows
+from nbdnn.kernels.cpu.strips import own_rows, shared_rows
 from nbdnn.kernels.cpu.vector import filled, record
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _STRIP_SHARE = 0.3  # of the second-level cache for one lowered strip
 _PANEL_SHARE = 0.35  # and for the part of a panel that one step of the reduction reads
-_TASKS_PER_THREAD = 4
 _AHEAD_PIXELS, _AHEAD_BYTES = 12, 4 << 10
 _PADDING = 8  # of a table of pixels: the largest tile reads beyond its end
 
@@ -90,16 +89,11 @@ def _plan(problem: ConvProblem, geo: Geometry, gather: Gather, config: Config, d
     row_bytes = max(1, len(gather.d.taps) * low_columns * low_channels * read_bytes)
     fits = int(device.l2_bytes * _STRIP_SHARE) // row_bytes - gather.h.span - 1
     most_rows = max(1, min(height, fits // gather.h.in_step + 1))
-    outer, wanted = geo.n * geo.groups * gather.d.count, device.threads * _TASKS_PER_THREAD
-    lanes = config.nv * vl
+    outer, lanes = geo.n * geo.groups * gather.d.count, config.nv * vl
     panels, chunks = ceil(geo.c_out / lanes), 1
     strip_rows = 0 if in_place else own_rows(height, width, outer, most_rows, config.mr, device.threads)
     if not strip_rows:
-        strips = ceil(height / most_rows)
-        while outer * strips < wanted and ceil(height / (strips + 1)) * width >= 8 * config.mr:
-            strips += 1
-        strip_rows = ceil(height / strips)
-        chunks = min(ceil(wanted / (outer * ceil(height / strip_rows))), panels)
+        strip_rows, chunks = shared_rows(height, width, outer, most_rows, 8 * config.mr, panels, device.threads)
     strips = ceil(height / strip_rows)
     chunk_panels = ceil(panels / chunks)
     low_rows = (strip_rows - 1) * gather.h.in_step + gather.h.span + 1

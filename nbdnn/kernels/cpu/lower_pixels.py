@@ -29,14 +29,13 @@ from nbdnn.kernels.cpu.geometry import GATHER_FIELDS, Gather, Geometry, column_t
 from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.rows import convert_row, every_step, zero_fill
 from nbdnn.kernels.cpu.scratch import own_pages
-from nbdnn.kernels.cpu.strips import own_rows, strip_address
+from nbdnn.kernels.cpu.strips import TASKS_PER_THREAD, own_rows, shared_rows, strip_address
 from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import pointer, record, struct
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _SCRATCH_SHARE = 0.4  # of the second-level cache for one strip: the rest is the filter's and the output's
-_TASKS_PER_THREAD = 4
 
 # What lowering needs; kernels that read a lowered strip append their own fields.
 LOW_FIELDS = (
@@ -183,16 +182,13 @@ def strip_plan(geo: Geometry, gather: Gather, acc_bytes: int, blocks: int, tile_
     row_bytes = max(1, planes * row_phases * width * acc_bytes)
     most_rows = min(height, max(1, int(device.l2_bytes * _SCRATCH_SHARE) // row_bytes - halo))
     outer = geo.n * geo.groups * gather.d.count
-    wanted, chunks = device.threads * _TASKS_PER_THREAD, 1
-    strip_rows = own_rows(height, width, outer, most_rows, device.vector_bytes // acc_bytes, device.threads)
+    cut, chunks = (height, width, outer, most_rows), 1
+    strip_rows = own_rows(*cut, device.vector_bytes // acc_bytes, device.threads)
     if not strip_rows:
-        strips = ceil(height / most_rows)
-        while outer * strips < wanted and ceil(height / (strips + 1)) * width >= 2 * tile_pixels:
-            strips += 1
-        strip_rows = ceil(height / strips)
-        chunks = min(ceil(wanted / (outer * ceil(height / strip_rows))), max(1, blocks // 2))
+        strip_rows, chunks = shared_rows(*cut, 2 * tile_pixels, max(1, blocks // 2), device.threads)
     strips = ceil(height / strip_rows)
     chunk_blocks = ceil(blocks / chunks)
+    parts = min(geo.c_in, ceil(device.threads * TASKS_PER_THREAD / (outer * strips)))
     plane = row_phases * (strip_rows + halo) * width
     return StripPlan(
         strip_rows=strip_rows,
@@ -200,7 +196,7 @@ def strip_plan(geo: Geometry, gather: Gather, acc_bytes: int, blocks: int, tile_
         total_strips=outer * strips,
         chunks=ceil(blocks / chunk_blocks),
         chunk_blocks=chunk_blocks,
-        parts=ceil(geo.c_in / ceil(geo.c_in / min(geo.c_in, ceil(wanted / (outer * strips))))),
+        parts=ceil(geo.c_in / ceil(geo.c_in / parts)),
         row_phases=row_phases,
         plane_elems=plane,
         # The last tile of the last plane reads whole vectors.

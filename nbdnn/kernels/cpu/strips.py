@@ -14,6 +14,7 @@ from nbdnn.kernels.cpu.vector import struct
 
 _MOST_IDLE = 0.15  # of the workers' time
 _MOST_STRIPS_PER_THREAD = 12
+TASKS_PER_THREAD = 4
 
 
 @lru_cache(maxsize=1024)
@@ -35,6 +36,20 @@ def own_rows(height: int, width: int, outer: int, most_rows: int, tile_pixels: i
         if max(busy) < 0.97 * best_tiles:  # a few per cent are not worth more strips, whose edges overlap
             best_rows, best_tiles = rows, max(busy)
     return best_rows
+
+
+def shared_rows(
+    height: int, width: int, outer: int, most_rows: int, least_pixels: int, most_chunks: int, threads: int
+) -> tuple[int, int]:
+    """(rows of a strip, chunks of the output channels) for some tasks a thread, where workers may share lowered strips.
+
+    As many strips as leave each `least_pixels`; where they are too few, each is multiplied chunk by chunk.
+    """
+    wanted, strips = threads * TASKS_PER_THREAD, ceil(height / most_rows)
+    while outer * strips < wanted and ceil(height / (strips + 1)) * width >= least_pixels:
+        strips += 1
+    rows = ceil(height / strips)
+    return rows, min(ceil(wanted / (outer * ceil(height / rows))), most_chunks)
 
 
 @cache
