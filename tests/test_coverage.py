@@ -198,6 +198,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/stem_tf32": _OF_STEM._replace(dtypes="f32", shapes="7x7/2, few filters"),
     "conv_bwd_filter/numba/grouped": _OF_GROUPED,
     "conv_bwd_filter/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
+    "conv_bwd_filter/cpu/amx": _GRADIENT._replace(dtypes="bf16"),
     "conv_bwd_filter/cpu/few_outputs": _GRADIENT._replace(shapes="few filters, groups, depthwise"),
     "conv_bwd_filter/cpu/direct": _GRADIENT,
     "conv_bwd_filter/cpu/filter_gemm": _GRADIENT,

@@ -21,6 +21,7 @@ _KINDS = {"cudnn": "cuda", "numba": "cuda"}
 def _cpu_conv() -> _Lists:
     from nbdnn.kernels.cpu import (
         conv_amx,
+        conv_amx_filter,
         conv_channel_gemm,
         conv_depthwise,
         conv_depthwise_filter,
@@ -79,6 +80,7 @@ def _cpu_conv() -> _Lists:
             conv_depthwise_filter.BWD_FILTER,
             conv_winograd_filter.BWD_FILTER,
             conv_few_outputs_filter.BWD_FILTER,
+            conv_amx_filter.BWD_FILTER,
             conv_filter_strips.BWD_FILTER_DOT,
             conv_filter_strips.BWD_FILTER,
             conv_filter_gemm.BWD_FILTER_DOT,

@@ -131,12 +131,13 @@ def _block(parts: int, mt: int, nt: int, panel_tiles: int):
     """Intrinsic: mt x nt tiles of sums (at most four).
 
     Arguments, all int64: a (address of the first row), a_pitch (bytes from row to row), a_part (bytes from part to
-    part), offsets (address of int64 bytes to add to a, for each k), k_len, b (address of tiles [k][part][panel_tiles]),
-    b_bytes (of a tile of B), sums (address), pitch (bytes from row to row of them).
+    part), offsets (address of int64 bytes to add to a, for each k), k_len, b (address of tiles [part][panel_tiles] for
+    each k), b_step (bytes from k to k), b_bytes (from tile to tile), adds (whether to what the sums are already), sums
+    (address), pitch (bytes from row to row of them).
     """
 
     def codegen(context, builder, sig, args):
-        a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch = args
+        a, a_pitch, a_part, offsets, k_len, b, b_step, b_bytes, adds, sums, pitch = args
         table, line = builder.inttoptr(offsets, I64.as_pointer()), I64(64)
         blocks = [builder.mul(a_pitch, I64(TILE * m)) for m in range(mt)]
 
@@ -144,12 +145,20 @@ def _block(parts: int, mt: int, nt: int, panel_tiles: int):
             _call(builder, "tileloadd64", I8(register), _at(builder, address), step)
             return register
 
-        for register in _SUMS[: mt * nt]:
-            _call(builder, "tilezero", I8(register))
-        k_bytes = builder.mul(b_bytes, I64(parts * panel_tiles))
+        def sums_at(m: int, j: int):
+            return builder.add(builder.add(sums, builder.mul(pitch, I64(TILE * m))), I64(64 * j))
+
+        tiles = [(m * nt + j, m, j) for m in range(mt) for j in range(nt)]
+        with builder.if_else(builder.icmp_signed("!=", adds, I64(0))) as (to_sums, to_zero):
+            with to_sums:
+                for register, m, j in tiles:
+                    loaded(register, sums_at(m, j), pitch)
+            with to_zero:
+                for register, _, _ in tiles:
+                    _call(builder, "tilezero", I8(register))
         with cgutils.for_range(builder, k_len) as loop:
             a_k = builder.add(a, builder.load(builder.gep(table, [loop.index])))
-            b_k = builder.add(b, builder.mul(loop.index, k_bytes))
+            b_k = builder.add(b, builder.mul(loop.index, b_step))
             held: dict[int, int] = {}  # register of B -> part
             for part_a, part_b in _PRODUCTS[parts]:
                 rows = builder.add(a_k, builder.mul(a_part, I64(part_a)))
@@ -162,15 +171,13 @@ def _block(parts: int, mt: int, nt: int, panel_tiles: int):
                             loaded(of_b, builder.add(b_k, place), line)
                             held[of_b] = part_b
                         _call(builder, "tdpbf16ps", I8(m * nt + j), I8(of_a), I8(of_b))
-        for m in range(mt):
-            row = builder.add(sums, builder.mul(pitch, I64(TILE * m)))
-            for j in range(nt):
-                _call(builder, "tilestored64", I8(m * nt + j), _at(builder, builder.add(row, I64(64 * j))), pitch)
+        for register, m, j in tiles:
+            _call(builder, "tilestored64", I8(register), _at(builder, sums_at(m, j)), pitch)
         return context.get_dummy_value()
 
     @intrinsic
-    def run(typingctx, a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch):
-        return signature(types.none, *[types.int64] * 9), codegen
+    def run(typingctx, a, a_pitch, a_part, offsets, k_len, b, b_step, b_bytes, adds, sums, pitch):
+        return signature(types.none, *[types.int64] * 11), codegen
 
     return run
 
@@ -181,11 +188,11 @@ def block_product(parts: int, mt: int, nt: int):
     whole, narrow = (_block(parts, mt, tiles, nt) for tiles in (nt, 1))
 
     @njit(**DEVICE)
-    def product(tiles, a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch):
+    def product(tiles, a, a_pitch, a_part, offsets, k_len, b, b_step, b_bytes, adds, sums, pitch):
         if tiles == nt:
-            whole(a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch)
+            whole(a, a_pitch, a_part, offsets, k_len, b, b_step, b_bytes, adds, sums, pitch)
         else:
-            narrow(a, a_pitch, a_part, offsets, k_len, b, b_bytes, sums, pitch)
+            narrow(a, a_pitch, a_part, offsets, k_len, b, b_step, b_bytes, adds, sums, pitch)
 
     return product
 

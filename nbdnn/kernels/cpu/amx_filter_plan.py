@@ -1,0 +1,277 @@
+"""How a filter gradient on matrix units is cut into strips, and the parameters its kernels read.
+
+A strip is some slices, each the rows of one image and depth that dy has, or some rows of one. Its pixels are counted
+through, rows `pitch` apart and slices `block_pixels`, so that what a tap reads of x is a constant away, whatever pixel:
+
+    pixel p of dy meets pixel p + reach(tap) of the lowered plane of x that the tap reads
+
+Between rows and slices dy is 0. Zeros behind a row or slice of x are those before the next one, where both have some.
+Of a stride u the rows and columns of x are dealt out to u * u planes, of which a tap reads one, and of three axes
+there are planes for each tap in depth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import ceil, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from nbdnn.device import Cpu
+from nbdnn.kernels.cpu.amx import LINE, TILE, TILE_BYTES, tile_shapes
+from nbdnn.kernels.cpu.amx_plan import Config, Phases
+from nbdnn.kernels.cpu.geometry import Axis, Gather, geometry, spatial3, tensor_strides
+from nbdnn.kernels.cpu.scratch import own_pages, whole_lines
+from nbdnn.kernels.cpu.vector import filled, record
+from nbdnn.problem_conv import ConvProblem
+
+_STRIP_SHARE = 0.35  # of the second-level cache, for what is lowered of x and dy
+_TASKS_PER_THREAD = 4
+_MOST_SUMS_BYTES = 16 << 20  # of several splits
+_LINE_BYTES = 64
+
+PARAMS = record(
+    *("x_n", "x_c", "x_d", "x_h", "x_w", "extent_d", "extent_h", "extent_w"),
+    *("y_n", "y_k", "y_d", "y_h", "y_w", "count_d", "count_h", "count_w"),
+    *("step_d", "step_h", "step_w", "low_h", "low_w", "more_h", "more_w", "groups", "c_group", "k_group"),
+    *("slices", "strip_slices", "strip_rows", "strips_h", "strips", "splits", "split_strips"),
+    *("pitch", "block_pixels", "reach", "pairs", "planes", "plane_table"),
+    *("c_tiles", "c_panels", "c_tile_bytes", "k_tiles", "k_panels", "a_pitch", "a_offsets", "a_offset", "shapes"),
+    *("taps", "tap_offsets", "chunks", "chunk_taps", "strip_bytes", "sums_offset", "sums_bytes", "split_bytes"),
+    *("w_k", "w_tap", "no_offset", "read_out", "worker_offset", "worker_bytes"),
+)
+# What a phase finds at `ctx`: where the parameters are, and which strip of each split it is for.
+STEP = record("params", "strip")
+
+
+class Plane(NamedTuple):
+    """A lowered plane of x: offset in depth, phases of rows and columns, and the number of its words that begin with
+    even and odd pixels, or -1 where no tap reads those. A row of the table that kernels read."""
+
+    depth: int
+    row: int
+    column: int
+    even: int
+    odd: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Strips, splits of them whose sums are added at last, and the workspace: a strip of each split, words of x before
+    dy, then sums, then what a worker has for itself.
+
+    reaches: of each tap, in the filter's order, (plane, pixels).
+    """
+
+    gather: Gather
+    rows: Phases
+    columns: Phases
+    planes: tuple[Plane, ...]
+    reaches: tuple[tuple[int, int], ...]
+    pitch: int
+    block_pixels: int
+    strip_slices: int
+    strip_rows: int
+    strips: int
+    splits: int
+    split_strips: int
+    steps: int
+    c_tiles: int
+    c_panels: int
+    k_panels: int
+    word_planes: int
+    pairs: int
+    a_offset: int
+    strip_bytes: int
+    chunks: int
+    sums_bytes: int
+    split_bytes: int
+    worker_bytes: int
+
+    @property
+    def strips_h(self) -> int:
+        return ceil(self.gather.h.count / self.strip_rows)
+
+    @property
+    def a_pitch(self) -> int:
+        """Bytes from one output channel of dy to the next: of 16 no two on the same lines of a cache."""
+        return _LINE_BYTES * (self.steps | 1)
+
+    @property
+    def sums_offset(self) -> int:
+        return self.splits * self.strip_bytes
+
+    @property
+    def worker_offset(self) -> int:
+        return self.sums_offset + self.splits * self.split_bytes
+
+
+def _shared(axis: Axis, phases: Phases) -> int:
+    """Positions at the end of a lowered row that are 0, as so many at the begin of the next are."""
+    total, found = axis.count + phases.more, [phases.more]
+    for phase in phases.used:
+        first = axis.low + phase
+        found += [max(0, -(first // axis.in_step)), max(0, total + (first - axis.in_extent) // axis.in_step)]
+    return min(found)
+
+
+def _planes(gather: Gather, rows: Phases, columns: Phases, pitch: int):
+    """(planes, words of them that are read, reaches)."""
+    reaches, used = [], set()
+    order = [(t, r, s) for t in sorted(gather.d.taps) for r in sorted(gather.h.taps) for s in sorted(gather.w.taps)]
+    for (_, depth), (_, row), (_, column) in order:
+        (row_phase, down), (column_phase, right) = rows.place(gather.h, row), columns.place(gather.w, column)
+        reach, key = down * pitch + right, (depth, rows.used[row_phase], columns.used[column_phase])
+        used.add((*key, reach % 2))
+        reaches.append((key, reach))
+    numbers = {words: number for number, words in enumerate(sorted(used))}
+    keys = sorted({words[:3] for words in used})
+    planes = tuple(Plane(*key, numbers.get((*key, 0), -1), numbers.get((*key, 1), -1)) for key in keys)
+    return planes, len(numbers), tuple((keys.index(key), reach) for key, reach in reaches)
+
+
+@lru_cache(maxsize=256)
+def plan_of(problem: ConvProblem, config: Config, device: Cpu) -> Plan:
+    (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
+    groups, (d, h, w) = problem.groups, gather
+    rows, columns = Phases.of(h), Phases.of(w)
+    pitch = w.count + columns.more - _shared(w, columns)
+    planes, word_planes, reaches = _planes(gather, rows, columns, pitch)
+    c_tiles, k_panels = ceil(problem.c // groups / TILE), ceil(problem.k // groups / (TILE * config.mt))
+    c_panels, slices = ceil(c_tiles / config.nt), problem.n * d.count
+
+    pixel_bytes = 2 * TILE * groups * (word_planes * c_tiles + k_panels * config.mt)
+    fits_rows = max(1, int(device.l2_bytes * _STRIP_SHARE) // (pixel_bytes * pitch) - rows.more)
+    block_rows = h.count + rows.more - _shared(h, rows)
+    if fits_rows < h.count:
+        strip_slices, strip_rows = 1, ceil(h.count / ceil(h.count / fits_rows))
+    else:
+        most = 1 + max(0, fits_rows - h.count) // block_rows
+        strip_slices, strip_rows = ceil(slices / ceil(slices / most)), h.count
+    strips = ceil(slices / strip_slices) * ceil(h.count / strip_rows)
+    steps = ceil(((strip_slices - 1) * block_rows + strip_rows) * pitch / LINE)
+    pairs = max(reach for _, reach in reaches) // 2 + TILE * steps
+
+    taps, wanted, outer = prod(problem.filter), device.threads * _TASKS_PER_THREAD, groups * k_panels * c_panels
+    sums_bytes = taps * config.mt * config.nt * TILE_BYTES
+    lowered = groups * (len(planes) * c_tiles + k_panels * config.mt)
+    splits = max(1, min(strips, ceil(wanted / lowered), _MOST_SUMS_BYTES // (outer * sums_bytes)))
+    split_strips = ceil(strips / splits)
+    splits = ceil(strips / split_strips)
+    a_offset = own_pages(word_planes * groups * c_tiles * pairs * _LINE_BYTES)
+    rows_bytes = _LINE_BYTES * (steps | 1) * groups * k_panels * config.mt * TILE
+    return Plan(
+        gather=gather,
+        rows=rows,
+        columns=columns,
+        planes=planes,
+        reaches=reaches,
+        pitch=pitch,
+        block_pixels=block_rows * pitch,
+        strip_slices=strip_slices,
+        strip_rows=strip_rows,
+        strips=strips,
+        splits=splits,
+        split_strips=split_strips,
+        steps=steps,
+        c_tiles=c_tiles,
+        c_panels=c_panels,
+        k_panels=k_panels,
+        word_planes=word_planes,
+        pairs=pairs,
+        a_offset=a_offset,
+        strip_bytes=own_pages(a_offset + rows_bytes),
+        chunks=max(1, min(taps, ceil(wanted / (splits * outer)))),
+        sums_bytes=sums_bytes,
+        split_bytes=own_pages(outer * sums_bytes),
+        worker_bytes=own_pages(max(line_bytes(pairs) * TILE, 4 * taps * TILE * config.nt)),
+    )
+
+
+def line_bytes(pairs: int) -> int:
+    """Of a channel of a plane before its pixels are words: one pixel more than so many words have."""
+    return whole_lines(4 * pairs + 2) | _LINE_BYTES
+
+
+def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The record that all phases read, and the arrays that it points to."""
+    gather, (_, dy, dw) = plan.gather, problem.operands[:3]
+    x_n, x_c, x_d, x_h, x_w = tensor_strides((problem.n, problem.c, *spatial3(problem.spatial)), problem.channels_last)
+    y_n, y_k, y_d, y_h, y_w = tensor_strides(dy.shape, problem.y_channels_last)
+    c_tile_bytes, taps = plan.pairs * _LINE_BYTES, len(plan.reaches)
+    plane_bytes = problem.groups * plan.c_tiles * c_tile_bytes
+    table = np.array(plan.planes, np.int64)
+    words = table[:, 3:]
+    tap_offsets = np.array(
+        [words[plane, reach % 2] * plane_bytes + reach // 2 * _LINE_BYTES for plane, reach in plan.reaches], np.int64
+    )
+    table[:, 3:] = np.where(words < 0, -1, words * plane_bytes)
+    a_offsets = np.arange(plan.steps, dtype=np.int64) * _LINE_BYTES
+    shapes, no_offset = tile_shapes(LINE), np.zeros(1, np.int64)
+    axes = zip("dhw", gather, strict=True)
+    extents = {f"{field}_{name}": value for name, axis in axes for field, value in _of_axis(axis)}
+    chunk_taps = ceil(taps / plan.chunks)
+    params = filled(
+        PARAMS,
+        **extents,
+        x_n=x_n,
+        x_c=x_c,
+        x_d=x_d,
+        x_h=x_h,
+        x_w=x_w,
+        y_n=y_n,
+        y_k=y_k,
+        y_d=y_d,
+        y_h=y_h,
+        y_w=y_w,
+        low_h=gather.h.low,
+        low_w=gather.w.low,
+        more_h=plan.rows.more,
+        more_w=plan.columns.more,
+        groups=problem.groups,
+        c_group=problem.c // problem.groups,
+        k_group=problem.k // problem.groups,
+        slices=problem.n * gather.d.count,
+        strip_slices=plan.strip_slices,
+        strip_rows=plan.strip_rows,
+        strips_h=plan.strips_h,
+        strips=plan.strips,
+        splits=plan.splits,
+        split_strips=plan.split_strips,
+        pitch=plan.pitch,
+        block_pixels=plan.block_pixels,
+        reach=max(reach for _, reach in plan.reaches),
+        pairs=plan.pairs,
+        planes=len(plan.planes),
+        plane_table=table.ctypes.data,
+        c_tiles=plan.c_tiles,
+        c_panels=plan.c_panels,
+        c_tile_bytes=c_tile_bytes,
+        k_tiles=plan.k_panels * config.mt,
+        k_panels=plan.k_panels,
+        a_pitch=plan.a_pitch,
+        a_offsets=a_offsets.ctypes.data,
+        a_offset=plan.a_offset,
+        shapes=shapes.ctypes.data,
+        taps=taps,
+        tap_offsets=tap_offsets.ctypes.data,
+        chunks=ceil(taps / chunk_taps),
+        chunk_taps=chunk_taps,
+        strip_bytes=plan.strip_bytes,
+        sums_offset=plan.sums_offset,
+        sums_bytes=plan.sums_bytes,
+        split_bytes=plan.split_bytes,
+        w_k=dw.strides[0],
+        w_tap=problem.c // problem.groups if problem.w_channels_last else 0,
+        no_offset=no_offset.ctypes.data,
+        read_out=int("beta" in problem.epilogue),
+        worker_offset=plan.worker_offset,
+        worker_bytes=plan.worker_bytes,
+    )
+    return params, [params, table, tap_offsets, a_offsets, shapes, no_offset]
+
+
+def _of_axis(axis: Axis) -> tuple[tuple[str, int], ...]:
+    return ("extent", axis.in_extent), ("count", axis.count), ("step", axis.in_step)
