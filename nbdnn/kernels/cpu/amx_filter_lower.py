@@ -3,7 +3,8 @@
     rows[k, p] = dy[k, p]                                            p: a strip's pixels, `amx_filter_plan.py`
     words[plane, odd, tile of 16 channels, q, c] = plane[c, 2q + odd], plane[c, 2q + odd + 1]
 
-Sixteen channels of a plane of x are first laid out as their layout has them, zeros between, then paired.
+Channels of a plane of x are first laid out as their layout has them, zeros between, then paired. Two tiles of channels
+are lowered at a time: interleaved, they are a cache line of each pixel.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from nbdnn.kernels.cpu.launch import ARGS
 from nbdnn.kernels.cpu.pack_pairs import zip_rows
 from nbdnn.kernels.cpu.rows import convert_rows, zero_fill
 from nbdnn.kernels.cpu.turns import transpose, turn_pairs
-from nbdnn.kernels.cpu.vector import pointer, struct
+from nbdnn.kernels.cpu.vector import pointer, prefetch, struct
 
-_LANES = 32  # of vectors of 16 bits
+_LANES = 32  # of vectors of 16 bits, and channels that are lowered at a time
 
 
 @cache
@@ -50,15 +51,30 @@ def tile_steps(f, slices, rows):
 
 @cache
 def _lay_out(vl: int):
-    """Compiled-in function: a plane's pixels of up to 16 channels, laid out on zeros at `line`."""
+    """Compiled-in function: a plane's pixels of up to 32 channels, laid out on zeros at `line`."""
     i64, data, clear = pointer("i64"), pointer("bf16"), zero_fill("f32")
-    by_channels, rows, halves = (
-        convert_rows("bf16", "bf16", vl, step) for vl, step in ((TILE, 1), (_LANES, 1), (_LANES, 2))
-    )
+    rows, halves = (convert_rows("bf16", "bf16", _LANES, step) for step in (1, 2))
+
+    @njit(**DEVICE)
+    def by_channels(to, at, pixel_bytes, width, channels):
+        for w in range(0, width, _LANES):
+            start = at + w * pixel_bytes
+            for ahead in range(_LANES, 2 * _LANES):
+                prefetch(start + ahead * pixel_bytes)
+            rows(to + 2 * _LANES * w, 2 * _LANES, start, pixel_bytes, min(_LANES, width - w), _LANES, 0, channels)
 
     @njit(**DEVICE)
     def lay_out(f, x, plane, channels, line, pitch_bytes, first_slice, slices, first_row, rows_of_strip):
-        clear(line, TILE * pitch_bytes // 4)
+        if f.follows and f.x_c == 1:
+            pixels = (slices - 1) * f.block_pixels + rows_of_strip * f.pitch
+            clear(line + 2 * _LANES * pixels, (pitch_bytes // 2 - pixels) * _LANES // 2)
+        elif f.follows and channels == _LANES:
+            pixels = (slices - 1) * f.block_pixels + rows_of_strip * f.pitch
+            for c in range(_LANES):
+                end = 2 * pixels // 64 * 64
+                clear(line + c * pitch_bytes + end, (pitch_bytes - end) // 4)
+        else:
+            clear(line, _LANES * pitch_bytes // 4)
         low_h, low_w = first_row * f.step_h + f.low_h + plane[1], f.low_w + plane[2]
         first, end = max(0, -(low_h // f.step_h)), min(rows_of_strip + f.more_h, -((low_h - f.extent_h) // f.step_h))
         start, stop = max(0, -(low_w // f.step_w)), min(f.count_w + f.more_w, -((low_w - f.extent_w) // f.step_w))
@@ -75,11 +91,10 @@ def _lay_out(vl: int):
             at += 2 * ((low_h + first * f.step_h) * f.x_h + (low_w + start * f.step_w) * f.x_w)
             place = number * f.block_pixels + first * f.pitch + start
             if f.x_c == 1 and width == f.pitch and row_bytes == width * pixel_bytes:
-                by_channels(line + 2 * TILE * place, 2 * TILE, at, pixel_bytes, height * width, TILE, 0, channels)
+                by_channels(line + 2 * _LANES * place, at, pixel_bytes, height * width, channels)
             elif f.x_c == 1:
                 for h in range(height):
-                    to = line + 2 * TILE * (place + h * f.pitch)
-                    by_channels(to, 2 * TILE, at + h * row_bytes, pixel_bytes, width, TILE, 0, channels)
+                    by_channels(line + 2 * _LANES * (place + h * f.pitch), at + h * row_bytes, pixel_bytes, width, channels)
             else:
                 for c in range(channels):
                     to, channel = line + c * pitch_bytes + 2 * place, at + 2 * c * f.x_c
@@ -99,25 +114,31 @@ def _lay_out(vl: int):
 
 @cache
 def lower_task(vl: int):
-    """Sixteen channels of a plane of x, or of dy: index = split * (tiles of x + tiles of dy) + tile."""
+    """Two tiles of channels of a plane of x, or of dy: index = split * (those of x + those of dy) + number."""
     i64, args_at, params_at, step_at = pointer("i64"), struct(ARGS), struct(PARAMS), struct(STEP)
     extents, lay_out, clear = strip_extents(), _lay_out(vl), zero_fill("f32")
     turn_words, turn_out = transpose("f32", "f32", TILE), turn_pairs(TILE)
     move_rows = convert_rows("bf16", "bf16", _LANES, 1)
 
     @njit(**DEVICE)
-    def pair(f, to, line, pitch_bytes, pairs, odd):
-        if f.x_c == 1:
-            for q in range(pairs):
-                pixel = line + 2 * TILE * (2 * q + odd)
-                zip_rows(to + 4 * TILE * q, pixel, pixel + 2 * TILE, True, True, TILE)
-        else:
-            turn_words(to, 4 * TILE, line + 2 * odd, pitch_bytes, TILE, pairs)
+    def pair(f, to, line, pitch_bytes, pairs, odd, tiles):
+        if f.x_c != 1:
+            for tile in range(tiles):
+                of_tile = line + TILE * tile * pitch_bytes
+                turn_words(to + tile * f.c_tile_bytes, 4 * TILE, of_tile + 2 * odd, pitch_bytes, TILE, pairs)
+            return
+        for q in range(pairs):
+            pixel = line + 2 * _LANES * (2 * q + odd)
+            for tile in range(tiles):
+                at, word = pixel + 2 * TILE * tile, to + tile * f.c_tile_bytes + 4 * TILE * q
+                zip_rows(word, at, at + 2 * _LANES, True, True, TILE)
 
     @njit(**DEVICE)
-    def lower_rows(f, to, dy, filters, first_slice, slices, first_row, rows, steps):
-        for k in range(TILE):
-            clear(to + k * f.a_pitch, steps * _LANES // 2)
+    def lower_rows(f, to, tiles, dy, filters, first_slice, slices, first_row, rows, steps):
+        whole = f.follows and filters == tiles * TILE
+        for k in range(tiles * TILE):
+            first = (steps - 1) * 2 * _LANES if whole else 0
+            clear(to + k * f.a_pitch + first, (steps * 2 * _LANES - first) // 4)
         for number in range(slices):
             n, d = (first_slice + number) // f.count_d, (first_slice + number) % f.count_d
             at = dy + 2 * (n * f.y_n + d * f.y_d + first_row * f.y_h)
@@ -127,7 +148,12 @@ def lower_task(vl: int):
                 height, width = 1, rows * width
             if f.y_k == 1:
                 for h in range(height):
-                    turn_out(place + 2 * h * f.pitch, f.a_pitch, at + 2 * h * f.y_h, 2 * f.y_w, width, filters)
+                    for w in range(0, width, _LANES):
+                        start = at + 2 * (h * f.y_h + w * f.y_w)
+                        for ahead in range(_LANES, 2 * _LANES):
+                            prefetch(start + 2 * ahead * f.y_w)
+                        pixels = min(_LANES, width - w)
+                        turn_out(place + 2 * (h * f.pitch + w), f.a_pitch, start, 2 * f.y_w, pixels, filters)
             else:
                 for k in range(filters):
                     start = at + 2 * k * f.y_k
@@ -135,27 +161,30 @@ def lower_task(vl: int):
 
     def lower(args, ctx, index, worker):
         a, f = args_at(args), params_at(step_at(ctx).params)
-        of_x = f.planes * f.groups * f.c_tiles
-        of_both = of_x + f.groups * f.k_tiles
-        split, tile = index // of_both, index % of_both
+        c_pairs, k_pairs = (f.c_tiles + 1) // 2, (f.k_tiles + 1) // 2
+        of_x = f.planes * f.groups * c_pairs
+        of_both = of_x + f.groups * k_pairs
+        split, number = index // of_both, index % of_both
         first_slice, slices, first_row, rows = extents(ctx, split)
         if slices <= 0:
             return
         strip, steps = a.workspace + split * f.strip_bytes, tile_steps(f, slices, rows)
-        if tile >= of_x:
-            g, first = (tile - of_x) // f.k_tiles, (tile - of_x) % f.k_tiles * TILE
-            filters, dy = max(0, min(TILE, f.k_group - first)), a.p1 + 2 * (g * f.k_group + first) * f.y_k
-            to = strip + f.a_offset + (tile - of_x) * TILE * f.a_pitch
-            lower_rows(f, to, dy, filters, first_slice, slices, first_row, rows, steps)
+        if number >= of_x:
+            g, first = (number - of_x) // k_pairs, (number - of_x) % k_pairs * _LANES
+            filters, dy = max(0, min(_LANES, f.k_group - first)), a.p1 + 2 * (g * f.k_group + first) * f.y_k
+            to = strip + f.a_offset + (g * f.k_tiles * TILE + first) * f.a_pitch
+            tiles = min(2, f.k_tiles - first // TILE)
+            lower_rows(f, to, tiles, dy, filters, first_slice, slices, first_row, rows, steps)
             return
-        group_tile, plane = tile % (f.groups * f.c_tiles), i64(f.plane_table + tile // (f.groups * f.c_tiles) * 40)
-        g, first = group_tile // f.c_tiles, group_tile % f.c_tiles * TILE
-        channels, x = min(TILE, f.c_group - first), a.p0 + 2 * (g * f.c_group + first) * f.x_c
+        plane = i64(f.plane_table + number // (f.groups * c_pairs) * 40)
+        g, first = number % (f.groups * c_pairs) // c_pairs, number % c_pairs * _LANES
+        channels, x = min(_LANES, f.c_group - first), a.p0 + 2 * (g * f.c_group + first) * f.x_c
         line, pairs = a.workspace + f.worker_offset + worker * f.worker_bytes, f.reach // 2 + TILE * steps
         pitch_bytes = (4 * pairs + 2 + 63) // 64 * 64 | 64
         lay_out(f, x, plane, channels, line, pitch_bytes, first_slice, slices, first_row, rows)
+        to = strip + (g * f.c_tiles + first // TILE) * f.c_tile_bytes
         for odd in range(2):
             if plane[3 + odd] >= 0:
-                pair(f, strip + plane[3 + odd] + group_tile * f.c_tile_bytes, line, pitch_bytes, pairs, odd)
+                pair(f, to + plane[3 + odd], line, pitch_bytes, pairs, odd, (channels + TILE - 1) // TILE)
 
     return compile_task(lower, (vl,), fastmath=FASTMATH)

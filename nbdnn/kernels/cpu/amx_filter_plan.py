@@ -27,9 +27,10 @@ from nbdnn.kernels.cpu.scratch import own_pages, whole_lines
 from nbdnn.kernels.cpu.vector import filled, record
 from nbdnn.problem_conv import ConvProblem
 
-_STRIP_SHARE = 0.35  # of the second-level cache, for what is lowered of x and dy
+_STRIP_SHARE = 0.5  # of the second-level cache, for what is lowered of x and dy
 _TASKS_PER_THREAD = 4
 _MOST_SUMS_BYTES = 16 << 20  # of several splits
+_MOST_BLOCKS = 64  # of sums of a task: they stay in second-level cache beside a strip
 _LINE_BYTES = 64
 
 PARAMS = record(
@@ -37,9 +38,9 @@ PARAMS = record(
     *("y_n", "y_k", "y_d", "y_h", "y_w", "count_d", "count_h", "count_w"),
     *("step_d", "step_h", "step_w", "low_h", "low_w", "more_h", "more_w", "groups", "c_group", "k_group"),
     *("slices", "strip_slices", "strip_rows", "strips_h", "strips", "splits", "split_strips"),
-    *("pitch", "block_pixels", "reach", "pairs", "planes", "plane_table"),
+    *("pitch", "block_pixels", "follows", "reach", "pairs", "planes", "plane_table"),
     *("c_tiles", "c_panels", "c_tile_bytes", "k_tiles", "k_panels", "a_pitch", "a_offsets", "a_offset", "shapes"),
-    *("taps", "tap_offsets", "chunks", "chunk_taps", "strip_bytes", "sums_offset", "sums_bytes", "split_bytes"),
+    *("taps", "tap_offsets", "blocks", "chunks", "chunk_blocks", "strip_bytes", "sums_offset", "sums_bytes", "split_bytes"),
     *("w_k", "w_tap", "no_offset", "read_out", "worker_offset", "worker_bytes"),
 )
 # What a phase finds at `ctx`: where the parameters are, and which strip of each split it is for.
@@ -85,14 +86,24 @@ class Plan:
     pairs: int
     a_offset: int
     strip_bytes: int
-    chunks: int
+    chunk_blocks: int
     sums_bytes: int
     split_bytes: int
     worker_bytes: int
 
     @property
+    def follows(self) -> bool:
+        """Whether nothing lies between the pixels of two rows or slices, of dy and of x."""
+        is_dense = self.block_pixels == self.gather.h.count * self.gather.w.count
+        return is_dense and not any(axis.reaches_outside for axis in self.gather)
+
+    @property
     def strips_h(self) -> int:
         return ceil(self.gather.h.count / self.strip_rows)
+
+    @property
+    def chunks(self) -> int:
+        return ceil(self.c_panels * len(self.reaches) / self.chunk_blocks)
 
     @property
     def a_pitch(self) -> int:
@@ -142,24 +153,28 @@ def plan_of(problem: ConvProblem, config: Config, device: Cpu) -> Plan:
     c_tiles, k_panels = ceil(problem.c // groups / TILE), ceil(problem.k // groups / (TILE * config.mt))
     c_panels, slices = ceil(c_tiles / config.nt), problem.n * d.count
 
+    taps, wanted = prod(problem.filter), device.threads * _TASKS_PER_THREAD
+    outer, blocks = groups * k_panels * c_panels, taps * c_panels
+    sums_bytes = taps * config.mt * config.nt * TILE_BYTES
+    # What a thread lowers it multiplies itself, from its own caches, where sums for each are not too many.
+    lowered = groups * (len(planes) * ceil(c_tiles / 2) + ceil(k_panels * config.mt / 2))
+    splits = max(1, min(max(device.threads, ceil(wanted / lowered)), _MOST_SUMS_BYTES // (outer * sums_bytes)))
+
     pixel_bytes = 2 * TILE * groups * (word_planes * c_tiles + k_panels * config.mt)
     fits_rows = max(1, int(device.l2_bytes * _STRIP_SHARE) // (pixel_bytes * pitch) - rows.more)
     block_rows = h.count + rows.more - _shared(h, rows)
     if fits_rows < h.count:
         strip_slices, strip_rows = 1, ceil(h.count / ceil(h.count / fits_rows))
     else:
-        most = 1 + max(0, fits_rows - h.count) // block_rows
-        strip_slices, strip_rows = ceil(slices / ceil(slices / most)), h.count
+        most = 1 + (fits_rows - h.count) // block_rows
+        strips = ceil(ceil(slices / most) / splits) * splits
+        strip_slices, strip_rows = ceil(slices / strips), h.count
     strips = ceil(slices / strip_slices) * ceil(h.count / strip_rows)
     steps = ceil(((strip_slices - 1) * block_rows + strip_rows) * pitch / LINE)
     pairs = max(reach for _, reach in reaches) // 2 + TILE * steps
-
-    taps, wanted, outer = prod(problem.filter), device.threads * _TASKS_PER_THREAD, groups * k_panels * c_panels
-    sums_bytes = taps * config.mt * config.nt * TILE_BYTES
-    lowered = groups * (len(planes) * c_tiles + k_panels * config.mt)
-    splits = max(1, min(strips, ceil(wanted / lowered), _MOST_SUMS_BYTES // (outer * sums_bytes)))
-    split_strips = ceil(strips / splits)
+    split_strips = ceil(strips / min(splits, strips))
     splits = ceil(strips / split_strips)
+    chunk_blocks = max(1, min(_MOST_BLOCKS, blocks // ceil(wanted / (splits * groups * k_panels))))
     a_offset = own_pages(word_planes * groups * c_tiles * pairs * _LINE_BYTES)
     rows_bytes = _LINE_BYTES * (steps | 1) * groups * k_panels * config.mt * TILE
     return Plan(
@@ -183,10 +198,10 @@ def plan_of(problem: ConvProblem, config: Config, device: Cpu) -> Plan:
         pairs=pairs,
         a_offset=a_offset,
         strip_bytes=own_pages(a_offset + rows_bytes),
-        chunks=max(1, min(taps, ceil(wanted / (splits * outer)))),
+        chunk_blocks=chunk_blocks,
         sums_bytes=sums_bytes,
         split_bytes=own_pages(outer * sums_bytes),
-        worker_bytes=own_pages(max(line_bytes(pairs) * TILE, 4 * taps * TILE * config.nt)),
+        worker_bytes=own_pages(max(line_bytes(pairs) * 2 * TILE, 4 * taps * TILE * config.nt)),
     )
 
 
@@ -212,7 +227,6 @@ def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.nda
     shapes, no_offset = tile_shapes(LINE), np.zeros(1, np.int64)
     axes = zip("dhw", gather, strict=True)
     extents = {f"{field}_{name}": value for name, axis in axes for field, value in _of_axis(axis)}
-    chunk_taps = ceil(taps / plan.chunks)
     params = filled(
         PARAMS,
         **extents,
@@ -242,6 +256,7 @@ def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.nda
         split_strips=plan.split_strips,
         pitch=plan.pitch,
         block_pixels=plan.block_pixels,
+        follows=int(plan.follows),
         reach=max(reach for _, reach in plan.reaches),
         pairs=plan.pairs,
         planes=len(plan.planes),
@@ -257,14 +272,15 @@ def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.nda
         shapes=shapes.ctypes.data,
         taps=taps,
         tap_offsets=tap_offsets.ctypes.data,
-        chunks=ceil(taps / chunk_taps),
-        chunk_taps=chunk_taps,
+        blocks=taps * plan.c_panels,
+        chunks=plan.chunks,
+        chunk_blocks=plan.chunk_blocks,
         strip_bytes=plan.strip_bytes,
         sums_offset=plan.sums_offset,
         sums_bytes=plan.sums_bytes,
         split_bytes=plan.split_bytes,
         w_k=dw.strides[0],
-        w_tap=problem.c // problem.groups if problem.w_channels_last else 0,
+        w_tap=problem.c // problem.groups if problem.w_channels_last or taps == 1 else 0,
         no_offset=no_offset.ctypes.data,
         read_out=int("beta" in problem.epilogue),
         worker_offset=plan.worker_offset,

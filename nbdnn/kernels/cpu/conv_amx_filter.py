@@ -45,15 +45,14 @@ _PRODUCT_NS = 9.0  # of two tiles, as in `conv_amx.py`
 
 @cache
 def _multiply_task(mt: int, nt: int):
-    """Some taps of a panel of dy by one of x: index = (((split*groups + g)*k_panels + k)*c_panels + c)*chunks + chunk."""
+    """A panel of dy by some taps and panels of x: index = ((split * groups + g) * k_panels + k) * chunks + chunk."""
     i64, args_at, params_at, step_at = pointer("i64"), struct(ARGS), struct(PARAMS), struct(STEP)
-    extents, product = strip_extents(), block_product(1, mt, nt)
+    extents, product, block_bytes = strip_extents(), block_product(1, mt, nt), mt * nt * TILE_BYTES
 
     def multiply(args, ctx, index, worker):
         a, step = args_at(args), step_at(ctx)
         f = params_at(step.params)
-        chunk, block = index % f.chunks, index // f.chunks
-        c_panel, rest = block % f.c_panels, block // f.c_panels
+        chunk, rest = index % f.chunks, index // f.chunks
         k_panel, rest = rest % f.k_panels, rest // f.k_panels
         g, split = rest % f.groups, rest // f.groups
         _, slices, _, rows = extents(ctx, split)
@@ -61,15 +60,15 @@ def _multiply_task(mt: int, nt: int):
             return
         strip, steps = a.workspace + split * f.strip_bytes, tile_steps(f, slices, rows)
         dy = strip + f.a_offset + (g * f.k_tiles + k_panel * mt) * TILE * f.a_pitch
-        x = strip + (g * f.c_tiles + c_panel * nt) * f.c_tile_bytes
-        sums = a.workspace + f.sums_offset + split * f.split_bytes
-        sums += ((g * f.k_panels + k_panel) * f.c_panels + c_panel) * f.sums_bytes
-        tiles = min(nt, f.c_tiles - c_panel * nt)
+        x = strip + g * f.c_tiles * f.c_tile_bytes
+        sums = a.workspace + f.sums_offset + split * f.split_bytes + (g * f.k_panels + k_panel) * f.blocks * block_bytes
         configure(f.shapes)
-        for tap in range(chunk * f.chunk_taps, min(f.taps, (chunk + 1) * f.chunk_taps)):
+        for block in range(chunk * f.chunk_blocks, min(f.blocks, (chunk + 1) * f.chunk_blocks)):
+            c_tile, tap = block // f.taps * nt, block % f.taps
             product(
-                tiles, dy, f.a_pitch, 0, f.a_offsets, steps, x + i64(f.tap_offsets)[tap], TILE_BYTES, f.c_tile_bytes,
-                step.strip, sums + tap * mt * nt * TILE_BYTES, 4 * TILE * nt,
+                min(nt, f.c_tiles - c_tile), dy, f.a_pitch, 0, f.a_offsets, steps,
+                x + c_tile * f.c_tile_bytes + i64(f.tap_offsets)[tap], TILE_BYTES, f.c_tile_bytes,
+                step.strip, sums + block * block_bytes, 4 * TILE * nt,
             )  # fmt: skip
         release()
 
@@ -150,21 +149,20 @@ class AmxFilter(Candidate[Config, Cpu]):
         side_ns += pixels * lowered * (TURN_NS / 2 if in_planes else COPY_NS)
         side_ns += pixels * groups * plan.k_panels * config.mt * TILE * (COPY_NS if in_planes else TURN_NS / 2)
         side_ns += problem.k * problem.c // groups * taps * (TURN_NS + plan.splits * COPY_NS)
-        tasks = plan.splits * groups * plan.k_panels * plan.c_panels * plan.chunks
+        tasks = plan.splits * groups * plan.k_panels * plan.chunks
         return kernel_us(device, 0, side_ns, tasks, 2 * plan.split_strips + 1)
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         plan = plan_of(problem, config, device)
         params, keep = parameters(problem, config, plan)
-        vl, outer = device.lanes("f32"), problem.groups * plan.k_panels * plan.c_panels
-        lowered = problem.groups * (len(plan.planes) * plan.c_tiles + plan.k_panels * config.mt)
-        chunks = int(params["chunks"][0])
+        vl, panels = device.lanes("f32"), problem.groups * plan.k_panels
+        lowered = problem.groups * (len(plan.planes) * ceil(plan.c_tiles / 2) + ceil(plan.k_panels * config.mt / 2))
         phases = []
         steps = [filled(STEP, params=params.ctypes.data, strip=strip) for strip in range(plan.split_strips)]
         for step in steps:
             phases.append(Phase(lower_task(vl), plan.splits * lowered, step))
-            phases.append(Phase(_multiply_task(config.mt, config.nt), plan.splits * outer * chunks, step))
-        phases.append(Phase(_store_task(config.mt, config.nt, vl), outer, steps[0]))
+            phases.append(Phase(_multiply_task(config.mt, config.nt), plan.splits * panels * plan.chunks, step))
+        phases.append(Phase(_store_task(config.mt, config.nt, vl), panels * plan.c_panels, steps[0]))
         return Program(phases, keep)
 
 
