@@ -131,68 +131,74 @@ def _block(parts: int, mt: int, nt: int, panel_tiles: int):
     """Intrinsic: mt x nt tiles of sums (at most four).
 
     Arguments, all int64: a (address of the first row), a_pitch (bytes from row to row), a_part (bytes from part to
-    part), offsets (address of int64 bytes to add to a, for each k), k_len, b (address of tiles [part][panel_tiles] for
-    each k), b_step (bytes from k to k), b_bytes (from tile to tile), adds (whether to what the sums are already), sums
-    (address), pitch (bytes from row to row of them).
+    part), offsets (address of int64 bytes to add to a, for each k), k_len, b (address of what each k has of B), b_step
+    (bytes from k to k), places (address of int64 bytes to add to b, for each [part][panel_tiles]), adds (whether the
+    sums are added to what is there), sums (address), pitch (bytes from row to row of them), sums_step (from tile to
+    tile of B).
     """
 
     def codegen(context, builder, sig, args):
-        a, a_pitch, a_part, offsets, k_len, b, b_step, b_bytes, adds, sums, pitch = args
+        a, a_pitch, a_part, offsets, k_len, b, b_step, places, adds, sums, pitch, sums_step = args
         table, line = builder.inttoptr(offsets, I64.as_pointer()), I64(64)
         blocks = [builder.mul(a_pitch, I64(TILE * m)) for m in range(mt)]
+        places = builder.inttoptr(places, I64.as_pointer())
+        tiles_of_b = {
+            (part, j): builder.load(builder.gep(places, [I64(part * panel_tiles + j)]))
+            for part in range(parts)
+            for j in range(nt)
+        }
 
         def loaded(register: int, address, step) -> int:
             _call(builder, "tileloadd64", I8(register), _at(builder, address), step)
             return register
 
-        def sums_at(m: int, j: int):
-            return builder.add(builder.add(sums, builder.mul(pitch, I64(TILE * m))), I64(64 * j))
-
-        tiles = [(m * nt + j, m, j) for m in range(mt) for j in range(nt)]
+        rows_at = [builder.add(sums, builder.mul(pitch, I64(TILE * m))) for m in range(mt)]
+        sums_at = {
+            m * nt + j: builder.add(rows_at[m], builder.mul(sums_step, I64(j))) for m in range(mt) for j in range(nt)
+        }
         with builder.if_else(builder.icmp_signed("!=", adds, I64(0))) as (to_sums, to_zero):
             with to_sums:
-                for register, m, j in tiles:
-                    loaded(register, sums_at(m, j), pitch)
+                for register, address in sums_at.items():
+                    loaded(register, address, pitch)
             with to_zero:
-                for register, _, _ in tiles:
+                for register in sums_at:
                     _call(builder, "tilezero", I8(register))
         with cgutils.for_range(builder, k_len) as loop:
             a_k = builder.add(a, builder.load(builder.gep(table, [loop.index])))
             b_k = builder.add(b, builder.mul(loop.index, b_step))
-            held: dict[int, int] = {}  # register of B -> part
+            held: dict[int, tuple[int, int]] = {}  # register of B -> (part, tile)
             for part_a, part_b in _PRODUCTS[parts]:
                 rows = builder.add(a_k, builder.mul(a_part, I64(part_a)))
                 for m in range(mt):
                     of_a = loaded(_A[m % 2], builder.add(rows, blocks[m]), a_pitch)
                     for j in range(nt):
-                        of_b = _B[j]
-                        if held.get(of_b) != part_b:
-                            place = builder.mul(b_bytes, I64(part_b * panel_tiles + j))
-                            loaded(of_b, builder.add(b_k, place), line)
-                            held[of_b] = part_b
+                        of_b, wanted = _B[j % 2], (part_b, j)
+                        if held.get(of_b) != wanted:
+                            loaded(of_b, builder.add(b_k, tiles_of_b[wanted]), line)
+                            held[of_b] = wanted
                         _call(builder, "tdpbf16ps", I8(m * nt + j), I8(of_a), I8(of_b))
-        for register, m, j in tiles:
-            _call(builder, "tilestored64", I8(register), _at(builder, sums_at(m, j)), pitch)
+        for register, address in sums_at.items():
+            _call(builder, "tilestored64", I8(register), _at(builder, address), pitch)
         return context.get_dummy_value()
 
     @intrinsic
-    def run(typingctx, a, a_pitch, a_part, offsets, k_len, b, b_step, b_bytes, adds, sums, pitch):
-        return signature(types.none, *[types.int64] * 11), codegen
+    def run(typingctx, a, a_pitch, a_part, offsets, k_len, b, b_step, places, adds, sums, pitch, sums_step):
+        return signature(types.none, *[types.int64] * 12), codegen
 
     return run
 
 
 @cache
 def block_product(parts: int, mt: int, nt: int):
-    """Compiled-in function (tiles, ...): `_block` of mt by 1 to nt tiles, of panels of nt."""
+    """Compiled-in function (tiles, ...): `_block` of mt by 1 or nt tiles, of panels of nt."""
     whole, narrow = (_block(parts, mt, tiles, nt) for tiles in (nt, 1))
 
     @njit(**DEVICE)
-    def product(tiles, a, a_pitch, a_part, offsets, k_len, b, b_step, b_bytes, adds, sums, pitch):
+    def product(tiles, a, a_pitch, a_part, offsets, k_len, b, b_step, places, adds, sums, pitch, sums_step):
         if tiles == nt:
-            whole(a, a_pitch, a_part, offsets, k_len, b, b_step, b_bytes, adds, sums, pitch)
+            whole(a, a_pitch, a_part, offsets, k_len, b, b_step, places, adds, sums, pitch, sums_step)
         else:
-            narrow(a, a_pitch, a_part, offsets, k_len, b, b_step, b_bytes, adds, sums, pitch)
+            narrow(a, a_pitch, a_part, offsets, k_len, b, b_step, places, adds, sums, pitch, sums_step)
 
     return product
 

@@ -49,32 +49,38 @@ def tile_steps(f, slices, rows):
     return ((slices - 1) * f.block_pixels + rows * f.pitch + _LANES - 1) // _LANES
 
 
+@njit(**DEVICE)
+def _ask_ahead(start, pixel_bytes):
+    """For the pixels behind those that are about to be read."""
+    for pixel in range(_LANES, 2 * _LANES):
+        prefetch(start + pixel * pixel_bytes)
+
+
 @cache
-def _lay_out(vl: int):
+def _lay_out():
     """Compiled-in function: a plane's pixels of up to 32 channels, laid out on zeros at `line`."""
-    i64, data, clear = pointer("i64"), pointer("bf16"), zero_fill("f32")
+    data, clear = pointer("bf16"), zero_fill("f32")
     rows, halves = (convert_rows("bf16", "bf16", _LANES, step) for step in (1, 2))
 
     @njit(**DEVICE)
     def by_channels(to, at, pixel_bytes, width, channels):
         for w in range(0, width, _LANES):
             start = at + w * pixel_bytes
-            for ahead in range(_LANES, 2 * _LANES):
-                prefetch(start + ahead * pixel_bytes)
+            _ask_ahead(start, pixel_bytes)
             rows(to + 2 * _LANES * w, 2 * _LANES, start, pixel_bytes, min(_LANES, width - w), _LANES, 0, channels)
 
     @njit(**DEVICE)
-    def lay_out(f, x, plane, channels, line, pitch_bytes, first_slice, slices, first_row, rows_of_strip):
+    def lay_out(f, x, plane, channels, line, first_slice, slices, first_row, rows_of_strip):
         if f.follows and f.x_c == 1:
             pixels = (slices - 1) * f.block_pixels + rows_of_strip * f.pitch
-            clear(line + 2 * _LANES * pixels, (pitch_bytes // 2 - pixels) * _LANES // 2)
+            clear(line + 2 * _LANES * pixels, (f.line_bytes // 2 - pixels) * _LANES // 2)
         elif f.follows and channels == _LANES:
             pixels = (slices - 1) * f.block_pixels + rows_of_strip * f.pitch
             for c in range(_LANES):
                 end = 2 * pixels // 64 * 64
-                clear(line + c * pitch_bytes + end, (pitch_bytes - end) // 4)
+                clear(line + c * f.line_bytes + end, (f.line_bytes - end) // 4)
         else:
-            clear(line, _LANES * pitch_bytes // 4)
+            clear(line, _LANES * f.line_bytes // 4)
         low_h, low_w = first_row * f.step_h + f.low_h + plane[1], f.low_w + plane[2]
         first, end = max(0, -(low_h // f.step_h)), min(rows_of_strip + f.more_h, -((low_h - f.extent_h) // f.step_h))
         start, stop = max(0, -(low_w // f.step_w)), min(f.count_w + f.more_w, -((low_w - f.extent_w) // f.step_w))
@@ -94,10 +100,11 @@ def _lay_out(vl: int):
                 by_channels(line + 2 * _LANES * place, at, pixel_bytes, height * width, channels)
             elif f.x_c == 1:
                 for h in range(height):
-                    by_channels(line + 2 * _LANES * (place + h * f.pitch), at + h * row_bytes, pixel_bytes, width, channels)
+                    to = line + 2 * _LANES * (place + h * f.pitch)
+                    by_channels(to, at + h * row_bytes, pixel_bytes, width, channels)
             else:
                 for c in range(channels):
-                    to, channel = line + c * pitch_bytes + 2 * place, at + 2 * c * f.x_c
+                    to, channel = line + c * f.line_bytes + 2 * place, at + 2 * c * f.x_c
                     if f.step_w == 1 and width == f.pitch and row_bytes == 2 * width:
                         rows(to, 0, channel, 0, 1, height * width, 0, height * width)
                     elif f.step_w == 1:
@@ -113,19 +120,19 @@ def _lay_out(vl: int):
 
 
 @cache
-def lower_task(vl: int):
+def lower_task():
     """Two tiles of channels of a plane of x, or of dy: index = split * (those of x + those of dy) + number."""
     i64, args_at, params_at, step_at = pointer("i64"), struct(ARGS), struct(PARAMS), struct(STEP)
-    extents, lay_out, clear = strip_extents(), _lay_out(vl), zero_fill("f32")
+    extents, lay_out, clear = strip_extents(), _lay_out(), zero_fill("f32")
     turn_words, turn_out = transpose("f32", "f32", TILE), turn_pairs(TILE)
     move_rows = convert_rows("bf16", "bf16", _LANES, 1)
 
     @njit(**DEVICE)
-    def pair(f, to, line, pitch_bytes, pairs, odd, tiles):
+    def pair(f, to, line, pairs, odd, tiles):
         if f.x_c != 1:
             for tile in range(tiles):
-                of_tile = line + TILE * tile * pitch_bytes
-                turn_words(to + tile * f.c_tile_bytes, 4 * TILE, of_tile + 2 * odd, pitch_bytes, TILE, pairs)
+                of_tile = line + TILE * tile * f.line_bytes
+                turn_words(to + tile * f.c_tile_bytes, 4 * TILE, of_tile + 2 * odd, f.line_bytes, TILE, pairs)
             return
         for q in range(pairs):
             pixel = line + 2 * _LANES * (2 * q + odd)
@@ -150,8 +157,7 @@ def lower_task(vl: int):
                 for h in range(height):
                     for w in range(0, width, _LANES):
                         start = at + 2 * (h * f.y_h + w * f.y_w)
-                        for ahead in range(_LANES, 2 * _LANES):
-                            prefetch(start + 2 * ahead * f.y_w)
+                        _ask_ahead(start, 2 * f.y_w)
                         pixels = min(_LANES, width - w)
                         turn_out(place + 2 * (h * f.pitch + w), f.a_pitch, start, 2 * f.y_w, pixels, filters)
             else:
@@ -180,11 +186,10 @@ def lower_task(vl: int):
         g, first = number % (f.groups * c_pairs) // c_pairs, number % c_pairs * _LANES
         channels, x = min(_LANES, f.c_group - first), a.p0 + 2 * (g * f.c_group + first) * f.x_c
         line, pairs = a.workspace + f.worker_offset + worker * f.worker_bytes, f.reach // 2 + TILE * steps
-        pitch_bytes = (4 * pairs + 2 + 63) // 64 * 64 | 64
-        lay_out(f, x, plane, channels, line, pitch_bytes, first_slice, slices, first_row, rows)
+        lay_out(f, x, plane, channels, line, first_slice, slices, first_row, rows)
         to = strip + (g * f.c_tiles + first // TILE) * f.c_tile_bytes
         for odd in range(2):
             if plane[3 + odd] >= 0:
-                pair(f, to + plane[3 + odd], line, pitch_bytes, pairs, odd, (channels + TILE - 1) // TILE)
+                pair(f, to + plane[3 + odd], line, pairs, odd, (channels + TILE - 1) // TILE)
 
-    return compile_task(lower, (vl,), fastmath=FASTMATH)
+    return compile_task(lower, (), fastmath=FASTMATH)

@@ -30,7 +30,7 @@ from nbdnn.problem_conv import ConvProblem
 _STRIP_SHARE = 0.5  # of the second-level cache, for what is lowered of x and dy
 _TASKS_PER_THREAD = 4
 _MOST_SUMS_BYTES = 16 << 20  # of several splits
-_MOST_BLOCKS = 64  # of sums of a task: they stay in second-level cache beside a strip
+_MOST_UNITS = 128  # of a task, whose sums stay in second-level cache beside a strip
 _LINE_BYTES = 64
 
 PARAMS = record(
@@ -39,8 +39,18 @@ PARAMS = record(
     *("step_d", "step_h", "step_w", "low_h", "low_w", "more_h", "more_w", "groups", "c_group", "k_group"),
     *("slices", "strip_slices", "strip_rows", "strips_h", "strips", "splits", "split_strips"),
     *("pitch", "block_pixels", "follows", "reach", "pairs", "planes", "plane_table"),
-    *("c_tiles", "c_panels", "c_tile_bytes", "k_tiles", "k_panels", "a_pitch", "a_offsets", "a_offset", "shapes"),
-    *("taps", "tap_offsets", "blocks", "chunks", "chunk_blocks", "strip_bytes", "sums_offset", "sums_bytes", "split_bytes"),
+    *("c_tiles", "c_tile_bytes", "k_tiles", "k_panels", "a_pitch", "a_offsets", "a_offset", "shapes"),
+    *(
+        "taps",
+        "units",
+        "unit_places",
+        "chunks",
+        "chunk_units",
+        "strip_bytes",
+        "line_bytes",
+        "sums_offset",
+        "split_bytes",
+    ),
     *("w_k", "w_tap", "no_offset", "read_out", "worker_offset", "worker_bytes"),
 )
 # What a phase finds at `ctx`: where the parameters are, and which strip of each split it is for.
@@ -63,7 +73,8 @@ class Plan:
     """Strips, splits of them whose sums are added at last, and the workspace: a strip of each split, words of x before
     dy, then sums, then what a worker has for itself.
 
-    reaches: of each tap, in the filter's order, (plane, pixels).
+    reaches: of each tap, in the filter's order, (plane, pixels). steps: tiles of 32 pixels of a strip. line_bytes: of a
+    channel of a plane before its pixels are words, of which the last needs a pixel more.
     """
 
     gather: Gather
@@ -80,15 +91,14 @@ class Plan:
     split_strips: int
     steps: int
     c_tiles: int
-    c_panels: int
     k_panels: int
     word_planes: int
     pairs: int
     a_offset: int
     strip_bytes: int
-    chunk_blocks: int
-    sums_bytes: int
+    chunk_units: int
     split_bytes: int
+    line_bytes: int
     worker_bytes: int
 
     @property
@@ -102,8 +112,13 @@ class Plan:
         return ceil(self.gather.h.count / self.strip_rows)
 
     @property
+    def units(self) -> int:
+        """Pairs of a tile of input channels and a tap."""
+        return self.c_tiles * len(self.reaches)
+
+    @property
     def chunks(self) -> int:
-        return ceil(self.c_panels * len(self.reaches) / self.chunk_blocks)
+        return ceil(self.units / self.chunk_units)
 
     @property
     def a_pitch(self) -> int:
@@ -151,14 +166,11 @@ def plan_of(problem: ConvProblem, config: Config, device: Cpu) -> Plan:
     pitch = w.count + columns.more - _shared(w, columns)
     planes, word_planes, reaches = _planes(gather, rows, columns, pitch)
     c_tiles, k_panels = ceil(problem.c // groups / TILE), ceil(problem.k // groups / (TILE * config.mt))
-    c_panels, slices = ceil(c_tiles / config.nt), problem.n * d.count
-
-    taps, wanted = prod(problem.filter), device.threads * _TASKS_PER_THREAD
-    outer, blocks = groups * k_panels * c_panels, taps * c_panels
-    sums_bytes = taps * config.mt * config.nt * TILE_BYTES
+    units, slices, wanted = prod(problem.filter) * c_tiles, problem.n * d.count, device.threads * _TASKS_PER_THREAD
+    sums_bytes = groups * k_panels * config.mt * units * TILE_BYTES
     # What a thread lowers it multiplies itself, from its own caches, where sums for each are not too many.
     lowered = groups * (len(planes) * ceil(c_tiles / 2) + ceil(k_panels * config.mt / 2))
-    splits = max(1, min(max(device.threads, ceil(wanted / lowered)), _MOST_SUMS_BYTES // (outer * sums_bytes)))
+    splits = max(1, min(max(device.threads, ceil(wanted / lowered)), _MOST_SUMS_BYTES // sums_bytes))
 
     pixel_bytes = 2 * TILE * groups * (word_planes * c_tiles + k_panels * config.mt)
     fits_rows = max(1, int(device.l2_bytes * _STRIP_SHARE) // (pixel_bytes * pitch) - rows.more)
@@ -174,9 +186,10 @@ def plan_of(problem: ConvProblem, config: Config, device: Cpu) -> Plan:
     pairs = max(reach for _, reach in reaches) // 2 + TILE * steps
     split_strips = ceil(strips / min(splits, strips))
     splits = ceil(strips / split_strips)
-    chunk_blocks = max(1, min(_MOST_BLOCKS, blocks // ceil(wanted / (splits * groups * k_panels))))
+    chunk_units = min(_MOST_UNITS, units // ceil(wanted / (splits * groups * k_panels)))
     a_offset = own_pages(word_planes * groups * c_tiles * pairs * _LINE_BYTES)
     rows_bytes = _LINE_BYTES * (steps | 1) * groups * k_panels * config.mt * TILE
+    line_bytes = whole_lines(4 * pairs + 2) | _LINE_BYTES
     return Plan(
         gather=gather,
         rows=rows,
@@ -192,22 +205,16 @@ def plan_of(problem: ConvProblem, config: Config, device: Cpu) -> Plan:
         split_strips=split_strips,
         steps=steps,
         c_tiles=c_tiles,
-        c_panels=c_panels,
         k_panels=k_panels,
         word_planes=word_planes,
         pairs=pairs,
         a_offset=a_offset,
         strip_bytes=own_pages(a_offset + rows_bytes),
-        chunk_blocks=chunk_blocks,
-        sums_bytes=sums_bytes,
-        split_bytes=own_pages(outer * sums_bytes),
-        worker_bytes=own_pages(max(line_bytes(pairs) * 2 * TILE, 4 * taps * TILE * config.nt)),
+        chunk_units=max(config.nt, ceil(chunk_units / config.nt) * config.nt),
+        split_bytes=own_pages(sums_bytes),
+        line_bytes=line_bytes,
+        worker_bytes=own_pages(max(line_bytes * 2 * TILE, 4 * TILE * prod(problem.filter))),
     )
-
-
-def line_bytes(pairs: int) -> int:
-    """Of a channel of a plane before its pixels are words: one pixel more than so many words have."""
-    return whole_lines(4 * pairs + 2) | _LINE_BYTES
 
 
 def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -219,9 +226,10 @@ def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.nda
     plane_bytes = problem.groups * plan.c_tiles * c_tile_bytes
     table = np.array(plan.planes, np.int64)
     words = table[:, 3:]
-    tap_offsets = np.array(
+    taps_at = np.array(
         [words[plane, reach % 2] * plane_bytes + reach // 2 * _LINE_BYTES for plane, reach in plan.reaches], np.int64
     )
+    unit_places = (np.arange(plan.c_tiles)[:, None] * c_tile_bytes + taps_at).reshape(-1)
     table[:, 3:] = np.where(words < 0, -1, words * plane_bytes)
     a_offsets = np.arange(plan.steps, dtype=np.int64) * _LINE_BYTES
     shapes, no_offset = tile_shapes(LINE), np.zeros(1, np.int64)
@@ -262,7 +270,6 @@ def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.nda
         planes=len(plan.planes),
         plane_table=table.ctypes.data,
         c_tiles=plan.c_tiles,
-        c_panels=plan.c_panels,
         c_tile_bytes=c_tile_bytes,
         k_tiles=plan.k_panels * config.mt,
         k_panels=plan.k_panels,
@@ -271,13 +278,13 @@ def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.nda
         a_offset=plan.a_offset,
         shapes=shapes.ctypes.data,
         taps=taps,
-        tap_offsets=tap_offsets.ctypes.data,
-        blocks=taps * plan.c_panels,
+        units=plan.units,
+        unit_places=unit_places.ctypes.data,
         chunks=plan.chunks,
-        chunk_blocks=plan.chunk_blocks,
+        chunk_units=plan.chunk_units,
         strip_bytes=plan.strip_bytes,
+        line_bytes=plan.line_bytes,
         sums_offset=plan.sums_offset,
-        sums_bytes=plan.sums_bytes,
         split_bytes=plan.split_bytes,
         w_k=dw.strides[0],
         w_tap=problem.c // problem.groups if problem.w_channels_last or taps == 1 else 0,
@@ -286,7 +293,7 @@ def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.nda
         worker_offset=plan.worker_offset,
         worker_bytes=plan.worker_bytes,
     )
-    return params, [params, table, tap_offsets, a_offsets, shapes, no_offset]
+    return params, [params, table, unit_places, a_offsets, shapes, no_offset]
 
 
 def _of_axis(axis: Axis) -> tuple[tuple[str, int], ...]:

@@ -34,17 +34,9 @@ _MOST_STEP = 4  # of output pixels that are stored as vectors
 PARAMS = record(
     *GATHER_FIELDS,
     *("strips", "strip_rows", "shared", "strip_offset", "strip_bytes", "total_strips", "chunk_panels", "panels"),
-    *("panel_bytes", "packed_offset", "tile_bytes", "shapes", "in_place", "low_d", "low_h", "low_w", "depth_offsets"),
-    *(
-        "row_phase_count",
-        "row_phases",
-        "column_phase_count",
-        "column_phases",
-        "more_rows",
-        "pitch_pixels",
-        "pixel_channels",
-        "plane_bytes",
-    ),
+    *("panel_bytes", "packed_offset", "tap_bytes", "places", "shapes", "in_place", "low_d", "low_h", "low_w"),
+    *("depth_offsets", "row_phase_count", "row_phases", "column_phase_count", "column_phases", "more_rows"),
+    *("pitch_pixels", "pixel_channels", "plane_bytes"),
     *("part_bytes", "k_len", "a_offsets", "out_offsets", "channel_offsets", "kind", "turned", "finished"),
     *("worker_offset", "worker_bytes", "sums_bytes"),
 )
@@ -292,6 +284,7 @@ def parameters(
     geo, plan, gather = layout.geo, layout.plans[number], layout.geo.gathers[number]
     offsets, channels, shapes = _a_offsets(geo, gather, plan, layout), geo.channel_offsets, tile_shapes(layout.depth)
     depth = np.array([offset for _, offset in gather.d.taps], np.int64)
+    places = np.arange(layout.parts * config.nt, dtype=np.int64) * layout.tile_bytes
     row, pixel = gather.h.out_step * geo.out_strides[4], gather.w.out_step * geo.out_strides[5]
     i, j = np.arange(plan.strip_rows)[:, None], np.arange(gather.w.count)
     out_offsets = (i * row + j * pixel).reshape(-1).astype(np.int64)
@@ -310,7 +303,8 @@ def parameters(
         panels=layout.panels,
         panel_bytes=layout.panel_bytes,
         packed_offset=layout.part_offsets[number],
-        tile_bytes=layout.tile_bytes,
+        tap_bytes=places.size * layout.tile_bytes,
+        places=places.ctypes.data,
         shapes=shapes.ctypes.data,
         in_place=int(plan.in_place),
         low_d=gather.d.low,
@@ -337,7 +331,7 @@ def parameters(
         worker_bytes=layout.worker_bytes,
         sums_bytes=config.mt * config.nt * TILE * TILE * 4,
     )
-    return ctx, [offsets, channels, shapes, depth, out_offsets, row_phases, column_phases]
+    return ctx, [offsets, channels, shapes, places, depth, out_offsets, row_phases, column_phases]
 
 
 def lowered_elems(plan: Plan, layout: Layout, gather: Gather) -> int:

@@ -112,7 +112,7 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int, step: int):
                 p = min(first_pixel, pixels - tile_pixels) if f.in_place else first_pixel
                 product(
                     (lanes + TILE - 1) // TILE, low + p * pixel_bytes, pixel_bytes, f.part_bytes, f.a_offsets, f.k_len,
-                    b, f.tile_bytes * parts * nt, f.tile_bytes, 0, sums, row_bytes,
+                    b, f.tap_bytes, f.places, 0, sums, row_bytes, 4 * TILE,
                 )  # fmt: skip
                 finish(
                     sums + (first_pixel - p) * row_bytes, sums + f.sums_bytes, first_pixel, tile_pixels, rows, lanes,
