@@ -10,6 +10,7 @@ from numba import njit
 
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cpu import amx
+from nbdnn.kernels.cpu.amx_plan import layout_of
 from nbdnn.kernels.cpu.cost import fmas_of_step
 from nbdnn.problem import parse
 
@@ -76,3 +77,15 @@ def test_guesses_prefer_tiles_for_bfloat16_and_know_slow_pairs(device):
 
     assert us("bf16", "amx") < us("bf16", "winograd_4x4") < us("bf16", "channel_gemm") < us("bf16", "channel_dot")
     assert us("f16", "amx") > us("f16", "winograd_4x4")
+
+
+@pytest.mark.parametrize("shape", ["n3c64h5w7:k32r1s1:p0x0:u1x1:d1x1", "n3c64d2h5w7:k32t1r1s1:p0x0x0:u1x1x1:d1x1x1"])
+@pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data"])
+def test_interleaved_pixels_of_all_images_are_one_and_read_in_place(device, op, shape):
+    problem = parse(f"{op}:bf16:{shape}:g1:cross:{'ndhwc' if 'd2' in shape else 'nhwc'}")
+    (config,) = registry.candidate(f"{op}/cpu/amx").configs(problem, device)
+    layout = layout_of(problem, config, device)
+    (plan,) = layout.plans
+    assert layout.geo.n == 1
+    assert plan.in_place
+    assert not layout_of(replace(problem, dtype="f16"), config, device).plans[0].in_place

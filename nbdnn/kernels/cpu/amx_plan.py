@@ -138,7 +138,8 @@ def _joined_pixels(problem: ConvProblem) -> Geometry:
         return geo
     d, h, w = (axis.count for axis in gather)
     follows = all(
-        s[3] == h * s[4] and s[0] == d * h * s[4] and s[4] == w * s[5] for s in (geo.in_strides, geo.out_strides)
+        (d == 1 or depth == h * row) and image == d * h * row and row == w * pixel
+        for image, _, _, depth, row, pixel in (geo.in_strides, geo.out_strides)
     )
     if not follows:
         return geo
@@ -250,8 +251,8 @@ def _plan(
 def _reads_in_place(problem: ConvProblem, geo: Geometry, gather: Gather, channels: int) -> bool:
     """Whether the pixels of an image, equally far apart, are read as they lie."""
     _, _, step_c, step_d, step_h, step_w = geo.in_strides
-    follows = step_c == 1 and step_h == gather.w.count * step_w and step_d == gather.h.count * step_h
-    return PARTS[problem.dtype] == 1 and _sees_itself(gather) and follows and channels == geo.c_in
+    follows = step_h == gather.w.count * step_w and (gather.d.count == 1 or step_d == gather.h.count * step_h)
+    return PARTS[problem.dtype] == 1 and step_c == 1 and _sees_itself(gather) and follows and channels == geo.c_in
 
 
 def _a_offsets(geo: Geometry, gather: Gather, plan: Plan, layout: Layout) -> np.ndarray:
