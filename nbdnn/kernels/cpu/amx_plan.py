@@ -36,7 +36,7 @@ PARAMS = record(
     *("strips", "strip_rows", "shared", "strip_offset", "strip_bytes", "total_strips", "chunk_panels", "panels"),
     *("panel_bytes", "packed_offset", "tap_bytes", "places", "shapes", "in_place", "low_d", "low_h", "low_w"),
     *("depth_offsets", "row_phase_count", "row_phases", "column_phase_count", "column_phases", "more_rows"),
-    *("pitch_pixels", "pixel_channels", "plane_bytes"),
+    *("pitch_pixels", "line_pitch", "line_pixels", "pixel_channels", "plane_bytes"),
     *("part_bytes", "k_len", "a_offsets", "out_offsets", "channel_offsets", "kind", "turned", "finished"),
     *("worker_offset", "worker_bytes", "sums_bytes"),
 )
@@ -291,6 +291,9 @@ def parameters(
     out_offsets = (i * row + j * pixel).reshape(-1).astype(np.int64)
     row_phases, column_phases = (np.array(phases.used, np.int64) for phases in (plan.rows, plan.columns))
     turned = pixel_step(geo, gather) > 0
+    # What follows each other in the strip and in the output: a row, or all of the strip.
+    is_line = plan.pitch_pixels == gather.w.count and row == gather.w.count * pixel
+    lines = plan.strip_rows if is_line else 1
     ctx = filled(
         PARAMS,
         **gather_values(problem, geo, gather),
@@ -318,6 +321,8 @@ def parameters(
         column_phases=column_phases.ctypes.data,
         more_rows=plan.rows.more,
         pitch_pixels=plan.pitch_pixels,
+        line_pitch=lines * plan.pitch_pixels,
+        line_pixels=lines * gather.w.count,
         pixel_channels=layout.pixel_channels,
         plane_bytes=plan.plane_bytes,
         part_bytes=plan.part_bytes,

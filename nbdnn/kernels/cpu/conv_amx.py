@@ -59,13 +59,13 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int, step: int):
 
     @njit(**DEVICE)
     def finish(sums, turned, first_pixel, pixels, rows, lanes, out, f, channels, bias, residual, alpha, beta):
-        """Store what of a block's pixels are output: of each row of `pitch_pixels` that it meets, `count` of them."""
+        """Store what of a block's pixels are output: of each line of `line_pitch` that it meets, `count` of them."""
         p, end = first_pixel, min(first_pixel + pixels, rows * f.pitch_pixels)
         while p < end:
-            row, column = p // f.pitch_pixels, p % f.pitch_pixels
-            count = min(f.count_w - column, end - p)
+            line, column = p // f.line_pitch, p % f.line_pitch
+            count = min(f.line_pixels - column, end - p)
             if count > 0:
-                tile, places = sums + (p - first_pixel) * row_bytes, f.out_offsets + 8 * (row * f.count_w + column)
+                tile, places = sums + (p - first_pixel) * row_bytes, f.out_offsets + 8 * (line * f.line_pixels + column)
                 to = out + (i64(places)[0] + i64(channels)[0]) * itemsize
                 pixel_bytes = f.out_step_w * f.out_w * itemsize
                 if f.finished and alpha == 1.0 and f.turned:
@@ -80,7 +80,7 @@ def _multiply_task(dtype: str, mt: int, nt: int, vl: int, step: int):
                 else:
                     flags = (f.activation, bias, 0, 1, residual, f.read_out)
                     store(tile, width, count, lanes, out, places, channels, f.kind, flags, alpha, beta)
-            p = (row + 1) * f.pitch_pixels
+            p = (line + 1) * f.line_pitch
 
     def strip(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
