@@ -26,7 +26,17 @@ from numba import njit
 
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.amx import PARTS, TILE, block_product, configure, products, refused, release, store_rows
+from nbdnn.kernels.cpu.amx import (
+    PARTS,
+    PRODUCT_NS,
+    TILE,
+    block_product,
+    configure,
+    products,
+    refused,
+    release,
+    store_rows,
+)
 from nbdnn.kernels.cpu.amx_lower import lower_strip, lower_task
 from nbdnn.kernels.cpu.amx_pack import pack_phase
 from nbdnn.kernels.cpu.amx_plan import PARAMS, Config, layout_of, lowered_elems, parameters, pixel_step
@@ -40,8 +50,6 @@ from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import pointer, struct
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
-
-_PRODUCT_NS = 9.0  # of two tiles: half of what it took on average on a Xeon 6, as all that is counted in `cost.py`
 
 
 @cache
@@ -146,7 +154,7 @@ class Amx(Candidate[Config, Cpu]):
         geo = layout.geo
         for gather, plan in zip(geo.gathers, layout.plans, strict=True):
             blocks = plan.total_strips * layout.panels * ceil(plan.pixels / (TILE * config.mt))
-            side_ns = blocks * config.mt * config.nt * plan.k_len * products(problem.dtype) * _PRODUCT_NS
+            side_ns = blocks * config.mt * config.nt * plan.k_len * products(problem.dtype) * PRODUCT_NS
             copy_ns = COPY_NS if geo.in_strides[2] == 1 else TURN_NS
             side_ns += blocks * TILE_NS + lowered_elems(plan, layout, gather) * layout.parts * copy_ns
             stored = geo.n * geo.groups * gather.pixels * geo.c_out

@@ -28,7 +28,7 @@ from numba import njit
 
 from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.amx import TILE, TILE_BYTES, block_product, configure, refused, release
+from nbdnn.kernels.cpu.amx import PRODUCT_NS, TILE, TILE_BYTES, block_product, configure, refused, release
 from nbdnn.kernels.cpu.amx_filter_lower import lower_task, strip_extents, tile_steps
 from nbdnn.kernels.cpu.amx_filter_plan import PARAMS, STEP, parameters, plan_of
 from nbdnn.kernels.cpu.amx_plan import Config
@@ -39,8 +39,6 @@ from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.turns import transpose
 from nbdnn.kernels.cpu.vector import filled, pointer, stack, struct
 from nbdnn.problem_conv import ConvProblem
-
-_PRODUCT_NS = 9.0  # of two tiles, as in `conv_amx.py`
 
 
 @cache
@@ -141,7 +139,7 @@ class AmxFilter(Candidate[Config, Cpu]):
         plan = plan_of(problem, config, device)
         groups, rows = problem.groups, problem.groups * plan.k_panels * config.mt
         products = plan.strips * rows * plan.units
-        side_ns = products * (plan.steps * _PRODUCT_NS + 2 * TILE * COPY_NS + TILE_NS / (config.mt * config.nt))
+        side_ns = products * (plan.steps * PRODUCT_NS + 2 * TILE * COPY_NS + TILE_NS / (config.mt * config.nt))
         pixels, in_planes = plan.strips * plan.steps * 2 * TILE, not problem.channels_last
         # A word is written for each pixel of each copy that begins with an even or an odd one.
         lowered = groups * plan.c_tiles * TILE * (len(plan.planes) + plan.word_planes / 2)

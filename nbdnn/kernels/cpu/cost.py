@@ -20,7 +20,7 @@ _CALL_US = 4.0  # a parallel region and its barrier
 _CACHE_SHARE = 0.6  # of the last level
 # What of it is a thread's, at most: chips share hundreds of MB among cores of which a program has a few. Past 300 MB of
 # cache layers of 26 to 51 MB went 1.1 to 1.3 times as fast on two threads, each reading what the one before wrote, and
-# one layer again and again 1.7 times (Xeon).
+# one layer again and again 1.7 times (Emerald Rapids).
 _CACHE_OF_THREAD_BYTES = 16 << 20
 
 # Nanoseconds an element, one thread.
@@ -50,7 +50,8 @@ def kernel_us(
 
 def fmas_of_step(device: Cpu, pairs: bool) -> float:
     """How many multiply-adds of vectors take as long as one step of a reduction, or as one of pairs: one where bfloat16
-    has nothing faster (Zen 4 and 5), and 3.8 on cores with matrix units (Xeon 6: pairs at half the rate of float32)."""
+    has nothing faster (Zen 4 and 5), and 3.8 on cores with matrix units (Emerald Rapids: pairs at half the rate of
+    float32)."""
     return _FMAS_OF_PAIRS if pairs and device.multiplies_tiles else 1.0
 
 

@@ -60,7 +60,7 @@ _args_memory, _lines = stack(128), stack(LINE_BYTES * MOST_WORKERS)
 
 # What a region is guessed to take one thread, of which 4 us are the call: below the first the caller runs it, below the
 # second as well while the others sleep, who come some 10 us later, awake ones within 1. Of 176 random problems these
-# limits lost least: 4 % to the better choice of each while workers are awake, 6 % while they sleep (Xeon, AVX-512).
+# limits lost least: 4 % to the better choice of each while workers are awake, 6 % while they sleep (Emerald Rapids).
 _ALONE_US, _FEW_US = 5.0, 12.0
 # Fewer elements a thread packs for itself sooner than all have packed their part and met (4 to 10 us), and sooner than
 # it reads what a far core has packed.

@@ -7,9 +7,9 @@
 The threads of TBB sleep as soon as they have nothing to do, and waking one takes 10 us and more, between calls that
 take 50; those of OpenMP kill forked children. A worker here looks for the next region some 100 us long, and leaves its
 core to others now and then; then it sleeps. A region costs the caller 1 us while workers are awake: softmax of
-64x1000 takes 29 us instead of 40, batch normalisation of 64x56x56 27 instead of 43 (Xeon, two threads). Nobody waits
-for a worker that sleeps: who comes late finds nothing left, or the region closed. Where another library's threads stay
-awake on the same cores, the team stands back, and Numba's threads run what it would have.
+64x1000 takes 29 us instead of 40, batch normalisation of 64x56x56 27 instead of 43 (Emerald Rapids, two threads).
+Nobody waits for a worker that sleeps: who comes late finds nothing left, or the region closed. Where another library's
+threads stay awake on the same cores, the team stands back, and Numba's threads run what it would have.
 
 Memory of a team, a pair of cache lines each: whether it is taken, and other words of the first line; the state of its
 region; the region's job; and for each worker whether it sleeps, its number, the team's address, and a semaphore. Lines
