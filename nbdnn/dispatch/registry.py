@@ -302,13 +302,20 @@ def _cuda_softmax() -> _Lists:
 
 def _cuda_bn() -> _Lists:
     from nbdnn.cudnn import bn_legacy
-    from nbdnn.kernels.cuda import bn_held, bn_resident, bn_streamed, bn_teams
+    from nbdnn.kernels.cuda import bn_few_rows, bn_held, bn_resident, bn_streamed, bn_teams
 
     return {
-        "bn_train": (bn_held.TRAIN, bn_teams.TRAIN, bn_resident.TRAIN, *bn_legacy.TRAIN, bn_streamed.TRAIN),
-        "bn_infer": (*bn_legacy.INFER, bn_streamed.INFER),
-        "bn_bwd": (bn_held.BWD, bn_teams.BWD, bn_resident.BWD, *bn_legacy.BWD, bn_streamed.BWD),
-        "bn_infer_bwd": (bn_streamed.INFER_BWD,),
+        "bn_train": (
+            bn_few_rows.TRAIN,
+            bn_held.TRAIN,
+            bn_teams.TRAIN,
+            bn_resident.TRAIN,
+            *bn_legacy.TRAIN,
+            bn_streamed.TRAIN,
+        ),
+        "bn_infer": (bn_few_rows.INFER, *bn_legacy.INFER, bn_streamed.INFER),
+        "bn_bwd": (bn_few_rows.BWD, bn_held.BWD, bn_teams.BWD, bn_resident.BWD, *bn_legacy.BWD, bn_streamed.BWD),
+        "bn_infer_bwd": (bn_few_rows.INFER_BWD, bn_streamed.INFER_BWD),
     }
 
 

@@ -24,6 +24,10 @@ pytestmark = pytest.mark.usefixtures("numba_cuda")
 
 # Vectors of 16 bytes and of one element, lanes that are one channel and that are several, with all that is written.
 KERNELS = (
+    ("bn_train:f32:n7c64h28w28:per-activation:nchw:run", "few_rows"),
+    ("bn_bwd:bf16:n32c64h28w28:per-activation:nhwc:pf32", "few_rows"),
+    ("bn_infer_bwd:f64:n3c5h5w7:per-activation:nchw", "few_rows"),
+    ("bn_infer:f16:n3c6h5w7:per-activation:nchw", "few_rows"),
     ("bn_train:f32:n32c256h56w56:spatial:nchw", "held"),
     ("bn_bwd:bf16:n4096c4096h1w1:per-activation:nchw:pf32", "held"),
     ("bn_train:f16:n3c5h5w7:spatial:nchw:run", "held"),
@@ -211,6 +215,30 @@ def test_blocks_that_take_a_part(text: str, monkeypatch: pytest.MonkeyPatch) -> 
         given = values(problem, "normal")
         config = bn_streamed.Streamed(columns, chunk_kib)
         emulated.assert_near(candidate, problem, config, given, H200, block, problem.scalars)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bn_train:f32:n1c5h5w7:per-activation:nchw",
+        "bn_train:f32:n9c8h5w4:per-activation:nchw:run",
+        "bn_train:bf16:n33c4h3w7:per-activation:nhwc:pf32:run",
+        "bn_infer:f16:n3c6h5w7:per-activation:nchw",
+        "bn_infer:f32:n18c200h1w1:spatial:nchw",
+        "bn_bwd:f32:n8c5h4w7:per-activation:nchw",
+        "bn_bwd:bf16:n40c6h3w5:per-activation:nchw:pf32",
+        "bn_infer_bwd:bf16:n5c12d2h3w3:per-activation:ncdhw",
+        "bn_infer_bwd:f32:n21c8h3w1:per-activation:nhwc",
+        "bn_bwd:f16:n6c20h2w3:spatial:nhwc",
+    ],
+)
+def test_threads_that_have_all_rows_of_their_channels(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many rows as a thread asks for at once, fewer, and several times as many."""
+    block = emulated_ptx.install(monkeypatch)
+    problem = parse(text)
+    candidate = registry.candidate(f"{problem.op}/numba/few_rows")
+    for config in candidate.configs(problem, H200):
+        emulated.assert_near(candidate, problem, config, values(problem, "normal"), H200, block, problem.scalars)
 
 
 @pytest.mark.parametrize(
