@@ -190,13 +190,13 @@ def _kernel(*specialised_on):
     return match_tiles, (data, data, data, data, *integers)
 
 
-def _guess_us(problem: PoolProblem, cost: Cost, device: Gpu) -> float:
+def _guess_us(problem: PoolProblem, cost: Cost, v: Variant, device: Gpu) -> float:
     """Microseconds of a tile: a GPU that is half empty takes as long as one that is just full."""
-    *_, target = problem.operands
-    threads = target.size_elems / cost.outputs
+    b = _blocks(problem, v)
+    threads = problem.n * problem.c / v.tile.lanes * b.tiles_d * b.tiles_h * b.tiles_w
     waves = threads / (_RESIDENT * device.sms)
     waiting = min(1 / waves, max(_FEW_WAIT, _LEAST_WAIT / waves))
-    instructions = target.size_elems * cost.instructions * (1 + waiting)
+    instructions = threads * cost.outputs * cost.instructions * (1 + waiting)
     finds = problem.is_max and problem.op == "pool_bwd"
     per_clock = _OF_MAXIMA_GRADIENTS if finds else _INSTRUCTIONS_PER_CLOCK_AND_SM
     issue_s = instructions / (per_clock * device.sms * device.clock_hz)
@@ -287,14 +287,14 @@ class Window(LaunchedCandidate[Tile]):
         return YES
 
     def configs(self, problem: PoolProblem, device: Gpu) -> tuple[Tile, ...]:
-        every = sorted(variants(problem), key=lambda each: _guess_us(problem, each[0], device))
+        every = sorted(variants(problem), key=lambda each: _guess_us(problem, *each, device))
         tiles = [v.tile for _, v in every]
         reading, others = [tile for tile in tiles if tile.reads_y], [tile for tile in tiles if not tile.reads_y]
         chosen = {*reading[:_CONFIGS], *others[: _CONFIGS_BESIDE if reading else _CONFIGS]}
         return tuple(tile for tile in tiles if tile in chosen)
 
     def estimate(self, problem: PoolProblem, config: Tile, device: Gpu) -> float:
-        return _guess_us(problem, next(cost for cost, v in variants(problem) if v.tile == config), device)
+        return _guess_us(problem, *next(each for each in variants(problem) if each[1].tile == config), device)
 
     def launches(self, problem: PoolProblem, config: Tile, device: Gpu) -> list[Launch]:
         cost, v = next(each for each in variants(problem) if each[1].tile == config)
