@@ -1,7 +1,7 @@
 """Lowering for filter gradients on matrix units: dy with pixels side by side, x as words of two pixels.
 
     rows[k, p] = dy[k, p]                                            p: a strip's pixels, `amx_filter_plan.py`
-    words[plane, odd, tile of 16 channels, q, c] = plane[c, 2q + odd], plane[c, 2q + odd + 1]
+    words[copy, group, tile of 16 channels, q, c] = plane[c, 2q + odd], plane[c, 2q + odd + 1]    copy: (plane, odd)
 
 Channels of a plane of x are first laid out as their layout has them, zeros between, then paired. Two tiles of channels
 are lowered at a time: interleaved, they are a cache line of each pixel.

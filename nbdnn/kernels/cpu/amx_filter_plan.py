@@ -29,7 +29,8 @@ from nbdnn.problem_conv import ConvProblem
 
 _STRIP_SHARE = 0.5  # of the second-level cache, for what is lowered of x and dy
 _TASKS_PER_THREAD = 4
-_MOST_SUMS_BYTES = 16 << 20  # of several splits
+_MOST_SUMS_BYTES, _MOST_STRIPS_BYTES = 16 << 20, 64 << 20  # of several splits
+_LEAST_PIXELS = 256  # of a strip that is not made smaller for the sake of more splits
 _MOST_UNITS = 128  # of a task, whose sums stay in second-level cache beside a strip
 _LINE_BYTES = 64
 
@@ -38,7 +39,7 @@ PARAMS = record(
     *("y_n", "y_k", "y_d", "y_h", "y_w", "count_d", "count_h", "count_w"),
     *("step_d", "step_h", "step_w", "low_h", "low_w", "more_h", "more_w", "groups", "c_group", "k_group"),
     *("slices", "strip_slices", "strip_rows", "strips_h", "strips", "splits", "split_strips"),
-    *("pitch", "block_pixels", "follows", "reach", "pairs", "planes", "plane_table"),
+    *("pitch", "block_pixels", "follows", "reach", "planes", "plane_table"),
     *("c_tiles", "c_tile_bytes", "k_tiles", "k_panels", "a_pitch", "a_offsets", "a_offset", "shapes"),
     *(
         "taps",
@@ -58,8 +59,8 @@ STEP = record("params", "strip")
 
 
 class Plane(NamedTuple):
-    """A lowered plane of x: offset in depth, phases of rows and columns, and the number of its words that begin with
-    even and odd pixels, or -1 where no tap reads those. A row of the table that kernels read."""
+    """A lowered plane of x: offset in depth, phases of rows and columns, and which ones of all copies in words are its
+    own, whose words begin with even and with odd pixels; -1 where no tap reads these."""
 
     depth: int
     row: int
@@ -74,7 +75,8 @@ class Plan:
     dy, then sums, then what a worker has for itself.
 
     reaches: of each tap, in the filter's order, (plane, pixels). steps: tiles of 32 pixels of a strip. line_bytes: of a
-    channel of a plane before its pixels are words, of which the last needs a pixel more.
+    channel of a plane before its pixels are words, of which the last needs a pixel more. a_pitch: bytes from one output
+    channel of dy to the next, of which no 16 are in the same set of a cache; behind an odd last pixel is one of zeros.
     """
 
     gather: Gather
@@ -94,6 +96,7 @@ class Plan:
     k_panels: int
     word_planes: int
     pairs: int
+    a_pitch: int
     a_offset: int
     strip_bytes: int
     chunk_units: int
@@ -119,11 +122,6 @@ class Plan:
     @property
     def chunks(self) -> int:
         return ceil(self.units / self.chunk_units)
-
-    @property
-    def a_pitch(self) -> int:
-        """Bytes from one output channel of dy to the next: of 16 no two on the same lines of a cache."""
-        return _LINE_BYTES * (self.steps | 1)
 
     @property
     def sums_offset(self) -> int:
@@ -178,17 +176,19 @@ def plan_of(problem: ConvProblem, config: Config, device: Cpu) -> Plan:
     if fits_rows < h.count:
         strip_slices, strip_rows = 1, ceil(h.count / ceil(h.count / fits_rows))
     else:
-        most = 1 + (fits_rows - h.count) // block_rows
+        most, pieces = 1 + (fits_rows - h.count) // block_rows, max(1, h.count * pitch // _LEAST_PIXELS)
         strips = ceil(ceil(slices / most) / splits) * splits
-        strip_slices, strip_rows = ceil(slices / strips), h.count
+        strip_slices, strip_rows = ceil(slices / strips), ceil(h.count / min(pieces, ceil(splits / slices)))
     strips = ceil(slices / strip_slices) * ceil(h.count / strip_rows)
     steps = ceil(((strip_slices - 1) * block_rows + strip_rows) * pitch / LINE)
     pairs = max(reach for _, reach in reaches) // 2 + TILE * steps
-    split_strips = ceil(strips / min(splits, strips))
+    a_pitch = _LINE_BYTES * ((steps + 1) | 1)
+    a_offset = own_pages(word_planes * groups * c_tiles * pairs * _LINE_BYTES)
+    strip_bytes = own_pages(a_offset + a_pitch * groups * k_panels * config.mt * TILE)
+    splits = min(splits, strips, max(1, _MOST_STRIPS_BYTES // strip_bytes))
+    split_strips = ceil(strips / splits)
     splits = ceil(strips / split_strips)
     chunk_units = min(_MOST_UNITS, units // ceil(wanted / (splits * groups * k_panels)))
-    a_offset = own_pages(word_planes * groups * c_tiles * pairs * _LINE_BYTES)
-    rows_bytes = _LINE_BYTES * (steps | 1) * groups * k_panels * config.mt * TILE
     line_bytes = whole_lines(4 * pairs + 2) | _LINE_BYTES
     return Plan(
         gather=gather,
@@ -208,8 +208,9 @@ def plan_of(problem: ConvProblem, config: Config, device: Cpu) -> Plan:
         k_panels=k_panels,
         word_planes=word_planes,
         pairs=pairs,
+        a_pitch=a_pitch,
         a_offset=a_offset,
-        strip_bytes=own_pages(a_offset + rows_bytes),
+        strip_bytes=strip_bytes,
         chunk_units=max(config.nt, ceil(chunk_units / config.nt) * config.nt),
         split_bytes=own_pages(sums_bytes),
         line_bytes=line_bytes,
@@ -235,9 +236,10 @@ def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.nda
     shapes, no_offset = tile_shapes(LINE), np.zeros(1, np.int64)
     axes = zip("dhw", gather, strict=True)
     extents = {f"{field}_{name}": value for name, axis in axes for field, value in _of_axis(axis)}
+    same = {name: getattr(plan, name) for name in PARAMS.names or () if name != "planes" and hasattr(plan, name)}
     params = filled(
         PARAMS,
-        **extents,
+        **same | extents,
         x_n=x_n,
         x_c=x_c,
         x_d=x_d,
@@ -256,42 +258,19 @@ def parameters(problem: ConvProblem, config: Config, plan: Plan) -> tuple[np.nda
         c_group=problem.c // problem.groups,
         k_group=problem.k // problem.groups,
         slices=problem.n * gather.d.count,
-        strip_slices=plan.strip_slices,
-        strip_rows=plan.strip_rows,
-        strips_h=plan.strips_h,
-        strips=plan.strips,
-        splits=plan.splits,
-        split_strips=plan.split_strips,
-        pitch=plan.pitch,
-        block_pixels=plan.block_pixels,
-        follows=int(plan.follows),
         reach=max(reach for _, reach in plan.reaches),
-        pairs=plan.pairs,
         planes=len(plan.planes),
         plane_table=table.ctypes.data,
-        c_tiles=plan.c_tiles,
         c_tile_bytes=c_tile_bytes,
         k_tiles=plan.k_panels * config.mt,
-        k_panels=plan.k_panels,
-        a_pitch=plan.a_pitch,
         a_offsets=a_offsets.ctypes.data,
-        a_offset=plan.a_offset,
         shapes=shapes.ctypes.data,
         taps=taps,
-        units=plan.units,
         unit_places=unit_places.ctypes.data,
-        chunks=plan.chunks,
-        chunk_units=plan.chunk_units,
-        strip_bytes=plan.strip_bytes,
-        line_bytes=plan.line_bytes,
-        sums_offset=plan.sums_offset,
-        split_bytes=plan.split_bytes,
         w_k=dw.strides[0],
         w_tap=problem.c // problem.groups if problem.w_channels_last or taps == 1 else 0,
         no_offset=no_offset.ctypes.data,
         read_out=int("beta" in problem.epilogue),
-        worker_offset=plan.worker_offset,
-        worker_bytes=plan.worker_bytes,
     )
     return params, [params, table, unit_places, a_offsets, shapes, no_offset]
 

@@ -34,7 +34,7 @@ _MOST_STEP = 4  # of output pixels that are stored as vectors
 PARAMS = record(
     *GATHER_FIELDS,
     *("strips", "strip_rows", "shared", "strip_offset", "strip_bytes", "total_strips", "chunk_panels", "panels"),
-    *("panel_bytes", "packed_offset", "tap_bytes", "places", "shapes", "in_place", "low_d", "low_h", "low_w"),
+    *("panel_bytes", "packed_offset", "tap_bytes", "places", "shapes", "in_place", "low_h", "low_w"),
     *("depth_offsets", "row_phase_count", "row_phases", "column_phase_count", "column_phases", "more_rows"),
     *("pitch_pixels", "line_pitch", "line_pixels", "pixel_channels", "plane_bytes"),
     *("part_bytes", "k_len", "a_offsets", "out_offsets", "channel_offsets", "kind", "turned", "finished"),
@@ -44,7 +44,7 @@ PARAMS = record(
 
 @dataclass(frozen=True)
 class Config:
-    """mt x nt tiles of sums: 16 pixels by 16 output channels each."""
+    """mt x nt tiles of sums, each of 16 pixels by 16 output channels; of a filter's gradient 16 of these by a unit."""
 
     mt: int
     nt: int
@@ -311,7 +311,6 @@ def parameters(
         places=places.ctypes.data,
         shapes=shapes.ctypes.data,
         in_place=int(plan.in_place),
-        low_d=gather.d.low,
         low_h=gather.h.low,
         low_w=gather.w.low,
         depth_offsets=depth.ctypes.data,

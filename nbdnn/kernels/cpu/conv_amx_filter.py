@@ -14,15 +14,15 @@ cache; the sums of dw stay in the workspace. Each worker has a run of strips (a 
 last in fixed order, where these are not too many; else all work on the same strip. Who does what decides nothing about
 the result.
 
-Traffic: x and dy once; of a strip, from cache, words of x once a tap and panel of 32 k, rows of dy once for two units;
-the sums twice a strip. Accumulates in float32. Numbers and sums below 2^-126 count as 0, and an infinity or NaN of x
-also reaches taps that meet it between two rows of dy, where this is 0. Source: own.
+Traffic: x and dy once; of a strip, from cache, words of x once a tap and panel of mt * 16 k, rows of dy once for nt
+units; the sums twice a strip. Accumulates in float32. Numbers and sums below 2^-126 count as 0, and an infinity or NaN
+of x also reaches taps that meet it between two rows of dy, where this is 0. Source: own.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from math import ceil, prod
+from math import ceil
 
 from numba import njit
 
@@ -30,7 +30,7 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.amx import PRODUCT_NS, TILE, TILE_BYTES, block_product, configure, refused, release
 from nbdnn.kernels.cpu.amx_filter_lower import lower_task, strip_extents, tile_steps
-from nbdnn.kernels.cpu.amx_filter_plan import PARAMS, STEP, parameters, plan_of
+from nbdnn.kernels.cpu.amx_filter_plan import PARAMS, STEP, Plan, parameters, plan_of
 from nbdnn.kernels.cpu.amx_plan import Config
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
@@ -127,8 +127,6 @@ class AmxFilter(Candidate[Config, Cpu]):
         return Support(False, reason) if reason else YES
 
     def configs(self, problem: ConvProblem, device: Cpu) -> tuple[Config, ...]:
-        if problem.c // problem.groups <= TILE and prod(problem.filter) == 1:
-            return (Config(4, 1),)
         return (Config(1, 4) if problem.k // problem.groups <= TILE else Config(2, 2),)
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Cpu) -> int:
@@ -139,28 +137,34 @@ class AmxFilter(Candidate[Config, Cpu]):
         plan = plan_of(problem, config, device)
         groups, rows = problem.groups, problem.groups * plan.k_panels * config.mt
         products = plan.strips * rows * plan.units
-        side_ns = products * (plan.steps * PRODUCT_NS + 2 * TILE * COPY_NS + TILE_NS / (config.mt * config.nt))
+        products_ns = products * (plan.steps * PRODUCT_NS + 2 * TILE * COPY_NS + TILE_NS / (config.mt * config.nt))
         pixels, in_planes = plan.strips * plan.steps * 2 * TILE, not problem.channels_last
-        # A word is written for each pixel of each copy that begins with an even or an odd one.
+        # A word is written for each pixel of each copy that begins with an even or an odd one, those between taps too.
         lowered = groups * plan.c_tiles * TILE * (len(plan.planes) + plan.word_planes / 2)
-        side_ns += pixels * lowered * (TURN_NS / 2 if in_planes else COPY_NS)
-        side_ns += pixels * rows * TILE * (COPY_NS if in_planes else TURN_NS / 2)
-        side_ns += rows * TILE * TILE * plan.units * (TURN_NS + plan.splits * COPY_NS)
+        lowered *= plan.pairs / (plan.steps * TILE)
+        lowered_ns = pixels * lowered * (TURN_NS / 2 if in_planes else COPY_NS)
+        lowered_ns += pixels * rows * TILE * (COPY_NS if in_planes else TURN_NS / 2)
+        products_ns += rows * TILE * TILE * plan.units * (TURN_NS + plan.splits * COPY_NS)
+        us = kernel_us(device, 0, lowered_ns, plan.splits * _lowered(problem, plan, config), plan.split_strips)
         tasks = plan.splits * groups * plan.k_panels * plan.chunks
-        return kernel_us(device, 0, side_ns, tasks, 2 * plan.split_strips + 1)
+        return us + kernel_us(device, 0, products_ns, tasks, plan.split_strips + 1)
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:
         plan = plan_of(problem, config, device)
         params, keep = parameters(problem, config, plan)
         vl, panels = device.lanes("f32"), problem.groups * plan.k_panels
-        lowered = problem.groups * (len(plan.planes) * ceil(plan.c_tiles / 2) + ceil(plan.k_panels * config.mt / 2))
         phases = []
         steps = [filled(STEP, params=params.ctypes.data, strip=strip) for strip in range(plan.split_strips)]
         for step in steps:
-            phases.append(Phase(lower_task(), plan.splits * lowered, step))
+            phases.append(Phase(lower_task(), plan.splits * _lowered(problem, plan, config), step))
             phases.append(Phase(_multiply_task(config.mt, config.nt), plan.splits * panels * plan.chunks, step))
         phases.append(Phase(_store_task(config.mt, vl), panels * plan.c_tiles, steps[0]))
         return Program(phases, keep)
+
+
+def _lowered(problem: ConvProblem, plan: Plan, config: Config) -> int:
+    """Tasks that lower a strip."""
+    return problem.groups * (len(plan.planes) * ceil(plan.c_tiles / 2) + ceil(plan.k_panels * config.mt / 2))
 
 
 BWD_FILTER = AmxFilter()

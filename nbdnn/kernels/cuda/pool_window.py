@@ -287,14 +287,15 @@ class Window(LaunchedCandidate[Tile]):
         return YES
 
     def configs(self, problem: PoolProblem, device: Gpu) -> tuple[Tile, ...]:
-        every = sorted(variants(problem), key=lambda each: _guess_us(problem, *each, device))
+        every = sorted(variants(problem), key=lambda each: _guess_us(problem, each[0], each[1], device))
         tiles = [v.tile for _, v in every]
         reading, others = [tile for tile in tiles if tile.reads_y], [tile for tile in tiles if not tile.reads_y]
         chosen = {*reading[:_CONFIGS], *others[: _CONFIGS_BESIDE if reading else _CONFIGS]}
         return tuple(tile for tile in tiles if tile in chosen)
 
     def estimate(self, problem: PoolProblem, config: Tile, device: Gpu) -> float:
-        return _guess_us(problem, *next(each for each in variants(problem) if each[1].tile == config), device)
+        cost, v = next(each for each in variants(problem) if each[1].tile == config)
+        return _guess_us(problem, cost, v, device)
 
     def launches(self, problem: PoolProblem, config: Tile, device: Gpu) -> list[Launch]:
         cost, v = next(each for each in variants(problem) if each[1].tile == config)
