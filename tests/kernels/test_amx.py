@@ -9,7 +9,7 @@ import pytest
 from numba import njit
 
 from nbdnn.dispatch import registry
-from nbdnn.kernels.cpu import amx
+from nbdnn.kernels.cpu import amx, peaks
 from nbdnn.kernels.cpu.amx_plan import layout_of
 from nbdnn.kernels.cpu.cost import fmas_of_step
 from nbdnn.problem import parse
@@ -77,6 +77,11 @@ def test_guesses_prefer_tiles_for_bfloat16_and_know_slow_pairs(device):
 
     assert us("bf16", "amx") < us("bf16", "winograd_4x4") < us("bf16", "channel_gemm") < us("bf16", "channel_dot")
     assert us("f16", "amx") > us("f16", "winograd_4x4")
+
+
+def test_a_floor_counts_on_tiles_where_there_are_any(device):
+    if device.multiplies_tiles:
+        assert peaks.tile_flops_per_s(device) > 4 * peaks.measured(device, "f32").flops_per_s
 
 
 @pytest.mark.parametrize("shape", ["n3c64h5w7:k32r1s1:p0x0:u1x1:d1x1", "n3c64d2h5w7:k32t1r1s1:p0x0x0:u1x1x1:d1x1x1"])

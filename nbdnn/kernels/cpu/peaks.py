@@ -62,7 +62,8 @@ def tile_flops_per_s(device: Cpu) -> float:
     tasks = device.threads * _TASKS_A_THREAD
     operands = np.zeros((2 + 2 * _TILE_STEPS) * TILE_BYTES + _TILE_ALIGN, np.uint8)
     sums = np.zeros(device.threads * 4 * TILE_BYTES + _TILE_ALIGN, np.uint8)
-    shapes, offsets = tile_shapes(LINE), np.zeros(_TILE_STEPS, np.int64)
+    shapes = tile_shapes(LINE)
+    offsets = np.array([*[0] * _TILE_STEPS, 0, TILE_BYTES], np.int64)  # of each step of A; of the two tiles of B
     pointers = *(-(-each.ctypes.data // _TILE_ALIGN) * _TILE_ALIGN for each in (operands, sums)), shapes.ctypes.data
     burn = Program([Phase(_tiles_task(), tasks, offsets)])
     return 2.0 * (2 * TILE) ** 2 * LINE * _TILE_STEPS * _TILE_BLOCKS * tasks / _best(burn, pointers)
@@ -78,7 +79,10 @@ def _tiles_task():
         configure(shapes)
         for _ in range(_TILE_BLOCKS):
             b = operands + 2 * TILE_BYTES
-            product(2, operands, 2 * LINE, 0, ctx, _TILE_STEPS, b, TILE_BYTES, sums, 8 * TILE)
+            product(
+                2, operands, 2 * LINE, 0, ctx, _TILE_STEPS, b, 2 * TILE_BYTES, ctx + 8 * _TILE_STEPS, 0,
+                sums, 8 * TILE, 4 * TILE,
+            )  # fmt: skip
         release()
 
     return compile_task(burn_tiles, ())
