@@ -30,21 +30,21 @@ from nbdnn.problem_bn import BnProblem
 _CLUSTERS, _THREADS = (1, 2, 4, 8), 256
 _MIN_BLOCKS = 4  # of a multiprocessor's 65536 registers, 64 a thread
 _SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
-# Fitted to 80 problems on an H200: a launch with its sums, more of them in clusters; what starts one of k blocks, k
+# Fitted to 276 problems on an H200: a launch with its sums, more of them in clusters; what starts one of k blocks, k
 # squared times, of which others that copy meanwhile leave a share; how much longer copies take where a multiprocessor
 # has one block, or two: while one sums, nothing is read.
-_LAUNCH_US, _TOGETHER_US, _CLUSTER_US, _SHARE_OF_START = 4.0, 0.5, 0.3e-3, 0.3
-_ALONE = {1: 1.3, 2: 1.05}
-_BLOCK_LANE_US = 9e-4  # of a lane of channels of a block, however few its rows are
-# What a thread does with each of its vectors of channels, while nobody has as many (seen with 6 to 49 of 64 to 1280
-# channels of 7x7 and 14x14).
-_SLOT_US = {"bn_train": 0.2, "bn_bwd": 0.26}
+_LAUNCH_US, _TOGETHER_US, _CLUSTER_US, _SHARE_OF_START = 4.0, 0.35, 0.33e-3, 0.25
+_ALONE = {1: 1.4, 2: 1.05}
+_BLOCK_LANE_US = 0.33e-3  # of a lane of channels of a block, however few its rows are
+# What a thread does with each of its vectors, however few others have as many: of a channel, by the bytes of a vector;
+# of several channels.
+_SLOT_US = {2: 0.145, 4: 0.05, 8: 0.05, 16: 0.085}
+_SLOT_OF_CHANNELS_US, _NARROW_SLOT_US = {"bn_train": 0.15, "bn_bwd": 0.22}, 0.28
+_NARROW_BYTES = 4
 _SHARE_OF_COPY = 0.85
 # Of the copy rate, by the bytes of a row that lie side by side.
 _SHARE_OF_WIDTH = {64: 0.9, 32: 0.7, 16: 0.5, 8: 0.3, 4: 0.2, 2: 0.1}
-_SHARE_OF_EIGHT = 0.85  # of vectors of eight channels, each of which has its own sums
-# Bytes of a multiprocessor that must be on their way, for the memory to be busy.
-_IN_FLIGHT_BYTES = 40 << 10
+_SHARE_OF_EIGHT = 0.88  # of vectors of eight channels, each of which has its own sums
 _SLOTS_IN_PARTS = 12  # of a thread: from so many on it adds up a third of them while the others come
 _MOST_CONFIGS = 5
 
@@ -178,16 +178,18 @@ class HeldInShared(LaunchedCandidate[Held]):
         walk = _walk(problem, v)
         blocks = walk.slabs * config.cluster
         of_sm = max(1, min((shared_bytes(device) + _SYSTEM_BYTES) // block_bytes, _MIN_BLOCKS))
-        resident = min(blocks, device.sms * of_sm)
-        rate = copy_bytes_per_s(device) * min(_SHARE_OF_COPY, resident * block_bytes / (device.sms * _IN_FLIGHT_BYTES))
-        if not v.planar:
+        rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
+        if v.planar:
+            begun_us, slot_us = 0.0, _SLOT_US[problem.vector_bytes]
+        else:
             rate *= _SHARE_OF_WIDTH.get(config.columns * problem.vector_bytes, 1.0)
             rate *= _SHARE_OF_EIGHT if v.lanes == 8 else 1.0
+            begun_us, slot_us = blocks * v.lanes * _BLOCK_LANE_US, _SLOT_OF_CHANNELS_US[self.op]
+            slot_us = max(slot_us, _NARROW_SLOT_US if problem.vector_bytes <= _NARROW_BYTES else 0.0)
         is_cluster = config.cluster > 1
         start_us = _CLUSTER_US * blocks * config.cluster if is_cluster else 0.0
-        begun_us = 0.0 if v.planar else blocks * v.lanes * _BLOCK_LANE_US
-        waited_us = 0.0 if v.planar else walk.slots * _SLOT_US[self.op]
-        moved_us = max(_ALONE.get(of_sm, 1.0) * problem.min_bytes / rate * 1e6, begun_us, waited_us)
+        copied_us = _ALONE.get(of_sm, 1.0) * problem.min_bytes / rate * 1e6
+        moved_us = max(copied_us, begun_us, walk.slots * slot_us)
         busy_us = max(moved_us, start_us) + _SHARE_OF_START * min(moved_us, start_us)
         return _LAUNCH_US + (_TOGETHER_US if is_cluster else 0.0) + busy_us
 

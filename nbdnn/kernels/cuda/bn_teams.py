@@ -34,8 +34,10 @@ from nbdnn.problem_bn import BnProblem
 _RESIDENT_THREADS, _RESIDENT_THREADS_WIDE, _RESIDENT_THREADS_F64 = 1024, 768, 512
 _RESIDENT_BLOCKS = (2, 4, 3)
 _SYSTEM_BYTES = 1 << 10  # of the shared memory of every block
-# Fitted to 80 problems on an H200. Of a slab: its barrier and sums, and those of each block of the team.
-_LAUNCH_US, _SLAB_US, _PART_US, _SHARE_OF_COPY = 5.0, 1.0, 0.06, 0.92
+# Fitted to 276 problems on an H200. Of a slab: its barrier and sums, and those of each block of the team; and what a
+# thread does with each of its vectors, however few others have as many, of 2 bytes and of more.
+_LAUNCH_US, _SLAB_US, _PART_US, _SHARE_OF_COPY = 5.2, 1.3, 0.06, 0.92
+_HALF_US, _SLOT_US = 0.2, 0.04
 _USED = 0.3  # a power of the share of blocks that have rows in the last turn: others have the memory to themselves
 # Of the copy rate, by the bytes of a row that lie side by side.
 _SHARE_OF_WIDTH = {128: 0.78, 64: 0.74, 32: 0.55, 16: 0.4, 8: 0.25, 4: 0.15, 2: 0.1}
@@ -184,7 +186,8 @@ class InTeams(LaunchedCandidate[Teams]):
         if not v.planar:
             rate *= _SHARE_OF_WIDTH.get(config.columns * problem.vector_bytes, 1.0)
         waited_us = turns * (_SLAB_US + config.team * _PART_US)
-        return _LAUNCH_US + waited_us + problem.min_bytes / rate * 1e6
+        slot_us = _HALF_US if problem.vector_bytes == 2 else _SLOT_US
+        return _LAUNCH_US + waited_us + max(problem.min_bytes / rate * 1e6, turns * walk.slots * slot_us)
 
     def workspace_bytes(self, problem: BnProblem, config: Teams, device: Gpu) -> int:
         walk = _walk(problem, _variant(problem, config), config)
