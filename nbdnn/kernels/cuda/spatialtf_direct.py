@@ -50,6 +50,9 @@ _MOST_GRID = 65535  # of the grid's second axis
 _VECTOR_BYTES, _MOST_ROWS = 16, 4
 _LAUNCH_US, _OVER_COPY = 3.0, 1.3
 _VECTOR_US = 0.22  # of a thread's vector of channels, one after the other
+# Of a million outputs whose channels come one by one: where each is, by a map or a grid; and of each of its channels.
+_PLACE_US, _PLACE_OF_GRID_US, _CHANNEL_US = 5.0, 13.0, 2.0
+_SHARE_OF_LESS = 0.3  # of what takes less, beside what takes most
 
 
 class Config(NamedTuple):
@@ -210,8 +213,13 @@ class Direct(LaunchedCandidate[Config]):
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         moved_us = _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device) * 1e6
-        wait_us = waited_us(problem, config, problem.positions, vector_lanes(problem), _VECTOR_US, device)
-        return _LAUNCH_US + max(moved_us, wait_us)
+        lanes = vector_lanes(problem)
+        wait_us = waited_us(problem, config, problem.positions, lanes, _VECTOR_US, device)
+        if lanes == 1:
+            place_us = _PLACE_US if problem.is_affine else _PLACE_OF_GRID_US
+            of_output_us = config.threads * place_us + problem.c * _CHANNEL_US
+            wait_us = max(wait_us, problem.n * problem.positions * 1e-6 * of_output_us)
+        return _LAUNCH_US + max(moved_us, wait_us) + _SHARE_OF_LESS * min(moved_us, wait_us)
 
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
         one_wave = problem.c == 1 and problem.n * problem.positions <= _RESIDENT_THREADS * device.sms

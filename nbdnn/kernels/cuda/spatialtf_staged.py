@@ -38,7 +38,12 @@ _BOXES = {32: (3072, 4096, 6144), 48: (4096, 6144), 56: (4096, 6144), 64: (4096,
 _SHARED_OF_SM, _SHARED_OF_BLOCK = 220 << 10, 2048  # of a block beside its boxes
 _IN_TURN = 8  # blocks that a multiprocessor shall have, one after the other
 _MOST_GRID = 65535  # of the grid's second axis
-_LAUNCH_US, _OVER_COPY, _PER_COPIED, _ONE_BY_ONE, _TURNED = 3.0, 1.15, 0.1, 1.6, 1.3
+_LAUNCH_US, _OVER_COPY, _PER_COPIED, _TURNED = 4.5, 1.15, 0.1, 1.3
+_ONE_BY_ONE, _ONE_BY_ONE_OF_GRID = 1.6, 3.0
+_CHANNEL_US = 2.5  # of a million outputs of one channel
+# Of an image's extent, how much further neighbours of a grid may lie apart than those of an affine map: as the tuner
+# draws them.
+_SPREAD = 0.085
 
 
 class Config(NamedTuple):
@@ -330,12 +335,16 @@ class Staged(LaunchedCandidate[Config]):
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         """Of neighbouring outputs as far apart as they are where the image is seen whole, and somewhat turned."""
         spans = zip((config.rows, _COLUMNS), problem.spatial, problem.out_spatial, strict=True)
-        height, width = (min(extent, outputs * extent / out * _TURNED + 2) for outputs, extent, out in spans)
+        spread, over = (0.0, _ONE_BY_ONE) if problem.is_affine else (_SPREAD, _ONE_BY_ONE_OF_GRID)
+        height, width = (
+            min(extent, outputs * extent / out * _TURNED + 2 + spread * extent) for outputs, extent, out in spans
+        )
         pixel_bytes = problem.c * ITEMSIZE[problem.dtype]
         copied_bytes = problem.n * _tiles(problem, config.rows) * height * width * pixel_bytes
-        over = 1.0 if height * width <= config.box else _ONE_BY_ONE
+        over = 1.0 if height * width <= config.box else over
         bytes_ = over * (_OVER_COPY * problem.min_bytes + _PER_COPIED * copied_bytes)
-        return _LAUNCH_US + bytes_ / copy_bytes_per_s(device) * 1e6
+        issued_us = problem.n * problem.positions * problem.c * 1e-6 * _CHANNEL_US
+        return _LAUNCH_US + max(bytes_ / copy_bytes_per_s(device) * 1e6, over * issued_us)
 
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:
         elems, vector = _elems(problem), _vector(problem)
