@@ -41,17 +41,8 @@ PARAMS = record(
     *("slices", "strip_slices", "strip_rows", "strips_h", "strips", "splits", "split_strips"),
     *("pitch", "block_pixels", "follows", "reach", "planes", "plane_table"),
     *("c_tiles", "c_tile_bytes", "k_tiles", "k_panels", "a_pitch", "a_offsets", "a_offset", "shapes"),
-    *(
-        "taps",
-        "units",
-        "unit_places",
-        "chunks",
-        "chunk_units",
-        "strip_bytes",
-        "line_bytes",
-        "sums_offset",
-        "split_bytes",
-    ),
+    *("taps", "units", "unit_places", "chunks", "chunk_units", "strip_bytes", "line_bytes"),
+    *("sums_offset", "split_bytes"),
     *("w_k", "w_tap", "no_offset", "read_out", "worker_offset", "worker_bytes"),
 )
 # What a phase finds at `ctx`: where the parameters are, and which strip of each split it is for.
@@ -141,9 +132,11 @@ def _shared(axis: Axis, phases: Phases) -> int:
     return min(found)
 
 
-def _planes(gather: Gather, rows: Phases, columns: Phases, pitch: int):
-    """(planes, words of them that are read, reaches)."""
-    reaches, used = [], set()
+def _planes(
+    gather: Gather, rows: Phases, columns: Phases, pitch: int
+) -> tuple[tuple[Plane, ...], int, tuple[tuple[int, int], ...]]:
+    """(planes, copies of them in words, reaches)."""
+    reaches, used = [], set()  # of (plane as depth, row and column, whether odd)
     order = [(t, r, s) for t in sorted(gather.d.taps) for r in sorted(gather.h.taps) for s in sorted(gather.w.taps)]
     for (_, depth), (_, row), (_, column) in order:
         (row_phase, down), (column_phase, right) = rows.place(gather.h, row), columns.place(gather.w, column)
