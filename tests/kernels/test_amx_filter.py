@@ -28,6 +28,8 @@ _SHAPES = (
     "n2c4d5h6w7:k6t2r3s1:ba1.0x0.2x1.1:u1x2x1:d2x1x1:g2:cross:ncdhw",
     "n1c5h6w72:k9r1s4:p0x0:u1x4:d1x1:g1:cross:nhwc",
     "n2c3h4w4:k5r3s3:p5x4:u1x1:d1x1:g1:cross:nchw",
+    "n2c17h19w20:k18r3s3:p8x8:u1x1:d8x8:g1:cross:nhwc",
+    "n2c5h21w15:k6r3s2:p0x3:u2x1:d7x5:g1:conv:nchw",
     # Odd slices that fill the tiles of a strip: a zero behind each was written over the next filter's first pixel.
     "n96c33h1w1:k2r1s1:p0x0:u1x1:d1x1:g1:cross:nchw",
     "n64c64h7w7:k34r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc",

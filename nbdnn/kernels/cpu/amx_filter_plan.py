@@ -7,21 +7,24 @@ through, rows `pitch` apart and slices `block_pixels`, so that what a tap reads 
 
 Between rows and slices dy is 0. Zeros behind a row or slice of x are those before the next one, where both have some.
 Of a stride u the rows and columns of x are dealt out to u * u planes, of which a tap reads one, and of three axes
-there are planes for each tap in depth.
+there are planes for each tap in depth. Taps of an axis that lie far apart have planes of their own as well, where less
+is lowered then.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
 import numpy as np
 
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.amx import LINE, TILE, TILE_BYTES, tile_shapes
+from nbdnn.kernels.cpu.amx import LINE, PRODUCT_NS, TILE, TILE_BYTES, tile_shapes
 from nbdnn.kernels.cpu.amx_plan import Config, Phases
+from nbdnn.kernels.cpu.cost import COPY_NS
 from nbdnn.kernels.cpu.geometry import Axis, Gather, geometry, spatial3, tensor_strides
 from nbdnn.kernels.cpu.scratch import own_pages, whole_lines
 from nbdnn.kernels.cpu.vector import filled, record
@@ -32,6 +35,7 @@ _TASKS_PER_THREAD = 4
 _MOST_SUMS_BYTES, _MOST_STRIPS_BYTES = 16 << 20, 64 << 20  # of several splits
 _LEAST_PIXELS = 256  # of a strip that is not made smaller for the sake of more splits
 _MOST_UNITS = 128  # of a task, whose sums stay in second-level cache beside a strip
+_FAR_APART = 2  # positions between the first tap and the last, for each tap
 _LINE_BYTES = 64
 
 PARAMS = record(
@@ -152,8 +156,28 @@ def _planes(
 @lru_cache(maxsize=256)
 def plan_of(problem: ConvProblem, config: Config, device: Cpu) -> Plan:
     (gather,) = geometry(replace(problem, op="conv_fwd", epilogue=(), y_layout="")).gathers
+    plans = [
+        _plan(problem, config, device, gather, rows, columns)
+        for rows, columns in product(_ways(gather.h), _ways(gather.w))
+    ]
+    return min(plans, key=lambda plan: _work_ns(plan, config))
+
+
+def _ways(axis: Axis) -> list[Phases]:
+    ways = [Phases.of(axis)]
+    if axis.span >= _FAR_APART * len(axis.taps):
+        ways.append(Phases(tuple(sorted(offset - axis.low for _, offset in axis.taps)), 0, apart=True))
+    return ways
+
+
+def _work_ns(plan: Plan, config: Config) -> float:
+    """Of a group: for its copies in words, and its products."""
+    words = plan.word_planes * plan.pairs * plan.c_tiles * 2 * TILE * COPY_NS
+    return plan.strips * (words + plan.steps * plan.k_panels * config.mt * plan.units * PRODUCT_NS)
+
+
+def _plan(problem: ConvProblem, config: Config, device: Cpu, gather: Gather, rows: Phases, columns: Phases) -> Plan:
     groups, (d, h, w) = problem.groups, gather
-    rows, columns = Phases.of(h), Phases.of(w)
     pitch = w.count + columns.more - _shared(w, columns)
     planes, word_planes, reaches = _planes(gather, rows, columns, pitch)
     c_tiles, k_panels = ceil(problem.c // groups / TILE), ceil(problem.k // groups / (TILE * config.mt))

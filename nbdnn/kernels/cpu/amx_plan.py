@@ -55,10 +55,11 @@ class Config:
 
 class Phases(NamedTuple):
     """Of an axis: which of every `step` positions are read at all, and how many positions of a phase the last tap lies
-    behind the first."""
+    behind the first. apart: each tap has a phase of its own, of the positions that it reads."""
 
     used: tuple[int, ...]
     more: int
+    apart: bool = False
 
     @classmethod
     def of(cls, axis: Axis) -> Phases:
@@ -69,6 +70,8 @@ class Phases(NamedTuple):
     def place(self, axis: Axis, offset: int) -> tuple[int, int]:
         """(number of the phase, position in it) of the first pixel's tap."""
         reached = offset - axis.low
+        if self.apart:
+            return self.used.index(reached), 0
         return self.used.index(reached % axis.in_step), reached // axis.in_step
 
 
