@@ -183,13 +183,14 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu, gather: Gather, row
     c_tiles, k_panels = ceil(problem.c // groups / TILE), ceil(problem.k // groups / (TILE * config.mt))
     units, slices, wanted = prod(problem.filter) * c_tiles, problem.n * d.count, device.threads * _TASKS_PER_THREAD
     sums_bytes = groups * k_panels * config.mt * units * TILE_BYTES
-    # What a thread lowers it multiplies itself, from its own caches, where sums for each are not too many.
-    lowered = groups * (len(planes) * ceil(c_tiles / 2) + ceil(k_panels * config.mt / 2))
-    splits = max(1, min(max(device.threads, ceil(wanted / lowered)), _MOST_SUMS_BYTES // sums_bytes))
-
     pixel_bytes = 2 * TILE * groups * (word_planes * c_tiles + k_panels * config.mt)
     fits_rows = max(1, int(device.l2_bytes * _STRIP_SHARE) // (pixel_bytes * pitch) - rows.more)
     block_rows = h.count + rows.more - _shared(h, rows)
+    # What a thread lowers it multiplies itself, from its own caches, where sums for each are no more than that.
+    own = device.threads if sums_bytes <= slices * block_rows * pitch * pixel_bytes else 1
+    lowered = groups * (len(planes) * ceil(c_tiles / 2) + ceil(k_panels * config.mt / 2))
+    splits = max(1, min(max(own, ceil(wanted / lowered)), _MOST_SUMS_BYTES // sums_bytes))
+
     if fits_rows < h.count:
         strip_slices, strip_rows = 1, ceil(h.count / ceil(h.count / fits_rows))
     else:
