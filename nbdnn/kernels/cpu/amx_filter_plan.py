@@ -69,9 +69,10 @@ class Plan:
     """Strips, splits of them whose sums are added at last, and the workspace: a strip of each split, words of x before
     dy, then sums, then what a worker has for itself.
 
-    reaches: of each tap, in the filter's order, (plane, pixels). steps: tiles of 32 pixels of a strip. line_bytes: of a
-    channel of a plane before its pixels are words, of which the last needs a pixel more. a_pitch: bytes from one output
-    channel of dy to the next, of which no 16 are in the same set of a cache; behind an odd last pixel is one of zeros.
+    reaches: of each tap, in the filter's order, (plane, pixels). steps: tiles of 32 pixels of a strip. lowered: tasks
+    that lower a strip. line_bytes: of a channel of a plane before its pixels are words, of which the last needs a pixel
+    more. a_pitch: bytes from one output channel of dy to the next, of which no 16 are in the same set of a cache; behind
+    an odd last pixel is one of zeros.
     """
 
     gather: Gather
@@ -94,6 +95,7 @@ class Plan:
     a_pitch: int
     a_offset: int
     strip_bytes: int
+    lowered: int
     chunk_units: int
     split_bytes: int
     line_bytes: int
@@ -229,6 +231,7 @@ def _plan(problem: ConvProblem, config: Config, device: Cpu, gather: Gather, row
         a_pitch=a_pitch,
         a_offset=a_offset,
         strip_bytes=strip_bytes,
+        lowered=lowered,
         chunk_units=max(config.nt, ceil(chunk_units / config.nt) * config.nt),
         split_bytes=own_pages(sums_bytes),
         line_bytes=line_bytes,

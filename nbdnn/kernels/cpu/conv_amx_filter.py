@@ -22,7 +22,6 @@ of x also reaches taps that meet it between two rows of dy, where this is 0. Sou
 from __future__ import annotations
 
 from functools import cache
-from math import ceil
 
 from numba import njit
 
@@ -30,7 +29,7 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.amx import PRODUCT_NS, TILE, TILE_BYTES, block_product, configure, refused, release
 from nbdnn.kernels.cpu.amx_filter_lower import lower_task, strip_extents, tile_steps
-from nbdnn.kernels.cpu.amx_filter_plan import PARAMS, STEP, Plan, parameters, plan_of
+from nbdnn.kernels.cpu.amx_filter_plan import PARAMS, STEP, parameters, plan_of
 from nbdnn.kernels.cpu.amx_plan import Config
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, TILE_NS, TURN_NS, kernel_us
@@ -145,7 +144,7 @@ class AmxFilter(Candidate[Config, Cpu]):
         lowered_ns = pixels * lowered * (TURN_NS / 2 if in_planes else COPY_NS)
         lowered_ns += pixels * rows * TILE * (COPY_NS if in_planes else TURN_NS / 2)
         products_ns += rows * TILE * TILE * plan.units * (TURN_NS + plan.splits * COPY_NS)
-        us = kernel_us(device, 0, lowered_ns, plan.splits * _lowered(problem, plan, config), plan.split_strips)
+        us = kernel_us(device, 0, lowered_ns, plan.splits * plan.lowered, plan.split_strips)
         tasks = plan.splits * groups * plan.k_panels * plan.chunks
         return us + kernel_us(device, 0, products_ns, tasks, plan.split_strips + 1)
 
@@ -156,15 +155,10 @@ class AmxFilter(Candidate[Config, Cpu]):
         phases = []
         steps = [filled(STEP, params=params.ctypes.data, strip=strip) for strip in range(plan.split_strips)]
         for step in steps:
-            phases.append(Phase(lower_task(), plan.splits * _lowered(problem, plan, config), step))
+            phases.append(Phase(lower_task(), plan.splits * plan.lowered, step))
             phases.append(Phase(_multiply_task(config.mt, config.nt), plan.splits * panels * plan.chunks, step))
         phases.append(Phase(_store_task(config.mt, vl), panels * plan.c_tiles, steps[0]))
         return Program(phases, keep)
-
-
-def _lowered(problem: ConvProblem, plan: Plan, config: Config) -> int:
-    """Tasks that lower a strip."""
-    return problem.groups * (len(plan.planes) * ceil(plan.c_tiles / 2) + ceil(plan.k_panels * config.mt / 2))
 
 
 BWD_FILTER = AmxFilter()
