@@ -71,7 +71,7 @@ class Plan:
 
     reaches: of each tap, in the filter's order, (plane, pixels). steps: tiles of 32 pixels of a strip. lowered: tasks
     that lower a strip. line_bytes: of a channel of a plane before its pixels are words, of which the last needs a pixel
-    more. a_pitch: bytes from one output channel of dy to the next, of which no 16 are in the same set of a cache; behind
+    more. a_pitch: bytes from one output channel of dy to the next, of which no 16 are in one set of a cache; behind
     an odd last pixel is one of zeros.
     """
 
