@@ -37,10 +37,10 @@ _HELD_ELEMS = 8  # sums of a pixel that a thread has at once
 _STATIC_BYTES = 2 << 10  # of shared memory, beside what is counted here
 _OUTPUT_BYTES = (2 + 1 + 4) * WORD_BYTES  # of an output in the plan
 _THREADS_OF_SM, _CONFIGS = 1024, 5
-# Seen on an H200: a launch, a block's plan, and its outputs in turn; and the share of the multiprocessors that clusters
-# of eight find room on, as if one block were on each of them.
-_LAUNCH_US, _BLOCK_US, _TURN_US, _IN_LARGE_CLUSTERS = 2.5, 2.5, 1.2, 0.87
-_VISIT_US = 0.16  # of a vector of channels of an output near a pixel
+# Fitted to 50 problems on an H200: a launch, a block's plan, and its outputs in turn; an output near a pixel, and what
+# is copied of an element; and the share of the multiprocessors that clusters of eight find room on, as if one block
+# were on each of them.
+_LAUNCH_US, _BLOCK_US, _TURN_US, _VISIT_US, _COPIED_NS, _IN_LARGE_CLUSTERS = 1.4, 1.6, 4.2, 0.6, 1.8, 0.87
 
 
 class Config(NamedTuple):
@@ -283,12 +283,12 @@ class Binned(LaunchedCandidate[Config]):
         resident = min(_THREADS_OF_SM // config.threads, blocks_at_once(shape.shared_bytes + _STATIC_BYTES, device))
         at_once = device.sms * (_IN_LARGE_CLUSTERS if v.cluster == _CLUSTERS[-1] else max(resident, 1))
         pixels = shape.plan.rows * problem.spatial[1]
-        elements = pixels * shape.held.group * Kind(*v.kind).lanes
-        each_ns = 0.5 + 2 / v.at_once if v.copied else 0.2 + 0.1 * ITEMSIZE[problem.dtype]
-        # A pixel's outputs come one after the other, and so do vectors of channels that have no thread of their own.
-        of_thread = shape.held.group / max(1.0, config.threads / pixels)
+        kind, group = Kind(*v.kind), shape.held.group
+        copied_us = pixels * group * kind.lanes * _COPIED_NS / v.at_once / 1e3 if v.copied else 0.0
+        # A thread's pixels, its vectors of channels and the outputs near a pixel come one after the other.
+        of_thread = max(1.0, pixels * kind.threads / config.threads) * ceil(group / kind.threads) / v.at_once
         waited_us = of_thread * _VISIT_US * 4 * problem.positions / prod(problem.spatial)
-        of_block_us = _BLOCK_US + v.turns * _TURN_US + max(elements * each_ns / 1e3, waited_us)
+        of_block_us = _BLOCK_US + v.turns * _TURN_US + max(copied_us, waited_us)
         return _LAUNCH_US + ceil(problem.n * v.cluster / at_once) * of_block_us
 
     def launches(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> list[Launch]:

@@ -12,6 +12,8 @@ for an output and a pixel. Source: own.
 
 from __future__ import annotations
 
+from math import prod
+
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.peaks import fma_flops_per_s
 from nbdnn.kernels.cuda.spatialtf_direct import THREADS
@@ -25,13 +27,15 @@ from nbdnn.problem_spatialtf import SpatialtfProblem
 _VISITS, _LEAST_ENLARGED, _ISSUED = 1.3, 0.5, 0.73
 
 
+def visits(problem: SpatialtfProblem) -> float:
+    """Outputs that a warp visits for a pixel, of a map that turns somewhat and sees the image whole: a prior."""
+    enlarged = (out / extent for extent, out in zip(problem.spatial, problem.out_spatial, strict=True))
+    return prod(1.0 + _VISITS * max(each, _LEAST_ENLARGED) for each in enlarged)
+
+
 def issued_us(problem: SpatialtfProblem, pixels: int, of_pixel: float, of_visit: float, device: Gpu) -> float:
-    """What so many pixels take with the outputs near them, by instructions; of a map that turns somewhat, and sees the
-    image whole: a prior."""
-    visits = 1.0
-    for extent, out in zip(problem.spatial, problem.out_spatial, strict=True):
-        visits *= 1.0 + _VISITS * max(out / extent, _LEAST_ENLARGED)
-    instructions = pixels * (of_pixel + of_visit * visits)
+    """What so many pixels take with the outputs near them, by instructions."""
+    instructions = pixels * (of_pixel + of_visit * visits(problem))
     return 2 * instructions / (_ISSUED * fma_flops_per_s(device, problem.compute)) * 1e6
 
 

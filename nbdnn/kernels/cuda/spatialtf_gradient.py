@@ -26,9 +26,10 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import NULL, Launch, LaunchedCandidate, in_workspace
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.spatialtf_direct import THREADS, Config, configs, launched, waited_us
-from nbdnn.kernels.cuda.spatialtf_gather import gather_kernel, issued_us
+from nbdnn.kernels.cuda.spatialtf_gather import gather_kernel, issued_us, visits
 from nbdnn.kernels.cuda.spatialtf_ordered import ordered
 from nbdnn.kernels.cuda.spatialtf_position import (
+    FEW_CHANNELS,
     Fields,
     Kind,
     adding_us,
@@ -50,11 +51,13 @@ _LANES = 4  # of a dx in memory, of one thread
 _HELD_BYTES = 32  # of a pixel's sums that a thread holds, in the compute type
 _ASKED_BYTES = 16  # of channels whose pixels it asks for before it uses the first
 PIXEL = 3  # channels of one that is added as part of a row
-_LAUNCH_US = 6.0
-_OVER_COPY = {"gather": 1.1, "atomic": 2.5, "ordered": 2.5}
-_PIXEL, _VISIT, _CHANNEL = 150.0, 50.0, 17.0  # instructions of `gather`, of channels that are taken at once
-# Of a thread's vector of channels, one after the other: of so many outputs to a pixel, and of one.
-_GATHERED_US, _NEAR, _ADDED_US = 0.7, 2.0, 0.45
+# Fitted to 150 problems on an H200: launches, and what is moved; instructions of `gather`, of channels that are taken
+# at once; a vector of a thread's channels, one after the other, of a visit, and added; lines that a warp asks for; and
+# how much longer outputs take to add to a pixel for each more that there are to it.
+_LAUNCH_US, _OVER_COPY = 3.2, {"gather": 1.1, "atomic": 0.6, "ordered": 2.5}
+_PIXEL, _VISIT, _CHANNEL = 100.0, 140.0, 9.0
+_GATHERED_US, _ADDED_US, _GATHERED_LINE_NS, _ADDED_LINE_NS = 0.2, 0.9, 0.3, 2.5
+_CROWDED = 0.015
 _ORDERED_NS = 800.0  # an output, one after the other
 # Blocks on a multiprocessor at once: more of them hide what memory takes, and fewer registers spill.
 # Those of threads that have pixels: 64x3x224x224 in float32 108 us, with three 125. With numbers of 64 bits: two.
@@ -253,19 +256,27 @@ class Gradient(LaunchedCandidate[Config]):
 
     def estimate(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> float:
         moved_us, lanes = problem.min_bytes / copy_bytes_per_s(device) * 1e6, self._vector(problem)
+        base_us, pixels = _LAUNCH_US + _OVER_COPY[self.algorithm] * moved_us, prod(problem.spatial)
         if self.algorithm == "gather":
-            at_once = max(1, self._at_once(problem, config) * lanes)
-            turns = ceil(problem.c / at_once) * problem.n * prod(problem.spatial)
+            near, at_once = visits(problem), max(1, self._at_once(problem, config) * lanes)
+            turns = ceil(problem.c / at_once) * problem.n * pixels
             bound_us = issued_us(problem, turns, _PIXEL, _VISIT + _CHANNEL * min(problem.c, at_once), device)
-            visits = max(1.0, problem.positions / (_NEAR * prod(problem.spatial)))
-            wait_us = waited_us(problem, config, prod(problem.spatial), lanes, visits * _GATHERED_US, device)
-            return _LAUNCH_US + max(_OVER_COPY[self.algorithm] * moved_us, bound_us, wait_us)
-        one_by_one_us = problem.positions * _ORDERED_NS / 1e3 if self.algorithm == "ordered" else 0.0
-        others_us = 0.0
-        if self.algorithm == "atomic":
-            wait_us = waited_us(problem, config, problem.positions, lanes, _ADDED_US, device)
-            others_us = max(adding_us(problem, problem.channels_last), wait_us)
-        return _LAUNCH_US + _OVER_COPY[self.algorithm] * moved_us + one_by_one_us + others_us
+            bound_us += self._lines(problem, config, pixels) * near * _GATHERED_LINE_NS / 1e3 / device.sms
+            wait_us = waited_us(problem, config, pixels, lanes, near * _GATHERED_US, device)
+            return max(base_us, _LAUNCH_US + bound_us, _LAUNCH_US + wait_us)
+        if self.algorithm == "ordered":
+            return base_us + problem.positions * _ORDERED_NS / 1e3
+        crowd = 1 + _CROWDED * max(0.0, problem.positions / pixels - 1)
+        add_us = adding_us(problem, problem.channels_last) * crowd
+        add_us += self._lines(problem, config, problem.positions) * _ADDED_LINE_NS / 1e3 / device.sms
+        return base_us + max(add_us, waited_us(problem, config, problem.positions, lanes, _ADDED_US, device))
+
+    def _lines(self, problem: SpatialtfProblem, config: Config, places: int) -> int:
+        """Of memory, that the threads of so many places of an image ask for, where neighbours are channels."""
+        if not problem.channels_last or problem.c <= FEW_CHANNELS:
+            return 0
+        vectors = problem.c // self._vector(problem)
+        return problem.n * places * ceil(vectors / min(config.threads, vectors))
 
     def workspace_bytes(self, problem: SpatialtfProblem, config: Config, device: Gpu) -> int:
         return self._total_bytes(problem) + self._parts(problem, config) * problem.n * SUMS * ITEMSIZE[problem.compute]

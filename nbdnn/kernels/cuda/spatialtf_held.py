@@ -35,9 +35,9 @@ _WARP, _COPY_BYTES = 32, 16
 _MOST_THREADS, _LEAST_THREADS, _THREADS_OF_SM = 1024, 128, 1024
 _LAYERS, _TURNS = (8, 2), 4  # outputs of a thread
 _STATIC_BYTES = 2 << 10  # of shared memory, beside what is counted here
-# Seen on an H200: a launch, what each block waits for, each of its channels, and their outputs and pixels in turn; and
-# outputs that have to wait where there are few layers.
-_LAUNCH_US, _BLOCK_US, _CHANNEL_US, _TURN_US, _LAYER_US = 2.0, 1.4, 0.5, 0.3, 0.8
+# Fitted to 49 problems on an H200: a launch, what each block waits for, each of its channels, and their outputs and
+# pixels in turn; outputs that have to wait where there are few layers, and how much longer with more to a pixel.
+_LAUNCH_US, _BLOCK_US, _CHANNEL_US, _TURN_US, _LAYER_US, _CROWDED = 0.5, 0.6, 1.3, 0.24, 1.1, 0.2
 
 
 class Config(NamedTuple):
@@ -255,7 +255,9 @@ class Held(LaunchedCandidate[Config]):
         by_memory = max(1, blocks_at_once(_places(problem, config.layers)[1] + _STATIC_BYTES, device))
         resident = min(by_memory, _THREADS_OF_SM // config.threads)
         waves = ceil(problem.n / (resident * device.sms))
-        turns = ceil(problem.positions / config.threads) + ceil(prod(problem.spatial) / config.threads)
+        pixels = prod(problem.spatial)
+        crowd = 1 + _CROWDED * problem.positions / pixels / config.layers
+        turns = ceil(problem.positions / config.threads) * crowd + ceil(pixels / config.threads)
         of_block_us = _BLOCK_US + problem.c * (_CHANNEL_US + turns * _TURN_US) + _LAYER_US / config.layers
         return _LAUNCH_US + problem.min_bytes / copy_bytes_per_s(device) * 1e6 + waves * of_block_us
 
