@@ -25,10 +25,11 @@ from nbdnn.problem import DEFAULT_COMPUTE
 from nbdnn.problem_pool import PoolProblem
 
 _THREADS = 256
-_LAUNCH_US = 3.5
-# Seen on an H200: 3 to 3.7 taps of a sum or of a forward's maximum, 1 to 2.5 where a gradient searches for a maximum.
-_TAPS_PER_CLOCK_AND_SM, _SEARCHED_PER_CLOCK_AND_SM = 3.5, 1.2
-_TAP_CLOCKS = 175  # of one thread
+# Fitted to problems of an H200: taps of all threads, of one thread; of a sum or of a forward's maximum, and where a
+# gradient searches for a maximum.
+_LAUNCH_US = 3.0
+_TAPS_PER_CLOCK_AND_SM, _SEARCHED_PER_CLOCK_AND_SM = 2.0, 0.57
+_TAP_CLOCKS, _SEARCHED_TAP_CLOCKS = 120, 74
 
 
 def _forward_kernel(*specialised_on):
@@ -114,7 +115,10 @@ class Direct(LaunchedCandidate[NoConfig]):
         taps = problem.flops * (prod(problem.window) if searches else 1)
         per_clock = _SEARCHED_PER_CLOCK_AND_SM if searches else _TAPS_PER_CLOCK_AND_SM
         moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6
-        one_by_one = prod(problem.window) * _TAP_CLOCKS if self.op == "pool_fwd" else 0
+        met = prod(ceil(extent / stride) for extent, stride in zip(problem.window, problem.stride, strict=True))
+        one_by_one = (prod(problem.window) if self.op == "pool_fwd" else met) * _TAP_CLOCKS
+        if searches:
+            one_by_one = met * prod(problem.window) * _SEARCHED_TAP_CLOCKS
         clocks = one_by_one + taps / (per_clock * device.sms)
         return _LAUNCH_US + moved_us + clocks / device.clock_hz * 1e6
 

@@ -46,7 +46,7 @@ from nbdnn.problem_pool import PoolProblem
 
 _INT32_END = 2**31 - 2**20
 _CONFIGS, _ALIKE = 6, 3
-_LAUNCH_US = 3.0
+_LAUNCH_US = 1.4
 # As seen on an H200: instructions of a step; those a multiprocessor's scheduler issues in a clock; clocks that a step
 # waits; times the bytes, and bytes that a pixel's channels are as good as longer.
 _FIXED, _OF_TAP, _OF_ELEMENT, _PER_CLOCK, _WAITS = 60, 6, 8, 0.8, 900

@@ -30,7 +30,7 @@ _VECTOR_BYTES = 16
 _IN_FLIGHT = 4  # vectors that a thread loads before it joins them
 _WRITTEN = 8  # vectors of a thread of a gradient, channels-last
 _INT32_END = 2**31 - 2**20
-_LAUNCH_US = 3.0
+_LAUNCH_US = 1.3
 _RESIDENT, _WAVE_US = 2048, 1.0  # threads of a multiprocessor at once, and how long those of a planar forward take
 
 

@@ -54,7 +54,7 @@ _INT32_END = 2**31 - 2**20
 # 1, 9 windows, 38 and 30.
 _LEAST_WINDOWS = 6.5
 _CONFIGS = 8
-_LAUNCH_US = 3.0
+_LAUNCH_US = 1.4
 _FIXED, _MOST_WARPS_PER_CLOCK, _WAITING_WARPS = 60, 2.85, 3.5  # instructions of a plane, and how they are issued
 _ALONE = 1.35  # times the instructions: of a block of one plane, which asks for none ahead
 

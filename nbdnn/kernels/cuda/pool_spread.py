@@ -26,7 +26,7 @@ from nbdnn.problem_pool import PoolProblem
 _THREADS = 256
 _VECTOR_BYTES = 16
 _INT32_END = 2**31 - 2**16
-_LAUNCH_US = 3.0
+_LAUNCH_US = 1.4
 # Times a copy, a prior for the guess; of rows of whole vectors, which `pool_window` writes faster; of shorter vectors.
 _OVER_COPY, _OVER_COPY_OF_ROWS, _OVER_COPY_OF_PARTS = 1.15, 1.3, 2.0
 

@@ -37,7 +37,7 @@ _BLOCKS_OF_SM = 32
 _ENOUGH_THREADS = 1536  # of a multiprocessor: with fewer it often waits
 _FEW_TAPS, _THREADS_OF_MANY = 9, 1024  # of a window; a thread has more registers where it holds more
 _CONFIGS = 6
-_LAUNCH_US = 3.0
+_LAUNCH_US = 1.4
 _INSTRUCTIONS_PER_CLOCK_AND_SM = 110.0  # of a thread's, a prior for the guess
 
 

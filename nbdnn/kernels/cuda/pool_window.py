@@ -30,6 +30,7 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pool_axes import Tile, Variant
 from nbdnn.kernels.cuda.pool_plan import Pool, index_bits, pool
 from nbdnn.kernels.cuda.pool_tiles import Cost, variants
+from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_pool import PoolProblem
 
 _THREADS = 256
@@ -49,12 +50,13 @@ _SEARCHED_LOADS, _SUMMED_OUTPUTS = 28, 8
 _MOST_VECTORS = 16  # of channels in a block: 256 bytes of a pixel
 _MOST_TILES_H = 4  # in a block, channels-last
 _CONFIGS, _CONFIGS_BESIDE = 6, 2  # tiles; of those that find maxima, where others read y
-_LAUNCH_US = 3.0
-# Of a thread's, priors for the guess: what looks for maxima hardly waits for memory.
-_INSTRUCTIONS_PER_CLOCK_AND_SM, _OF_MAXIMA_GRADIENTS = 64.0, 96.0
-# Threads that a multiprocessor holds. What a tile waits, in units of what it issues: on a GPU with few threads, and of
-# what it waits on a full one at least.
-_RESIDENT, _FEW_WAIT, _LEAST_WAIT = 2048, 3.0, 0.15
+# Fitted to 288 problems on an H200. Instructions of all threads, of gradients of maxima, and clocks of each line that a
+# warp's load or store touches; what is moved; clocks of a thread's instructions, loads and stores, one after the other;
+# and the part of what is hidden behind the longest of these three that shows.
+_LAUNCH_US, _OVER_COPY, _SHOWN = 0.8, 0.85, 0.39
+_INSTRUCTIONS_PER_CLOCK_AND_SM, _OF_MAXIMA_GRADIENTS, _LOADED_LINE, _STORED_LINE = 210.0, 110.0, 0.79, 2.5
+_INSTRUCTION_CLOCKS, _LOAD_CLOCKS, _STORE_CLOCKS = 3.4, 12, 110
+_WARP, _LINE_BYTES = 32, 128
 
 
 class Blocks(NamedTuple):
@@ -191,17 +193,22 @@ def _kernel(*specialised_on):
 
 
 def _guess_us(problem: PoolProblem, cost: Cost, v: Variant, device: Gpu) -> float:
-    """Microseconds of a tile: a GPU that is half empty takes as long as one that is just full."""
-    b = _blocks(problem, v)
+    """Microseconds of a tile."""
+    b, forward, step = _blocks(problem, v), problem.op == "pool_fwd", v.axes[2].stride
     threads = problem.n * problem.c / v.tile.lanes * b.tiles_d * b.tiles_h * b.tiles_w
-    waves = threads / (_RESIDENT * device.sms)
-    waiting = min(1 / waves, max(_FEW_WAIT, _LEAST_WAIT / waves))
-    instructions = threads * cost.outputs * cost.instructions * (1 + waiting)
-    finds = problem.is_max and problem.op == "pool_bwd"
-    per_clock = _OF_MAXIMA_GRADIENTS if finds else _INSTRUCTIONS_PER_CLOCK_AND_SM
-    issue_s = instructions / (per_clock * device.sms * device.clock_hz)
-    move_s = 1.15 * problem.min_bytes / copy_bytes_per_s(device)
-    return _LAUNCH_US + (max(issue_s, move_s) + 0.1 * min(issue_s, move_s)) * 1e6
+    instructions = cost.outputs * cost.instructions
+    stores = cost.outputs / (v.lanes_y if forward else v.lanes_x)
+    # From a thread's elements to its neighbour's.
+    apart = v.tile.lanes if v.channels_last else v.tile.columns * (step if forward else 1)
+    lines = min(max(apart * ITEMSIZE[problem.dtype] * _WARP / _LINE_BYTES, 1), _WARP)
+    per_clock = _INSTRUCTIONS_PER_CLOCK_AND_SM if forward or not problem.is_max else _OF_MAXIMA_GRADIENTS
+    touched = (cost.loads * _LOADED_LINE + stores * _STORED_LINE) * lines / _WARP
+    issue_s = threads * (instructions / per_clock + touched) / (device.sms * device.clock_hz)
+    move_s = _OVER_COPY * problem.min_bytes / copy_bytes_per_s(device)
+    wait_s = instructions * _INSTRUCTION_CLOCKS + cost.loads * _LOAD_CLOCKS + stores * _STORE_CLOCKS
+    wait_s /= device.clock_hz
+    longest_s = max(issue_s, move_s, wait_s)
+    return _LAUNCH_US + (longest_s + _SHOWN * (issue_s + move_s + wait_s - longest_s)) * 1e6
 
 
 def _blocks(problem: PoolProblem, v: Variant) -> Blocks:

@@ -299,9 +299,10 @@ class Columns(LaunchedCandidate[Config]):
         (launch,) = self.launches(problem, config, device)
         _, length, inner = problem.rows
         line_bytes = ITEMSIZE[problem.dtype] * min(plan.vector_lanes(problem, inner) * config.columns, inner)
-        # Elements that stay as they were loaded take so few registers that many vectors of a thread cost nothing.
-        vectors = 0 if self._afresh(problem) else ceil(length / config.splits)
-        shape = plan.Shape(length * line_bytes, line_bytes, vectors)
+        vectors = ceil(length / config.splits)
+        elems = vectors * plan.vector_lanes(problem, inner)
+        warps = config.columns * config.splits / _WARP if config.splits > 1 else 1.0
+        shape = plan.Shape(length * line_bytes, line_bytes, vectors, elems, warps)
         return plan.kernel_us(problem, device, launch, shape)
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:

@@ -33,7 +33,7 @@ _THREADS, _AT_ONCE = 256, 8  # elements that a thread has on their way
 _PART_ELEMS = _THREADS * _AT_ONCE
 _LEAST_ELEMS = 32 * _PART_ELEMS  # of a row: shorter ones have faster kernels
 _BLOCKS_PER_SM, _BLOCKS_OF_VECTORS = 8, 4
-_LAUNCH_US, _NEXT_US, _SHARE_OF_COPY = 3.0, 2.5, 0.7
+_LAUNCH_US, _NEXT_US, _SHARE_OF_COPY = 1.2, 1.2, 0.7
 
 
 def _kernel(*specialised_on):

@@ -22,18 +22,20 @@ _OTHER_AFRESH, _REGISTERS_A_SUM, _LEAST_AFRESH = 32, 2, 72
 _MOST_ELEMS = {"f32": 96, "f16": 64, "bf16": 64}
 _MOST_NARROW = 128  # of 16 bits, that stay as they were loaded
 _CONFIGS, _ALIKE, _WORTH_MEASURING = 4, 2, 1.2  # at most so many, of a kind, and how far from the best guess
-_LAUNCH_US = 2.0
+_LAUNCH_US = 0.75
 _MOST_ROWS = 2**31 - 2**16  # int32, with what the last block counts on beyond the last row
 LINE_BYTES = 128
-# Priors for the guess, from an H200: bytes that a multiprocessor needs under way and those beyond which more of them
-# gain nothing; what lines cut short cost, a byte; vectors of less than 16 bytes, as many more as there are; each vector
-# of a thread, doubling of a cluster, and blocks of a cluster that are alone on their multiprocessors.
-_LATENCY_BYTES, _ENOUGH_BYTES = 4 << 10, 128 << 10
-_LINE_COST, _NARROW_COST, _VECTOR_COST, _CLUSTER_COST, _ALONE_COST = 6.0, 0.05, 0.005, 0.03, 0.06
-
-# What a thread does with each of its vectors, one after the other: 32 rows of 1000 elements by 8 threads each took
-# 6.7 us of the gradient, by 32 threads 1.6.
-_SERIAL_US = {"softmax_fwd": 0.1, "softmax_bwd": 0.25}
+# Fitted to 255 problems on an H200: bytes that a multiprocessor needs under way and those beyond which more of them
+# gain nothing; what lines cut short cost, a byte; vectors of less than 16 bytes, as many more as there are; each
+# doubling of a cluster, and its blocks' threads; each vector of a thread.
+_LATENCY_BYTES, _ENOUGH_BYTES = 10 << 10, 128 << 10
+_LINE_COST, _NARROW_COST, _CLUSTER_COST, _CLUSTER_THREAD_COST = 8.7, 0.039, 0.02, 0.0006
+_VECTOR_COST = {"softmax_fwd": 0.0033, "softmax_bwd": 0.008}
+# A row's meeting in a block, with each doubling of its warps, and in a cluster.
+_MEETING_US, _WARPS_US, _CLUSTER_US = 0.1, 0.24, 0.47
+# What a thread does with each of its vectors, one after the other, and with each of its elements.
+_VECTOR_US = {"softmax_fwd": 0.032, "softmax_bwd": 0.12}
+_ELEMENT_US = {"softmax_fwd": 0.023, "softmax_bwd": 0.013}
 
 
 def vector_lanes(problem: SoftmaxProblem, elems: int) -> int:
@@ -93,11 +95,13 @@ def resident_blocks(threads: int, registers_a_thread: int) -> int:
 
 class Shape(NamedTuple):
     """What a kernel's time depends on: bytes of each input that a block holds, neighbours that its threads load with
-    one instruction, vectors a thread and their bytes."""
+    one instruction, a thread's vectors and elements, warps of a row in a block, and a vector's bytes."""
 
     held_bytes: float
     line_bytes: float
     vectors: int
+    elems: int
+    warps: float
     vector_bytes: int = _VECTOR_BYTES
 
 
@@ -107,10 +111,14 @@ def kernel_us(problem: SoftmaxProblem, device: Gpu, launch: Launch, shape: Shape
     under_way = min(resident * shape.held_bytes * (len(problem.operands) - 1), _ENOUGH_BYTES)
     share = _LATENCY_BYTES / under_way + _LINE_COST / min(shape.line_bytes, LINE_BYTES)
     share += _NARROW_COST * (_VECTOR_BYTES / shape.vector_bytes - 1)
-    share += _VECTOR_COST * shape.vectors + _CLUSTER_COST * log2(launch.cluster)
-    share += _ALONE_COST * (launch.cluster > 1 and resident == 1)
+    if launch.cluster > 1:
+        share += _CLUSTER_COST * log2(launch.cluster) + _CLUSTER_THREAD_COST * launch.source.threads
+    share += _VECTOR_COST[problem.op] * shape.vectors
     moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6 * (1 + share)
-    return _LAUNCH_US + max(moved_us, _SERIAL_US[problem.op] * shape.vectors)
+    waves = max(1.0, prod(launch.grid) / (launch.source.min_blocks * device.sms))
+    wait_us = waves * (_VECTOR_US[problem.op] * shape.vectors + _ELEMENT_US[problem.op] * shape.elems)
+    meeting_us = _MEETING_US + _WARPS_US * log2(shape.warps) if shape.warps > 1 else 0.0
+    return _LAUNCH_US + meeting_us + _CLUSTER_US * (launch.cluster > 1) + max(moved_us, wait_us)
 
 
 def worth_measuring(

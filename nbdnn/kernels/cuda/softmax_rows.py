@@ -240,13 +240,13 @@ class Rows(LaunchedCandidate[Config]):
 
     def estimate(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> float:
         (launch,) = self.launches(problem, config, device)
-        vectors, lane_bytes = _vectors(problem, config), _lanes(problem, config) * ITEMSIZE[problem.dtype]
-        held_bytes = (
-            problem.rows[1] * ITEMSIZE[problem.dtype] * launch.source.threads / (config.threads * config.blocks)
-        )
+        vectors, lanes, itemsize = _vectors(problem, config), _lanes(problem, config), ITEMSIZE[problem.dtype]
+        held_bytes = problem.rows[1] * itemsize * launch.source.threads / (config.threads * config.blocks)
         # Lanes that hold one vector each read one line together, be they of one row or of several.
-        line_bytes = config.threads * lane_bytes if vectors > 1 else plan.LINE_BYTES
-        return plan.kernel_us(problem, device, launch, plan.Shape(held_bytes, line_bytes, vectors, lane_bytes))
+        line_bytes = config.threads * lanes * itemsize if vectors > 1 else plan.LINE_BYTES
+        warps = config.threads / _WARP
+        shape = plan.Shape(held_bytes, line_bytes, vectors, vectors * lanes, warps, lanes * itemsize)
+        return plan.kernel_us(problem, device, launch, shape)
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:
         rows, length, _ = problem.rows

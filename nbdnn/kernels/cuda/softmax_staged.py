@@ -216,7 +216,7 @@ class Staged(LaunchedCandidate[Config]):
         (launch,) = self.launches(problem, config, device)
         elems = ceil(problem.rows[1] / config.threads)
         idle = elems * config.threads / problem.rows[1]  # lanes of the last elements have none
-        shape = plan.Shape(_staged_bytes(problem, config), plan.LINE_BYTES, 1)
+        shape = plan.Shape(_staged_bytes(problem, config), plan.LINE_BYTES, 1, elems, 1.0)
         return plan.kernel_us(problem, device, launch, shape) * (1 + _STAGED_COST * idle)
 
     def launches(self, problem: SoftmaxProblem, config: Config, device: Gpu) -> list[Launch]:
