@@ -84,14 +84,27 @@ def test_eight_processes_write_at_once(tmp_path: Path, before: str) -> None:
     assert complaints.count("NbdnnWarning:") == len(aside)
 
 
-def killed(work: Callable[[], object], after_s: float, after: Callable[[], object] = lambda: None) -> None:
-    """Run `work` in a child; kill it, as kill -9 does, so many seconds after `after` has returned."""
+def forked(work: Callable[[], object]) -> int:
+    """A child that does `work`, and is killed when it has."""
     child = os.fork()
     if child == 0:
         try:
             work()
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
+    return child
+
+
+def lasts_s(work: Callable[[], object]) -> float:
+    """Seconds that `work` takes in a child, as busy as the machine is."""
+    start_s = time.perf_counter()
+    os.waitpid(forked(work), 0)
+    return time.perf_counter() - start_s
+
+
+def killed(work: Callable[[], object], after_s: float, after: Callable[[], object] = lambda: None) -> None:
+    """Run `work` in a child; kill it, as kill -9 does, so many seconds after `after` has returned."""
+    child = forked(work)
     after()
     time.sleep(after_s)
     os.kill(child, signal.SIGKILL)
@@ -126,10 +139,14 @@ def test_kill_9_while_writing_loses_no_row_that_was_stored(tmp_path: Path) -> No
 
 
 def test_kill_9_while_creating(tmp_path: Path) -> None:
+    def create(path: Path) -> None:
+        Database(path, shipped=None).store([measurement("a")])
+
     rng, outcomes = random.Random(2), set()
+    longest_s = 1.5 * lasts_s(partial(create, tmp_path / "whole" / "tuning.db"))
     for number in range(60):
         path = tmp_path / str(number) / "tuning.db"
-        killed(lambda path=path: Database(path, shipped=None).store([measurement("a")]), rng.uniform(0.0, 0.008))
+        killed(partial(create, path), rng.uniform(0.0, longest_s))
         before = rows(path)
         outcomes.add(len(before) if path.exists() else None)
         Database(path, shipped=None).store([measurement("b")])
@@ -140,18 +157,21 @@ def test_kill_9_while_creating(tmp_path: Path) -> None:
 
 
 def test_kill_9_while_setting_aside(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    for number in range(40):
-        path = tmp_path / str(number) / "tuning.db"
+    def spoil(path: Path) -> Path:
         path.parent.mkdir()
         path.write_bytes(b"rubbish " * 1000)
         Path(f"{path}-wal").write_bytes(b"rubbish " * 1000)
+        return path
 
-        def work(path: Path = path) -> None:
-            warnings.simplefilter("ignore")
-            Database(path, shipped=None).store([measurement("a")])
+    def mend(path: Path) -> None:
+        warnings.simplefilter("ignore")
+        Database(path, shipped=None).store([measurement("a")])
 
-        killed(work, rng.uniform(0.0, 0.008))
+    rng = random.Random(3)
+    longest_s = 1.5 * lasts_s(partial(mend, spoil(tmp_path / "whole" / "tuning.db")))
+    for number in range(40):
+        path = spoil(tmp_path / str(number) / "tuning.db")
+        killed(partial(mend, path), rng.uniform(0.0, longest_s))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NbdnnWarning)
             Database(path, shipped=None).store([measurement("b")])
