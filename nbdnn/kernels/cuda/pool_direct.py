@@ -11,12 +11,14 @@ float32 (float64), in a fixed order. This is the candidate that supports everyth
 from __future__ import annotations
 
 from math import ceil, prod
+from typing import NamedTuple
 
 from nbdnn.candidate import YES, NoConfig, Support
 from nbdnn.device import Gpu
+from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cuda import pool_element
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.geometry import output_place
+from nbdnn.kernels.cuda.division import reciprocals
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pool_element import Variant
@@ -25,11 +27,48 @@ from nbdnn.problem import DEFAULT_COMPUTE
 from nbdnn.problem_pool import PoolProblem
 
 _THREADS = 256
-# Fitted to problems of an H200: taps of all threads, of one thread; of a sum or of a forward's maximum, and where a
-# gradient searches for a maximum.
-_LAUNCH_US = 3.0
-_TAPS_PER_CLOCK_AND_SM, _SEARCHED_PER_CLOCK_AND_SM = 2.0, 0.57
-_TAP_CLOCKS, _SEARCHED_TAP_CLOCKS = 120, 74
+# Fitted to 237 problems on an H200: taps of all threads, of one thread; of a sum or of a forward's maximum, and where a
+# gradient searches for a maximum; and results of all threads.
+_LAUNCH_US = 2.4
+_TAPS_PER_CLOCK_AND_SM, _SEARCHED_PER_CLOCK_AND_SM, _RESULTS_PER_CLOCK_AND_SM = 8.7, 4.8, 0.67
+_TAP_CLOCKS, _SEARCHED_TAP_CLOCKS = 150, 140
+
+
+class Extents(NamedTuple):
+    """What `ptx.split` takes to divide by those of the tensor whose elements threads have."""
+
+    channels: int
+    channels_shift: int
+    depth: int
+    depth_shift: int
+    height: int
+    height_shift: int
+    width: int
+    width_shift: int
+
+
+def _place(channels_last: bool):
+    """Device function (element, channels, depth, height, width, `Extents`) -> (n, c, d, h, w) of an element of a
+    dense tensor."""
+    from nbdnn.kernels.cuda import ptx
+
+    @ptx.inline
+    def planar(element, channels, depth, height, width, e):
+        rest, w = ptx.split(element, width, e.width, e.width_shift)
+        rest, h = ptx.split(rest, height, e.height, e.height_shift)
+        rest, d = ptx.split(rest, depth, e.depth, e.depth_shift)
+        n, c = ptx.split(rest, channels, e.channels, e.channels_shift)
+        return n, c, d, h, w
+
+    @ptx.inline
+    def interleaved(element, channels, depth, height, width, e):
+        rest, c = ptx.split(element, channels, e.channels, e.channels_shift)
+        rest, w = ptx.split(rest, width, e.width, e.width_shift)
+        rest, h = ptx.split(rest, height, e.height, e.height_shift)
+        n, d = ptx.split(rest, depth, e.depth, e.depth_shift)
+        return n, c, d, h, w
+
+    return interleaved if channels_last else planar
 
 
 def _forward_kernel(*specialised_on):
@@ -40,7 +79,7 @@ def _forward_kernel(*specialised_on):
         ptx.INTEGER[v.bits], ptx.REAL[DEFAULT_COMPUTE[v.dtype]], ptx.WIDEN[v.dtype], ptx.NARROW[v.dtype],
     )  # fmt: skip
     place, (window, scale_of), is_max = (
-        output_place(v.channels_last),
+        _place(v.channels_last),
         pool_element.window_and_scale(v),
         v.mode.startswith("max"),
     )
@@ -52,11 +91,11 @@ def _forward_kernel(*specialised_on):
             return value if value > found or value != value else found
         return found + value
 
-    def pool_window(x, y, f):
+    def pool_window(x, y, f, e):
         element = integer(integer(ptx.block_x()) * _THREADS + ptx.thread_x())
         if element >= f.elements:
             return
-        n, c, d, h, w = place(element, f.channels, f.out_d, f.out_h, f.out_w)
+        n, c, d, h, w = place(element, f.channels, f.out_d, f.out_h, f.out_w, e)
         low_d, end_d, low_h, end_h, low_w, end_w = window(d, h, w, f)
         start = integer(n * f.x_n + c * f.x_c)
         found = lowest if is_max else real(0.0)
@@ -78,7 +117,7 @@ def _forward_kernel(*specialised_on):
         y[element] = narrow(found)
 
     data = ptx.pointer(v.dtype)
-    return pool_window, (data, data, ptx.record(Pool, v.bits))
+    return pool_window, (data, data, ptx.record(Pool, v.bits), ptx.record(Extents, v.bits))
 
 
 def _backward_kernel(*specialised_on):
@@ -86,17 +125,17 @@ def _backward_kernel(*specialised_on):
 
     v = Variant(*specialised_on)
     integer, narrow = ptx.INTEGER[v.bits], ptx.NARROW[v.dtype]
-    place, gradient = output_place(v.channels_last), pool_element.gradient(v)
+    place, gradient = _place(v.channels_last), pool_element.gradient(v)
 
-    def pool_gradient(x, dy, dx, f):
+    def pool_gradient(x, dy, dx, f, e):
         element = integer(integer(ptx.block_x()) * _THREADS + ptx.thread_x())
         if element >= f.elements:
             return
-        n, c, d, h, w = place(element, f.channels, f.in_d, f.in_h, f.in_w)
+        n, c, d, h, w = place(element, f.channels, f.in_d, f.in_h, f.in_w, e)
         dx[element] = narrow(gradient(x, dy, n, c, d, h, w, f))
 
     data = ptx.pointer(v.dtype)
-    return pool_gradient, (data, data, data, ptx.record(Pool, v.bits))
+    return pool_gradient, (data, data, data, ptx.record(Pool, v.bits), ptx.record(Extents, v.bits))
 
 
 class Direct(LaunchedCandidate[NoConfig]):
@@ -119,7 +158,8 @@ class Direct(LaunchedCandidate[NoConfig]):
         one_by_one = (prod(problem.window) if self.op == "pool_fwd" else met) * _TAP_CLOCKS
         if searches:
             one_by_one = met * prod(problem.window) * _SEARCHED_TAP_CLOCKS
-        clocks = one_by_one + taps / (per_clock * device.sms)
+        results = problem.operands[-1].size_elems / _RESULTS_PER_CLOCK_AND_SM
+        clocks = one_by_one + (taps / per_clock + results) / device.sms
         return _LAUNCH_US + moved_us + clocks / device.clock_hz * 1e6
 
     def launches(self, problem: PoolProblem, config: NoConfig, device: Gpu) -> list[Launch]:
@@ -129,6 +169,8 @@ class Direct(LaunchedCandidate[NoConfig]):
         last = len(problem.operands) - 1
         v = Variant(self.op, problem.dtype, problem.mode.removesuffix("_deterministic"), problem.channels_last, bits)
         forward = self.op == "pool_fwd"
+        extents = zip(("depth", "height", "width"), spatial3(target.shape[2:]), strict=True)
+        divisors = reciprocals(Extents, {"channels": problem.c, **dict(extents)})
         return [
             Launch(
                 source=Source(_forward_kernel if forward else _backward_kernel, v, _THREADS),
@@ -136,7 +178,7 @@ class Direct(LaunchedCandidate[NoConfig]):
                 # A sum's gradient does not look at x.
                 pointers=(0, last) if forward else (0, last - 1, last),
                 scalars="",
-                integers=integers,
+                integers=(*integers, *divisors),
                 integer_bits=bits,
             )
         ]

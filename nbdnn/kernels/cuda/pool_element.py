@@ -63,10 +63,10 @@ def gradient(v: Variant):
     (window, scale_of), is_max, lowest = window_and_scale(v), v.mode == "max", real(float("-inf"))
 
     @ptx.inline
-    def covering(position, stride, pad, taps, extent):
+    def covering(position, stride, by, shift, pad, taps, extent):
         """First and end of the windows that cover a position of the image."""
-        end, _ = ptx.divided(integer(position + pad), stride)
-        first, _ = ptx.divided(integer(position + pad - taps + stride), stride)
+        end, _ = ptx.split(integer(position + pad), stride, by, shift)
+        first, _ = ptx.split(integer(position + pad - taps + stride), stride, by, shift)
         first = first if position + pad >= taps else integer(0)
         end = integer(end + 1)
         return first, end if end < extent else extent
@@ -95,9 +95,9 @@ def gradient(v: Variant):
 
     @ptx.inline
     def element_gradient(x, dy, n, c, i_d, i_h, i_w, f):
-        first_d, end_d = covering(i_d, f.stride_d, f.pad_d, f.taps_d, f.out_d)
-        first_h, end_h = covering(i_h, f.stride_h, f.pad_h, f.taps_h, f.out_h)
-        first_w, end_w = covering(i_w, f.stride_w, f.pad_w, f.taps_w, f.out_w)
+        first_d, end_d = covering(i_d, f.stride_d, f.by_d, f.shift_d, f.pad_d, f.taps_d, f.out_d)
+        first_h, end_h = covering(i_h, f.stride_h, f.by_h, f.shift_h, f.pad_h, f.taps_h, f.out_h)
+        first_w, end_w = covering(i_w, f.stride_w, f.by_w, f.shift_w, f.pad_w, f.taps_w, f.out_w)
         start = integer(n * f.x_n + c * f.x_c)
         here = integer(i_d * f.x_d + i_h * f.x_h + i_w * f.x_w)
         total = real(0.0)

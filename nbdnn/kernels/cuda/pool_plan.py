@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nbdnn.kernels.cpu.geometry import spatial3, tensor_strides
+from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.problem_pool import PoolProblem
 
 # What int32 may hold here: the last block of a grid counts on beyond the last element.
@@ -12,7 +13,8 @@ _INT32_END = 2**31 - 2**16
 
 
 class Pool(NamedTuple):
-    """x (dx) and y (dy) by strides and extents, and the windows between them. elements: that threads are needed for."""
+    """x (dx) and y (dy) by strides and extents, and the windows between them. elements: that threads are needed for.
+    by, shift: what `ptx.split` takes to divide by a stride."""
 
     elements: int
     channels: int
@@ -41,6 +43,12 @@ class Pool(NamedTuple):
     pad_d: int
     pad_h: int
     pad_w: int
+    by_d: int
+    shift_d: int
+    by_h: int
+    shift_h: int
+    by_w: int
+    shift_w: int
 
 
 def pool(problem: PoolProblem, elements: int) -> Pool:
@@ -55,6 +63,7 @@ def pool(problem: PoolProblem, elements: int) -> Pool:
         *spatial3(problem.window),
         *spatial3(problem.stride),
         *spatial3(problem.pad, 0),
+        *(number for stride in spatial3(problem.stride) for number in reciprocal(stride)),
     )
 
 
