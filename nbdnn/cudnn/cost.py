@@ -25,6 +25,9 @@ _FEW_CHANNELS, _EVEN = 32, 8
 # What else the engines take that cuDNN ranks first where channels are few or no multiple of 8, in groups, or taps
 # dilated: of 133 such problems of small extents they took 2.1 times the best of all, and what is guessed now 1.3.
 _ODD_US = 12.0
+# Groups of so many channels and more in 16 bits, of the floor's rate: ResNeXt's of 4 and 8 channels took 3.3 to 3.9 of
+# it, filter gradients of 4 channels 11.
+_FEWEST_IN_GROUP, _SHARE_OF_GROUPS, _TILE_CHANNELS, _FILTERS_OF_PART = 4, 0.26, 8, 3.0
 # Float32: share and launch of 106 layers of a ResNet-50 and a MobileNet v2, in planes, that had no few channels.
 _OF_F32 = {"conv_fwd": (0.42, 12.0), "conv_bwd_data": (0.33, 10.0), "conv_bwd_filter": (0.3, 20.0)}
 # A filter gradient that splits no sum goes through all pixels in each block: 25,000 took 390 us, 400,000 2100.
@@ -45,12 +48,15 @@ def method_us(
         odd_us = problem.n * prod(problem.out_spatial) * _PIXEL_US
     if whole and kind == "f32" and problem.op == "conv_bwd_data":
         slower *= max(1.0, prod(problem.stride) / prod(problem.filter))
-    few = min(channels, problem.k) < _FEW_CHANNELS
+    few, least = min(channels, problem.k) < _FEW_CHANNELS, min(channels, problem.k // problem.groups)
     # Few channels of one tap are read and written as others are: layers of 16 and 24 took 0.9 to 1.1 of this.
     if problem.groups == 1 and (is_pointwise or not few) and _is_plain(problem):
         products_us = problem.flops / tensor_flops_per_s(device, problem.dtype, tf32) * 1e6
         of_copy = _SHARE_OF_FEW if few else _SHARE_OF_COPY
         busy_us = max(products_us / share, problem.min_bytes / copy_bytes_per_s(device) / of_copy * 1e6)
+    elif kind in _TURNED and problem.groups > 1 and least >= _FEWEST_IN_GROUP and _is_plain(problem):
+        busy_us = floor_us(problem, device) / _SHARE_OF_GROUPS
+        busy_us *= _FILTERS_OF_PART if problem.op == "conv_bwd_filter" and least < _TILE_CHANNELS else 1.0
     else:
         # Few channels or filters fill no matrix: first, last and grouped layers reached about 0.1 of the floor.
         busy_us, odd_us = floor_us(problem, device, tf32) / (share / 4), odd_us + _ODD_US

@@ -21,7 +21,7 @@ class Head(ByWindows[Config]):
     """Few channels out."""
 
     algorithm = "head"
-    shares, smallest = Shares(0.4, 0.1, 0.45), head_plan.SMALLEST
+    shares, smallest = Shares(0.4, 0.1, 0.5), head_plan.SMALLEST
 
     def plan(self, problem: ConvProblem, config: Config, device: Gpu) -> Planned:
         return head_plan.forward(problem, self.units_math(problem), config, device)
