@@ -98,9 +98,14 @@ def _read_policy(value: Any) -> str:
     raise ValueError
 
 
+_OF_BOTH_GRADIENTS = (
+    *(method for method in METHODS["conv_bwd_filter", 2] if method in METHODS["conv_bwd_data", 2]),
+    *POLICIES,
+)
+
+
 def _read_algo_bwd(value: Any) -> str:
-    both = set(METHODS["conv_bwd_filter", 2]) & set(METHODS["conv_bwd_data", 2])
-    if value == "" or value in both or value in POLICIES:
+    if value == "" or value in _OF_BOTH_GRADIENTS:
         return value
     raise ValueError
 
@@ -131,7 +136,7 @@ _FLAGS: dict[str, _Flag] = {
     "dnn.conv.algo_fwd": _algo("conv_fwd"),
     "dnn.conv.algo_bwd_filter": _algo("conv_bwd_filter"),
     "dnn.conv.algo_bwd_data": _algo("conv_bwd_data"),
-    "dnn.conv.algo_bwd": _Flag("", f"a method of both gradients, or one of {', '.join(POLICIES)}", _read_algo_bwd),
+    "dnn.conv.algo_bwd": _Flag("", ", ".join(_OF_BOTH_GRADIENTS), _read_algo_bwd),
     "dnn.conv.precision": _one_of(*PRECISIONS, default="as_input_f32"),
     "dnn.allow_tf32": _one_of(True, False, default=False),
     "dnn.deterministic": _one_of(True, False, default=False),

@@ -7,6 +7,7 @@ with the same arguments.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 from nbdnn.errors import InvalidProblem, as_float
@@ -344,10 +345,14 @@ def get_conv_out_shape(
 
 
 def _scalars(alpha: Any, beta: Any) -> tuple[float, float]:
+    return _number("alpha", alpha), _number("beta", beta)
+
+
+def _number(name: str, value: Any) -> float:
     try:
-        return as_float(alpha), as_float(beta)
+        return as_float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidProblem(f"alpha is {alpha!r} and beta {beta!r}, expected two numbers") from None
+        raise InvalidProblem(f"{name} is {reprlib.repr(value)}, expected a number") from None
 
 
 def _hashable(shape: Any) -> Any:

@@ -83,6 +83,9 @@ def shape(name: str, value: Any) -> tuple[int, ...]:
         extents: list[Any] = list(value)
     except TypeError:  # arrays of no axis are iterable in name only
         extents = [None]
+    if extents and getattr(extents[0], "shape", None):
+        whole = (len(extents), *extents[0].shape)
+        raise InvalidProblem(f"{name} is an array of shape {whole}, expected a tuple of ints: pass its .shape")
     if not all(isinstance(extent, Integral) for extent in extents):
         raise InvalidProblem(f"{name} is {value!r}, expected a tuple of ints")
     return tuple(map(int, extents))
@@ -143,7 +146,8 @@ def compute_type(op: str, dtype: str, precision: str | None) -> str:
     else:
         compute = _COMPUTE_NAMES[precision]
     if compute == "f16" and op != "conv_fwd":
-        raise InvalidType(f"precision {precision!r} is 16-bit compute on {DTYPE_NAMES[dtype]}: gradients need float32")
+        data, needed = DTYPE_NAMES[dtype], DTYPE_NAMES[COMPUTE_OF[dtype][0]]
+        raise InvalidType(f"precision {precision!r} is 16-bit compute on {data}: its gradients need {needed}")
     if compute not in COMPUTE_OF[dtype]:
         possible = [DTYPE_NAMES[each] for each in COMPUTE_OF[dtype] if each != "f16" or op == "conv_fwd"]
         raise InvalidProblem(

@@ -66,12 +66,12 @@ def _three(out: Any) -> tuple[Any, Any, Any]:
 def _new_state(x: Any, seed: Any) -> Any:
     """(seed, 0) in an array of x's library, on its device."""
     try:
-        words = np.array([index(seed), 0], np.int64)
+        number = index(seed)
     except TypeError:
         raise InvalidType(f"seed is {seed!r}, expected a whole number") from None
-    except OverflowError:
-        raise InvalidProblem(f"seed is {seed}, which has more than 63 bits and a sign") from None
-    return _state_at(x, words)
+    if not -(1 << 63) <= number < 1 << 64:
+        raise InvalidProblem(f"seed is {number}, which has more than 64 bits")
+    return _state_at(x, np.array([number % (1 << 64), 0], np.uint64).view(np.int64))
 
 
 def _state_at(x: Any, words: np.ndarray) -> Any:

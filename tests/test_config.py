@@ -66,7 +66,7 @@ def test_place_of_the_database(tmp_path: Path) -> None:
         ("dnn.conv.algo=none", "unknown flag 'dnn.conv.algo'; the flags are dnn.enabled, "),
         ("dnn.fallback=shout", "dnn.fallback is 'shout'; valid: warn, raise"),
         ("dnn.conv.algo_fwd=deterministic", "valid: none, small, large, fft, "),
-        ("dnn.conv.algo_bwd=large", "valid: a method of both gradients"),
+        ("dnn.conv.algo_bwd=large", "valid: none, small, deterministic, fft, fft_tiling, winograd_non_fused, "),
         ("dnn.deterministic", "'dnn.deterministic' is not of the form flag=value"),
         ("tune.budget_s=-1", "tune.budget_s is '-1'; valid: a number of seconds"),
         ("dnn.workspace_limit=1.5", "dnn.workspace_limit is '1.5'; valid: a number of bytes, None"),

@@ -79,8 +79,11 @@ def test_seeds_of_64_bits_and_negative_ones_differ() -> None:
     seeds = (0, 1, 2**32, -1, 2**63 - 1, -(2**63))
     masks = {dnn_dropout(X, 0.5, seed=seed)[1].tobytes() for seed in seeds}
     assert len(masks) == len(seeds)
-    with pytest.raises(InvalidProblem, match=str(2**64)):
-        dnn_dropout(X, 0.5, seed=2**64)
+    _, of_the_same_bits, _ = dnn_dropout(X, 0.5, seed=np.uint64(2**64 - 1))
+    assert np.array_equal(of_the_same_bits, dnn_dropout(X, 0.5, seed=-1)[1])
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(InvalidProblem, match=f"seed is {seed}, which has more than 64 bits"):
+            dnn_dropout(X, 0.5, seed=seed)
 
 
 def test_the_gradient_is_the_forward_of_the_mask() -> None:
