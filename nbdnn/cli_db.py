@@ -23,6 +23,7 @@ from nbdnn.dispatch.sqlite_file import SqliteFile
 from nbdnn.dispatch.tables import count_damaged, select
 from nbdnn.errors import DatabaseError
 
+_MOST_DAYS = 700_000  # before today: dates begin with the year 1
 _LIST_COLUMNS = ("device", "problem", "candidate", "config", "median_us", "spread", "status", "measured_at")
 _SHOW_COLUMNS = (
     "device",
@@ -222,7 +223,7 @@ def _natural(text: str) -> int:
 
 def _days(text: str) -> float:
     try:
-        if 0 <= (days := float(text)) < 1e6:
+        if 0 <= (days := float(text)) < _MOST_DAYS:
             return days
     except ValueError:
         pass

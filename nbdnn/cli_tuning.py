@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from nbdnn.dispatch.tuner import TuneResult
 
 
-# What says nothing of the next problem: that this one is too large, or that a candidate has a mistake.
+# What says nothing of the next problem: that this one is too large or has no work, or that a candidate has a mistake.
 _OF_ONE_PROBLEM = (
     *(MemoryError, UnsupportedProblem),
-    *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError),
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError),
 )
 
 

@@ -127,7 +127,10 @@ def _read_seconds(value: Any) -> float:
 
 
 def _read_path(value: Any) -> str:
-    return os.fspath(value)
+    path = os.fspath(value)
+    if not isinstance(path, str) or "\0" in path:
+        raise ValueError
+    return path
 
 
 _FLAGS: dict[str, _Flag] = {

@@ -178,6 +178,8 @@ def check_numbers(name: str, values: Iterable[int], smallest: int, largest: int 
 
 def parse(text: str) -> Problem:
     """The problem that `text` names; InvalidProblem says which token is wrong and what was expected there."""
+    if not isinstance(text, str):
+        raise InvalidProblem(f"{text!r} is not the text of a problem")
     op, *tokens = text.strip().split(":")
     family = op.partition("_")[0]
     if op in FAMILIES.get(family, ()):

@@ -41,6 +41,7 @@ from nbdnn.problem import (
     DEFAULT_ALIGN,
     DEFAULT_COMPUTE,
     FAMILIES,
+    LARGEST_STEP,
     Operand,
     Problem,
     check_kind,
@@ -115,7 +116,7 @@ class RnnProblem(Problem):
         if self.mode not in GATES:
             raise InvalidProblem(f"mode {self.mode!r} is not one of {', '.join(GATES)}")
         for name, smallest in (("steps", 0), ("batch", 0), ("input", 1), ("hidden", 1), ("layers", 1)):
-            check_numbers(name, (getattr(self, name),), smallest)
+            check_numbers(name, (getattr(self, name),), smallest, LARGEST_STEP)
         if self.skip and self.input != self.hidden:
             raise InvalidProblem(f"skip input adds {self.input} inputs to {self.hidden} hidden units")
         if self.training and self.op == "rnn_bwd":
@@ -196,8 +197,8 @@ class RnnProblem(Problem):
     def flops(self) -> int:
         """Of the matrix products; a gradient has each of them twice."""
         parameters = self.parameters
-        parts = [part for p in range(parameters.pseudo_layers) for part in parameters.matrices(p) if part]
-        of_a_step = 2 * sum(part.shape[0] * part.shape[1] for part in parts)
+        biases = 2 * parameters.pseudo_layers * parameters.gates * self.hidden
+        of_a_step = 2 * (parameters.size_elems - biases)
         return self.steps * self.batch * of_a_step * (1 if self.op == "rnn_fwd" else 2)
 
     def _tokens(self, *, extents: bool) -> list[str]:

@@ -205,11 +205,13 @@ def test_a_candidates_mistake_costs_its_problem_alone(
         return 1 / 0 if problem.c == 7 else estimate(self, problem, *where)
 
     monkeypatch.setattr(Rows, "estimate", mistaken)
-    bad, good = (f"softmax_fwd:f32:n4c{c}h1w1:accurate:channel:nchw" for c in (7, 8))
-    assert main(["autotune", bad, good, "--db", db, "--budget", "1", "--json"]) == 2
-    told = capsys.readouterr()
-    assert [row["problem"] for row in json.loads(told.out)] == [good]
-    assert told.err.strip() == f"nbdnn: error: not measured: {bad}: division by zero"
+    bad, good, empty = (f"softmax_fwd:f32:n4c{c}h1w1:accurate:channel:nchw" for c in (7, 8, 0))
+    without_work = f"{empty} has no work for anybody: x has shape (4, 0, 1, 1)"
+    for wrong, reason in ((bad, "division by zero"), (empty, without_work)):
+        assert main(["autotune", wrong, good, "--db", db, "--budget", "1", "--json"]) == 2
+        told = capsys.readouterr()
+        assert [row["problem"] for row in json.loads(told.out)] == [good]
+        assert told.err.strip() == f"nbdnn: error: not measured: {wrong}: {reason}"
 
 
 @pytest.mark.parametrize("command", ["autotune", "bench"])

@@ -134,6 +134,12 @@ def test_what_is_no_number_of_bytes(value: object) -> None:
         assert config.dnn.workspace_limit == 10**9
 
 
+@pytest.mark.parametrize("value", [b"tuning.db", "a\0b", 5])
+def test_what_is_no_path(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"tune\.db is .*; valid: a path"), config.change(tune__db=value):
+        pass
+
+
 def test_assignment_is_for_the_process_and_yields_to_change() -> None:
     try:
         with config.change(dnn__fallback="raise"):

@@ -214,3 +214,15 @@ def test_workload_takes_batch_dtype_and_layout() -> None:
         assert all(p.w_channels_last for p in problems if isinstance(p, ConvProblem))
     with pytest.raises(InvalidProblem, match="'alexnet' is not one of resnet50"):
         workload("alexnet")
+
+
+@pytest.mark.parametrize("given", [5, None, b"softmax_fwd:f32:n8c100h1w1:accurate:channel:nchw"])
+def test_what_is_no_text_is_no_problem(given: object) -> None:
+    with pytest.raises(InvalidProblem, match="is not the text of a problem"):
+        parse(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dims", ["t1b1i1h1l4294967296", "t99999999999999999999b1i1h1l1", "t1b1i1h4294967296l1"])
+def test_recurrent_networks_beyond_all_kernels_are_refused_at_once(dims: str) -> None:
+    with pytest.raises(InvalidProblem, match="it must be at most"):
+        parse(f"rnn_fwd:f32:{dims}:lstm:uni:linear")

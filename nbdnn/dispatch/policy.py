@@ -125,7 +125,7 @@ class _Choosing:
             case "guess_on_shape_change":
                 return self._best(self._rows())
             case "guess_once":
-                return self._remembered_choice() or self._remember(self._best(self._rows()))
+                return self._guessed_once()
             case "time_on_shape_change":
                 return self._timed()
             case "time_once":
@@ -171,14 +171,18 @@ class _Choosing:
             _spent.add(spent)
         return self._best(rows)
 
+    def _guessed_once(self) -> Choice:
+        return self._remembered_choice() or self._remember_first(self._best(self._rows()))
+
     def _timed_once(self) -> Choice:
         rows = self._rows()
         if not self._is_complete(rows) and (remembered := self._remembered_choice()):
             return remembered
-        choice = self._timed()
-        if not self._is_remembered():
-            self._remember(choice)
-        return choice
+        return self._remember_first(self._timed())
+
+    def _remember_first(self, choice: Choice) -> Choice:
+        """The choice, of the layer if it has none: what fits this caller alone replaces nobody's."""
+        return choice if self._is_remembered() else self._remember(choice)
 
     # The memory of *_once: op objects and guess_once in this process, time_once also in the database.
 

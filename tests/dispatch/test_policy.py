@@ -228,6 +228,17 @@ class TestTimeOnShapeChange:
         assert log[0].kind == "failed"
 
 
+def test_guess_once_keeps_a_layers_choice_where_one_caller_has_less_memory(
+    monkeypatch: pytest.MonkeyPatch, call: Call
+) -> None:
+    register(monkeypatch, Fake("large", FAST, workspace_bytes=64, estimate=1.0), Fake("small", SLOW, estimate=2.0))
+    with events() as log:
+        call(SMALL, algo="guess_once")
+        call(SMALL, algo="guess_once", workspace_limit=0)
+        call(TALL, algo="guess_once")
+    assert ids(log, "selected") == ["large", "small", "large"]
+
+
 class TestTimeOnce:
     def test_measures_the_first_shape_only(self, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
         register(monkeypatch, Fake("fast", FAST, estimate=2.0), Fake("slow", SLOW, estimate=1.0))
