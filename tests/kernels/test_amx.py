@@ -81,7 +81,8 @@ def test_guesses_prefer_tiles_for_bfloat16_and_know_slow_pairs(device):
 
 def test_a_floor_counts_on_tiles_where_there_are_any(device):
     if device.multiplies_tiles:
-        assert peaks.tile_flops_per_s(device) > 4 * peaks.measured(device, "f32").flops_per_s
+        # 13 times as many, of one thread of a core; threads of one core slow each other's tiles three to four times.
+        assert peaks.tile_flops_per_s(device) > peaks.measured(device, "f32").flops_per_s
 
 
 @pytest.mark.parametrize("shape", ["n3c64h5w7:k32r1s1:p0x0:u1x1:d1x1", "n3c64d2h5w7:k32t1r1s1:p0x0x0:u1x1x1:d1x1x1"])
