@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from nbdnn.cli_targets import add_place, add_targets, layers, place
+from nbdnn.errors import InvalidProblem
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,14 +25,17 @@ def run(args: argparse.Namespace) -> int:
     device, _ = place(args)
     from nbdnn.dispatch.explain import explain
 
-    explanations = [explain(layer.problem, device=device) for layer in wanted]
+    explained, wrong = [], []
+    for layer in wanted:
+        try:
+            explained.append((layer, explain(layer.problem, device=device)))
+        except InvalidProblem as error:
+            wrong.append(str(error))
     if args.json:
-        rows = [
-            {"problem": str(layer.problem), **row._asdict()}
-            for layer, explanation in zip(wanted, explanations, strict=True)
-            for row in explanation.rows
-        ]
+        rows = [{"problem": str(layer.problem), **row._asdict()} for layer, found in explained for row in found.rows]
         print(json.dumps(rows, indent=2))
-    else:
-        print("\n\n".join(map(str, explanations)))
+    elif explained:
+        print("\n\n".join(str(found) for _, found in explained))
+    if wrong:
+        raise InvalidProblem("; ".join(wrong))
     return 0

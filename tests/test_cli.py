@@ -214,6 +214,13 @@ def test_a_candidates_mistake_costs_its_problem_alone(
         assert told.err.strip() == f"nbdnn: error: not measured: {wrong}: {reason}"
 
 
+def test_explain_goes_on_behind_a_problem_without_work(db: str) -> None:
+    empty, good = (f"softmax_fwd:f32:n{n}c8h1w1:accurate:channel:nchw" for n in (0, 4))
+    done = nbdnn("explain", empty, good, "--db", db)
+    assert good in done.stdout and done.returncode == 2
+    assert done.stderr == f"nbdnn: error: {empty} has no work for anybody: x has shape (0, 8, 1, 1)\n"
+
+
 @pytest.mark.parametrize("command", ["autotune", "bench"])
 def test_a_problem_too_large_for_memory_keeps_no_other_from_being_measured(command: str, db: str) -> None:
     large, small = (f"softmax_fwd:f32:n{n}c1000h100w100:accurate:channel:nchw" for n in (10**6, 1))
