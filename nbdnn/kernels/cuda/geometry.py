@@ -6,9 +6,10 @@ index with int32 where nothing reaches 2^31, else with int64: the same kernel wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nbdnn.kernels.spatial import spatial3, tensor_strides
 from nbdnn.problem_conv import ConvProblem
@@ -179,24 +180,27 @@ def index_bits(problem: ConvProblem, integers: tuple[int, ...]) -> int:
 
 
 @cache
-def output_place(channels_last: bool):
-    """Device function (element, channels, d, h, w) -> (n, c, d, h, w) of an element of a dense tensor."""
+def output_place(channels_last: bool, divided: Callable[..., Any] | None = None):
+    """Device function (element, channels, d, h, w) -> (n, c, d, h, w) of an element of a dense tensor. divided: device
+    function (dividend, extent), of extents as they are given: `ptx.divided` where None."""
     from nbdnn.kernels.cuda import ptx
+
+    divided = divided or ptx.divided
 
     @ptx.inline
     def planar(element, channels, depth, height, width):
-        rest, w = ptx.divided(element, width)
-        rest, h = ptx.divided(rest, height)
-        rest, d = ptx.divided(rest, depth)
-        n, c = ptx.divided(rest, channels)
+        rest, w = divided(element, width)
+        rest, h = divided(rest, height)
+        rest, d = divided(rest, depth)
+        n, c = divided(rest, channels)
         return n, c, d, h, w
 
     @ptx.inline
     def interleaved(element, channels, depth, height, width):
-        rest, c = ptx.divided(element, channels)
-        rest, w = ptx.divided(rest, width)
-        rest, h = ptx.divided(rest, height)
-        n, d = ptx.divided(rest, depth)
+        rest, c = divided(element, channels)
+        rest, w = divided(rest, width)
+        rest, h = divided(rest, height)
+        n, d = divided(rest, depth)
         return n, c, d, h, w
 
     return interleaved if channels_last else planar

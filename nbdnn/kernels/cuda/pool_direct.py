@@ -10,6 +10,7 @@ float32 (float64), in a fixed order. This is the candidate that supports everyth
 
 from __future__ import annotations
 
+from functools import cache
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from nbdnn.kernels.cpu.geometry import spatial3
 from nbdnn.kernels.cuda import pool_element
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.division import reciprocals
+from nbdnn.kernels.cuda.geometry import output_place
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pool_element import Variant
@@ -47,28 +49,28 @@ class Extents(NamedTuple):
     width_shift: int
 
 
+@cache
 def _place(channels_last: bool):
-    """Device function (element, channels, depth, height, width, `Extents`) -> (n, c, d, h, w) of an element of a
-    dense tensor."""
+    """`output_place`, which takes `Extents` at last and multiplies instead."""
     from nbdnn.kernels.cuda import ptx
 
     @ptx.inline
-    def planar(element, channels, depth, height, width, e):
-        rest, w = ptx.split(element, width, e.width, e.width_shift)
-        rest, h = ptx.split(rest, height, e.height, e.height_shift)
-        rest, d = ptx.split(rest, depth, e.depth, e.depth_shift)
-        n, c = ptx.split(rest, channels, e.channels, e.channels_shift)
-        return n, c, d, h, w
+    def divided(dividend, extent):
+        return ptx.split(dividend, extent[0], extent[1], extent[2])
+
+    place = output_place(channels_last, divided)
 
     @ptx.inline
-    def interleaved(element, channels, depth, height, width, e):
-        rest, c = ptx.split(element, channels, e.channels, e.channels_shift)
-        rest, w = ptx.split(rest, width, e.width, e.width_shift)
-        rest, h = ptx.split(rest, height, e.height, e.height_shift)
-        n, d = ptx.split(rest, depth, e.depth, e.depth_shift)
-        return n, c, d, h, w
+    def placed(element, channels, depth, height, width, e):
+        return place(
+            element,
+            (channels, e.channels, e.channels_shift),
+            (depth, e.depth, e.depth_shift),
+            (height, e.height, e.height_shift),
+            (width, e.width, e.width_shift),
+        )
 
-    return interleaved if channels_last else planar
+    return placed
 
 
 def _forward_kernel(*specialised_on):
