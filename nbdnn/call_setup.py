@@ -43,19 +43,24 @@ def request(problem: Problem, options: Options) -> Request:
         valid = ", ".join(config.POLICIES)
         raise InvalidProblem(f"policy {policy!r} is unknown; valid: {valid}, or a candidate id such as {example}")
     filters = filters_of(options)._replace(candidate=policy if is_id else "")
-    return Request("guess_on_shape_change" if is_id else policy, filters, options.layer)
+    return Request("guess_on_shape_change" if is_id else policy, filters, layer_of(options.layer))
 
 
 def filters_of(options: Options) -> Filters:
     """What the options permit, all of which are checked; the flags speak where one is None."""
-    if not isinstance(options.layer, str | int | None):
-        raise InvalidProblem(f"layer is {options.layer!r}, expected a name")
     limit = options.workspace_limit
     return Filters(
         deterministic=_permission("deterministic", options.deterministic),
         allow_tf32=_permission("allow_tf32", options.allow_tf32),
         workspace_limit=_flag("workspace_limit") if limit is None else integer("workspace_limit", limit, 0),
     )
+
+
+def layer_of(given: Any) -> str | None:
+    """The layer's name; that of a number is its digits."""
+    if not isinstance(given, str | int | None):
+        raise InvalidProblem(f"layer is {given!r}, expected a name")
+    return str(given) if isinstance(given, int) else given
 
 
 def _permission(name: str, given: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from nbdnn import config
 from nbdnn.array import DTYPE_NAMES
-from nbdnn.call_setup import Options, filters_of, integer_in
+from nbdnn.call_setup import Options, filters_of, integer_in, layer_of
 from nbdnn.dispatch import events, registry
 from nbdnn.dispatch.policy import Request
 from nbdnn.errors import InvalidProblem, InvalidType, check_one_of, is_one_of
@@ -167,7 +167,7 @@ def request(given: Arguments, problem: ConvProblem) -> Request:
         candidate=algo if _is_id(algo) else "",
         hint=_applicable_hint(given.direction_hint, problem),
     )
-    return Request(algo if algo in config.POLICIES else "guess_on_shape_change", filters, given.layer)
+    return Request(algo if algo in config.POLICIES else "guess_on_shape_change", filters, layer_of(given.layer))
 
 
 def _is_id(algo: Any) -> bool:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import TypeVar
 
-_layers = count()
+from nbdnn.dispatch.policy import OpLayer
 
 
 class Layered:
-    """For the ``*_once`` policies an op is its own layer, with the ops that compute its gradients; of a layer that is a
-    number nothing is kept beyond the process."""
+    """For the ``*_once`` policies an op is its own layer, with the ops that compute its gradients; ``time_once`` begins
+    with what the database has of such layers."""
 
     def __init__(self) -> None:
-        self._layer = next(_layers)
+        self._layer = OpLayer()
 
     def _own(self, op: OpT) -> OpT:
         """`op` as one of this layer: what a gradient makes at every call would else choose anew at every call."""

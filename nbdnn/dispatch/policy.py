@@ -36,12 +36,19 @@ from nbdnn.errors import warn
 from nbdnn.problem import Problem
 
 
+class OpLayer(str):
+    """The layer that an op object is: a name that equals no other. The database, which outlives it, has it as a layer
+    without a name."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
 class Request(NamedTuple):
-    """What a caller asks for. layer: the name that separates equal layers, or the number of an op object."""
+    """What a caller asks for. layer: the name that separates equal layers."""
 
     policy: str = "guess_on_shape_change"
     filters: Filters = Filters()
-    layer: str | int | None = None
+    layer: str | None = None
 
 
 class Choice(NamedTuple):
@@ -193,8 +200,9 @@ class _Choosing:
 
     @property
     def _layer(self) -> str:
-        name = self._request.layer
-        return f"{self._problem.layer}@{name}" if isinstance(name, str) else self._problem.layer
+        layer = self._request.layer
+        unnamed = layer is None or isinstance(layer, OpLayer)
+        return self._problem.layer if unnamed else f"{self._problem.layer}@{layer}"
 
     def _recall(self) -> tuple[str, str] | None:
         if found := _remembered.get(self._key):
@@ -241,7 +249,7 @@ class _Choosing:
                     utc_now(),
                 )
             )
-        if self._request.policy == "guess_once" or isinstance(self._request.layer, int):
+        if self._request.policy == "guess_once" or isinstance(self._request.layer, OpLayer):
             _remembered[self._key] = choice.option.key
         return choice
 

@@ -13,6 +13,7 @@ from gpus import H200
 from nbdnn import config, events
 from nbdnn.dispatch import dispatcher, registry
 from nbdnn.dispatch.measurement import Measurement
+from nbdnn.dispatch.policy import OpLayer
 from nbdnn.dispatch.selection import Filters, refusal
 from nbdnn.errors import UnsupportedProblem
 from nbdnn.problem import parse
@@ -111,6 +112,19 @@ class TestGuessOnce:
             call(TALL, algo="guess_once", layer="another")
             call(TALL)
         assert ids(log, "selected") == ["first", "first", "second", "second"]
+
+    def test_a_number_is_a_name_and_an_op_is_nobody_elses_layer(
+        self, monkeypatch: pytest.MonkeyPatch, call: Call
+    ) -> None:
+        first, op = Fake("first", estimate=1.0), OpLayer()
+        register(monkeypatch, first, Fake("second", estimate=2.0))
+        with events() as log:
+            for layer in (3, op):
+                call(SMALL, algo="guess_once", layer=layer)
+            first.estimated = 3.0
+            for layer in ("3", op, OpLayer(), "4"):
+                call(TALL, algo="guess_once", layer=layer)
+        assert ids(log, "selected") == ["first"] * 4 + ["second"] * 2
 
     def test_replaces_a_choice_that_does_not_fit(self, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
         short, any_height = Fake("short", estimate=1.0, refuses_height=9), Fake("any", estimate=2.0)
@@ -257,7 +271,9 @@ class TestTimeOnce:
         with events() as log:
             call(TALL, algo="time_once")
             assert not ids(log, "measured")
-            call(TALL, algo="time_once", layer="another")
+            call(TALL, algo="time_once", layer=OpLayer())
+            assert not ids(log, "measured")
+            call(TALL, algo="time_once", layer=3)
         assert len(ids(log, "measured")) == 2
 
     def test_complete_measurements_of_the_problem_win(self, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
