@@ -18,7 +18,7 @@ from nbdnn.dispatch import registry
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import Filters
 from nbdnn.errors import InvalidProblem, InvalidType, as_float, is_one_of
-from nbdnn.problem import ITEMSIZE, Problem
+from nbdnn.problem import ITEMSIZE, OPS, Problem
 
 _MOST_BYTES = 2**63 - 1  # of which there are addresses
 
@@ -35,8 +35,11 @@ class Options(NamedTuple):
 
 def request(problem: Problem, options: Options) -> Request:
     """How the caller wants the problem computed; the flags speak where an option is None."""
-    settings = config.current()
-    policy = settings["dnn.policy"] if options.policy is None else options.policy
+    policy = options.policy
+    if policy is None:
+        policy = config.current()["dnn.policy"]
+        if policy.partition("/")[0] in {*OPS} - {problem.op}:  # a flag's candidate is that of its op alone
+            policy = "guess_on_shape_change"
     is_id = isinstance(policy, str) and "/" in policy and bool(registry.candidate(policy))
     if not is_id and not is_one_of(policy, config.POLICIES):
         example = registry.candidates(problem.op)[-1].id

@@ -9,9 +9,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from nbdnn import config
+from nbdnn import InvalidProblem, config, dnn_pool, dnn_softmax, events
 from nbdnn.errors import ConfigError
 
 
@@ -180,3 +181,13 @@ def test_equal_settings_are_one_object() -> None:
 def test_the_documentation_names_every_flag() -> None:
     assert all(flag in (config.__doc__ or "") for flag in config._FLAGS)
     assert dir(config.dnn.conv) == ["algo_bwd", "algo_bwd_data", "algo_bwd_filter", "algo_fwd", "precision"]
+
+
+def test_a_candidate_of_a_flag_is_that_of_its_op_alone() -> None:
+    x, id = np.ones((1, 2, 4, 4), "f"), "pool_fwd/cpu/rows"
+    with config.change(dnn__policy=id), events() as log:
+        dnn_pool(x, 2)
+        dnn_softmax(x)
+    assert [(event.candidate == id, event.kind) for event in log] == [(True, "selected"), (False, "selected")]
+    with config.change(dnn__policy="pool/cpu/windows"), pytest.raises(InvalidProblem, match="'pool/cpu/windows'"):
+        dnn_pool(x, 2)
