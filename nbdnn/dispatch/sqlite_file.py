@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -34,6 +35,7 @@ try:
 except ImportError:  # Windows: SQLite's own locks order the writers, and an open file cannot be renamed away
     fcntl = None  # type: ignore[assignment]
 
+MAGIC = b"SQLite format 3\0"  # what every such file begins with
 PATIENCE_S = 5.0  # for other processes; a commit takes about 1 ms, a checkpoint tens
 _SHORT_PATIENCE_S = 0.02  # once one wait has been in vain, until a write succeeds
 _COMPANIONS = ("-wal", "-shm", "-journal")
@@ -233,15 +235,16 @@ class SqliteFile:
             return False
         if any(handle.usable(identity) for handle in handles):
             return True  # found so before; and closing a second descriptor would drop the locks of the first
+        is_begun = os.path.exists(f"{self.path}-journal")  # being created, or whoever did so has died
         with open(self.path, "rb", buffering=0) as file:
             header = file.read(100)
         if not header:
             return False
-        if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
+        if len(header) < 100 or not header.startswith(MAGIC):
             raise DamagedFile(f"{self.path} is not a database", identity)
         version, application = (int.from_bytes(header[at : at + 4], "big", signed=True) for at in (60, 68))
         self._judge_version(version)
-        if application:  # 0 while it is being created
+        if application or not is_begun:
             self._judge_application(application)
         if (version, application, header[18:20]) != (SCHEMA, APPLICATION_ID, b"\2\2"):
             return False
@@ -347,5 +350,8 @@ class SqliteFile:
             if (rotten or str(error).startswith("no such ")) and identity is not None:
                 raise DamagedFile(f"{self.path} is damaged: {error}", identity) from None
             if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+                effective = os.access in os.supports_effective_ids
+                if identity is not None and not os.access(self.path, os.R_OK, effective_ids=effective):
+                    raise UnwritablePlace(f"{self.path} cannot be read: {os.strerror(errno.EACCES)}") from None
                 raise UnwritablePlace(f"{self.path} cannot be written: {error}") from None
             raise DatabaseError(f"{self.path}: {error}") from None

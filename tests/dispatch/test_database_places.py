@@ -29,6 +29,8 @@ from database_records import (
 
 from nbdnn import errors
 from nbdnn.dispatch import database, sqlite_file
+from nbdnn.dispatch.exchange import read_all
+from nbdnn.dispatch.sqlite_file import SqliteFile
 
 
 @pytest.fixture
@@ -101,12 +103,12 @@ def test_a_file_that_a_newer_program_converts_meanwhile(path: Path) -> None:
 def test_a_database_of_another_program_is_not_touched(path: Path) -> None:
     path.parent.mkdir()
     sql(path, "CREATE TABLE bookmarks (url)", "INSERT INTO bookmarks VALUES ('x')", "PRAGMA user_version = 1")
-    before = path.read_bytes()
+    before = contents(path.parent)
     db = opened(path)
     with one_warning(path, "another program"):
         db.store([measurement()])
     assert rows(db) == [measurement()]
-    assert path.read_bytes() == before
+    assert contents(path.parent) == before
 
 
 # Places that cannot be used
@@ -189,6 +191,14 @@ def test_an_unreadable_file(public: Path) -> None:
         assert rows(db) == [measurement("b")]
     path.chmod(stat.S_IRUSR | stat.S_IWUSR)
     assert sql(path, "SELECT config FROM measurement") == [("a",)]
+
+
+def test_looking_into_an_unreadable_file(public: Path) -> None:
+    path = public / "tuning.db"
+    opened(path).store([measurement("a")])
+    path.chmod(0)
+    with without_rights(), pytest.raises(errors.DatabaseError, match=f"{path} cannot be read: Permission denied"):
+        SqliteFile(path, writable=False).find(read_all)
 
 
 FULL = """
