@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> None:
         raise DatabaseError(f"{file.path}: there is no database")
     rows = file.find(partial(upkeep.find, filter=upkeep.Filter(device=args.device, op=args.op)))
     if not rows:
-        raise DatabaseError(f"{file.path} holds no measurement of that kind")
+        why = " of that kind" if args.op or args.device else ": nbdnn autotune makes them"
+        raise DatabaseError(f"{file.path} holds no measurement{why}")
     write_file(args.output, page(rows, file.path))
     print(f"{args.output}: problems: {len({(row.device, row.problem) for row in rows})}")

@@ -122,9 +122,12 @@ def test_the_fastest_is_first_and_the_others_lie_where_their_times_say(db: str, 
 
 
 def test_what_is_not_there_is_an_error(db: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = str(tmp_path / "empty.db")
+    Path(empty).touch()
     for arguments, message in (
         (["--db", str(tmp_path / "none.db")], f"{tmp_path / 'none.db'}: there is no database"),
         (["--db", db, "--op", "pool_fwd"], f"{db} holds no measurement of that kind"),
+        (["--db", empty], f"{empty} holds no measurement: nbdnn autotune makes them"),
         (["--db", db, "-o", "/nowhere/report.html"], "/nowhere/report.html: No such file or directory"),
     ):
         assert main(["report", *arguments]) == 2

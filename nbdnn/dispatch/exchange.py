@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from nbdnn.dispatch.measurement import AnyRecord, LayerChoice, Measurement, checked, is_current, key
-from nbdnn.dispatch.sqlite_file import SqliteFile
+from nbdnn.dispatch.sqlite_file import MAGIC, SqliteFile
 from nbdnn.dispatch.tables import create_tables, select, upsert
 from nbdnn.errors import DatabaseError
 from nbdnn.problem import parse
-
-_MAGIC = b"SQLite format 3\0"
 
 
 def to_line(record: AnyRecord) -> str:
@@ -33,7 +31,7 @@ def from_line(line: bytes | str) -> AnyRecord:
     try:
         pairs = json.loads(line, object_pairs_hook=_Object, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error}") from None
+        raise ValueError(f"no JSON: {error.msg} at character {error.pos + 1}") from None
     if not isinstance(pairs, _Object):
         raise ValueError("expected an object in braces")
     kind = LayerChoice if any(name == "layer" for name, _ in pairs) else Measurement
@@ -64,6 +62,8 @@ def read_lines(lines: Iterable[bytes], name: str) -> list[AnyRecord]:
     """The records of an export; ValueError gives the number of the first bad line. Empty lines are passed over."""
     records = []
     for number, line in enumerate(lines, 1):
+        if number == 1 and line.startswith(MAGIC):
+            raise ValueError(f"{name} is a database: import takes what export wrote, merge takes databases")
         try:
             if line.strip():
                 records.append(from_line(line))
@@ -82,7 +82,7 @@ def read_all(connection: sqlite3.Connection) -> list[AnyRecord]:
 def read_file(path: str | os.PathLike[str]) -> list[AnyRecord]:
     """The records of a database or of an export, whichever lies there."""
     with open(path, "rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
+        if file.read(len(MAGIC)) != MAGIC:
             file.seek(0)
             return read_lines(file, str(path))
     return SqliteFile(path, writable=False).find(read_all)

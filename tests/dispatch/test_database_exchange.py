@@ -130,7 +130,9 @@ def test_import_is_all_or_nothing_and_names_the_line(
     lines.write_bytes(b"\n".join([line(config="good"), b"", bad, line(config="also good")]))
     code, output, error = db("import", lines)
     assert (code, output) == (2, "")
-    assert error.startswith(f"nbdnn: error: {lines}, line 3: ") and words in error and error.count("\n") == 1
+    beginning = f"nbdnn: error: {lines}, line 3: "
+    assert error.startswith(beginning) and words in error and error.count("\n") == 1
+    assert "line" not in error.removeprefix(beginning), "one line is named"
     assert not path.exists()
 
 
@@ -419,9 +421,7 @@ def test_what_is_no_database_is_one_line_of_error(
     code, output, error = db(*(tmp_path / "lines" if word == "FILE" else word for word in arguments))
     assert (code, output) == (2, "")
     assert error.startswith("nbdnn: error: ") and str(path) in error and error.count("\n") == 1
-    after = contents(tmp_path)
-    after.pop("db/tuning.db.lock", None)
-    assert after == before, "the command line sets nothing aside"
+    assert contents(tmp_path) == before, "the command line sets nothing aside, and leaves nothing"
 
 
 @pytest.mark.parametrize("arguments", LOOKING)
@@ -447,6 +447,13 @@ def test_what_tune_mode_forbids_to_write_is_not_written(
         code, output, error = db(*(tmp_path / "lines" if word == "FILE" else word for word in words.split()))
     assert (code, output, error) == (2, "", f"nbdnn: error: {path} may not be changed: tune.mode is {mode}\n")
     assert held(path) == [measurement()]
+
+
+def test_importing_a_database_says_what_is_wanted(path: Path, db: Callable[..., tuple[int, str, str]]) -> None:
+    fill(path, measurement())
+    code, output, error = db("import", path)
+    assert (code, output) == (2, "")
+    assert error == f"nbdnn: error: {path} is a database: import takes what export wrote, merge takes databases\n"
 
 
 def test_importing_into_an_impossible_place(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
