@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdnn import config, workload_onnx
 from nbdnn.device import Device, named
-from nbdnn.errors import InvalidProblem
+from nbdnn.dispatch.sqlite_file import MAGIC
+from nbdnn.errors import DatabaseError, InvalidProblem
 from nbdnn.problem import FAMILIES, ITEMSIZE, OPS, Problem, parse
 from nbdnn.workloads import WORKLOADS, Layer, merged, workload
 
@@ -66,7 +68,21 @@ def place(args: argparse.Namespace) -> tuple[Device, Database]:
 
     if args.db:
         config.set_flags(tune__db=args.db)
-    return named(args.device), dispatcher.database()
+    device, database = named(args.device), dispatcher.database()
+    if args.db:
+        _check_database(database.path)
+    return device, database
+
+
+def _check_database(path: Path) -> None:
+    """DatabaseError of a file that never was one. Where nobody has named it just now, it would be set aside."""
+    beginning = b""
+    with suppress(OSError):  # what cannot be read is gone on without, and told of
+        if path.is_file():
+            with path.open("rb") as file:
+                beginning = file.read(len(MAGIC))
+    if not MAGIC.startswith(beginning):
+        raise DatabaseError(f"{path} is not a database")
 
 
 def layers(args: argparse.Namespace) -> list[Layer]:

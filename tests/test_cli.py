@@ -354,6 +354,10 @@ def test_nothing_is_left_beside_what_is_no_database(db: str, tmp_path: Path) -> 
     done = nbdnn("db", "--db", str(text), "import", str(tmp_path / "rows"))
     assert (done.returncode, done.stderr) == (2, f"nbdnn: error: {text} is not a database\n")
     assert os.listdir(text.parent) == ["notes.txt"]
+    for command in ("autotune", "explain"):
+        done = nbdnn(command, PROBLEM, "--db", str(text))
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"nbdnn: error: {text} is not a database\n")
+    assert os.listdir(text.parent) == ["notes.txt"]
     assert text.read_text() == "no database\n" * 100
 
 
