@@ -9,6 +9,7 @@ import platform
 from typing import Any
 
 import nbdnn
+from nbdnn import config
 from nbdnn.cli_output import size
 from nbdnn.cli_targets import add_place, place
 from nbdnn.device import Gpu
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _facts(args: argparse.Namespace) -> dict[str, str]:
+    config.numba_threads()  # before Numba is imported, which says in many lines what is wrong with it
     from nbdnn.dispatch import registry
     from nbdnn.kernels.cpu.compile import cache_dir
     from nbdnn.kernels.cpu.launch import threading_layer

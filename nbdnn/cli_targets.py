@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -126,7 +127,9 @@ def _resolve(target: str, args: argparse.Namespace) -> list[Layer]:
         return _model(Path(target), args) if target.endswith(workload_onnx.SUFFIX) else _read(Path(target))
     if ":" in target:
         return [Layer(parse(target), "", 1)]  # which says what is wrong with it
-    if Path(target).suffix:
+    if os.path.isdir(target):
+        raise InvalidProblem(f"{target} is not a file, but a folder")
+    if Path(target).suffix or os.sep in target:
         raise InvalidProblem(f"there is no file {target}")
     raise InvalidProblem(f"{target!r} is not a workload ({', '.join(WORKLOADS)}), a problem text or a file")
 

@@ -54,6 +54,8 @@ def db(tmp_path: Path) -> str:
         ),
         (["bench", PROBLEM, "--train"], "--train is of workloads and models"),
         (["explain", "nowhere.txt"], "error: there is no file nowhere.txt$"),
+        (["explain", "/nowhere/problems"], "error: there is no file /nowhere/problems$"),
+        (["explain", str(Path(__file__).parent)], "tests is not a file, but a folder$"),
         (["explain", "conv_fwd:f32:n1"], "'n1' in 'conv_fwd:f32:n1': expected dims"),
         (["explain", PROBLEM.replace("f32", "f31")], "error: dtype 'f31' is not one of f16"),
         (["explain", PROBLEM.replace("n1", "n0")], r"no work for anybody: x has shape \(0, 8, 10, 12\)"),
@@ -233,6 +235,15 @@ def test_a_problem_too_large_for_memory_keeps_no_other_from_being_measured(comma
 
 def test_bench_says_what_the_budget_left_out(db: str) -> None:
     assert "The budget ended before every candidate" in nbdnn("bench", PROBLEM, "--db", db, "--budget", "0").stdout
+
+
+@pytest.mark.parametrize("given", ["x", "0"])
+def test_a_number_of_threads_that_is_none_is_one_line(given: str) -> None:
+    environment = {**os.environ, "NUMBA_NUM_THREADS": given}
+    command = [sys.executable, "-m", "nbdnn", "info"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"nbdnn: error: NUMBA_NUM_THREADS is {given!r}, expected a number of threads\n"
 
 
 def test_info_names_what_a_report_needs(db: str) -> None:
