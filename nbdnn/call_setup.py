@@ -35,16 +35,16 @@ class Options(NamedTuple):
 
 def request(problem: Problem, options: Options) -> Request:
     """How the caller wants the problem computed; the flags speak where an option is None."""
-    policy = options.policy
+    name, policy = "policy", options.policy
     if policy is None:
-        policy = config.current()["dnn.policy"]
+        name, policy = "flag dnn.policy", config.current()["dnn.policy"]
         if policy.partition("/")[0] in {*OPS} - {problem.op}:  # a flag's candidate is that of its op alone
             policy = "guess_on_shape_change"
-    is_id = isinstance(policy, str) and "/" in policy and bool(registry.candidate(policy))
+    is_id = isinstance(policy, str) and "/" in policy and bool(registry.candidate(policy, name))
     if not is_id and not is_one_of(policy, config.POLICIES):
         example = registry.candidates(problem.op)[-1].id
         valid = ", ".join(config.POLICIES)
-        raise InvalidProblem(f"policy {policy!r} is unknown; valid: {valid}, or a candidate id such as {example}")
+        raise InvalidProblem(f"{name} {policy!r} is unknown; valid: {valid}, or a candidate id such as {example}")
     filters = filters_of(options)._replace(candidate=policy if is_id else "")
     return Request("guess_on_shape_change" if is_id else policy, filters, layer_of(options.layer))
 

@@ -130,7 +130,7 @@ def check_described(conv_mode: Any, precision: Any) -> None:
 def check_algo(op: str, ndim: int, algo: Any, name: str = "algo") -> None:
     """InvalidProblem of what is no method, policy or candidate; name: of the argument or flag that says it."""
     valid = (*config.METHODS[op, ndim], *config.POLICIES)
-    if is_one_of(algo, valid) or _is_id(algo):
+    if is_one_of(algo, valid) or _is_id(algo, name):
         return
     what = "exists in 2-D only" if ndim == 3 and is_one_of(algo, config.METHODS[op, 2]) else "is unknown"
     raise InvalidProblem(
@@ -170,8 +170,8 @@ def request(given: Arguments, problem: ConvProblem) -> Request:
     return Request(algo if algo in config.POLICIES else "guess_on_shape_change", filters, layer_of(given.layer))
 
 
-def _is_id(algo: Any) -> bool:
-    return isinstance(algo, str) and "/" in algo and bool(registry.candidate(algo))
+def _is_id(algo: Any, name: str = "algo") -> bool:
+    return isinstance(algo, str) and "/" in algo and bool(registry.candidate(algo, name))
 
 
 def _applicable_hint(hint: str | None, problem: ConvProblem) -> str:

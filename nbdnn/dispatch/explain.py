@@ -132,13 +132,14 @@ def _explained(option: Option, rows: Rows, chosen: tuple[str, str]) -> Explained
 def _request_of_flags(problem: Problem) -> policy.Request:
     settings = config.current()
     family, _, direction = problem.op.partition("_")
-    algo = settings[f"dnn.conv.algo_{direction}" if family == "conv" else "dnn.policy"]
-    by_policy = algo in config.POLICIES
+    flag = f"dnn.conv.algo_{direction}" if family == "conv" else "dnn.policy"
+    algo = settings[flag]
+    by_policy, by_id = algo in config.POLICIES, "/" in algo and bool(registry.candidate(algo, f"flag {flag}"))
     filters = Filters(
         settings["dnn.deterministic"],
         settings["dnn.allow_tf32"],
         settings["dnn.workspace_limit"],
-        method="" if by_policy or "/" in algo else algo,
-        candidate=algo if "/" in algo else "",
+        method="" if by_policy or by_id else algo,
+        candidate=algo if by_id else "",
     )
     return policy.Request(algo if by_policy else "guess_on_shape_change", filters)

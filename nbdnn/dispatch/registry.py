@@ -469,8 +469,9 @@ def candidates(op: str, hint: str = "", kind: str = "cpu") -> tuple[Candidate, .
     return (*listed[:-1], *of_family.lowerings.get(hint, ()), *listed[-1:])
 
 
-def candidate(id: str) -> Candidate:
-    """The candidate of that id; InvalidProblem lists those of its op and provider, or what it may be short for."""
+def candidate(id: str, said_by: str = "id") -> Candidate:
+    """The candidate of that id; InvalidProblem lists those of its op and provider, or what it may be short for.
+    said_by: what has the id, for that: an argument, a flag."""
     op, _, rest = id.partition("/")
     kind, family = _KINDS.get(rest.partition("/")[0], "cpu"), op.partition("_")[0]
     if op in OPS and (found := table(kind, family).by_id.get(id)):
@@ -478,6 +479,7 @@ def candidate(id: str) -> Candidate:
     every = [known for kind in _LISTS for family in FAMILIES for known in table(kind, family).by_id]
     if known := [known for known in every if known.startswith(f"{op}/")]:
         provided = [each for each in known if each.startswith(id.rpartition("/")[0] + "/")]
-        raise InvalidProblem(f"no candidate {id!r}; there are {', '.join(provided or known)}")
+        raise InvalidProblem(f"{said_by}: no candidate {id!r}; there are {', '.join(provided or known)}")
     alike = [known for known in every if known.endswith(f"/{id}")] or ["conv_fwd/cpu/direct"]
-    raise InvalidProblem(f"no candidate {id!r}: an id is <op>/<provider>/<algorithm>, such as {' or '.join(alike)}")
+    form = f"an id is <op>/<provider>/<algorithm>, such as {' or '.join(alike)}"
+    raise InvalidProblem(f"{said_by}: no candidate {id!r}: {form}")

@@ -148,7 +148,7 @@ def refusal(candidate: Candidate, problem: Problem, device: Device, filters: Fil
         (major, minor), least = device.capability, ".".join(map(str, _LEAST_CAPABILITY))
         return f"compute capability {major}.{minor}, its kernels are for {least} and above"
     if filters.method and not _is_method(candidate, problem, filters.method):
-        return f"its method is {candidate.algo}, not {filters.method}"
+        return f"its method is {candidate.algo or candidate.algorithm}, not {filters.method}"
     if candidate.by_name_only and not filters.by_name:
         return "less accurate than a default choice must be: only by name"
     if filters.deterministic and not candidate.deterministic:

@@ -14,7 +14,7 @@ def write(problem: RnnProblem, device: Gpu, pointers: tuple[int, ...], stream: i
     """Run the forward that a gradient's tape is of, on the gradient's own operands: y and tape are written."""
     assert problem.tape is not None
     forward = replace(problem, op="rnn_fwd", training=True, tape=problem.tape.retained)
-    candidate = registry.candidate(f"rnn_fwd/{problem.only}")
+    candidate = registry.candidate(f"rnn_fwd/{problem.only}", "tape")
     (config,) = candidate.configs(forward, device)
     given = dict(zip(problem.places, pointers, strict=True))
     state_bytes = next(operand for operand in forward.operands if operand.name == "hy").size_bytes

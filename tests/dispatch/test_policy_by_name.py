@@ -92,6 +92,15 @@ def test_an_impossible_method_raises_where_the_flag_says_so(monkeypatch: pytest.
         call(SMALL, algo="fft")
 
 
+def test_what_has_no_name_of_theanos_is_told_by_its_own(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    register(monkeypatch, Fake("depthwise"), Fake("fft", algo="fft", refuses_height=6))
+    with (
+        config.change(dnn__fallback="raise"),
+        pytest.raises(UnsupportedProblem, match="depthwise: its method is depthwise, not fft"),
+    ):
+        call(SMALL, algo="fft")
+
+
 def test_a_deterministic_request_never_falls_back_to_less(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     atomic = Fake("atomic", estimate=1.0, algo="small", deterministic=False)
     register(monkeypatch, atomic, Fake("ordered", estimate=2.0))
@@ -125,6 +134,19 @@ def test_an_id_is_exact(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
         call(SMALL, algo="best/one")
     with pytest.raises(UnsupportedProblem, match="computes conv_bwd_data, not conv_fwd"):
         call(SMALL, algo="conv_bwd_data/cpu/direct")
+
+
+def test_the_flag_that_names_nobody_is_told(call: Call) -> None:
+    with config.change(dnn__conv__algo_fwd="conv_fwd/cpu/nobody", dnn__policy="softmax_fwd/cpu/nobody"):
+        for use in (call, nbdnn.explain):
+            with pytest.raises(InvalidProblem, match=r"^flag dnn.conv.algo_fwd: no candidate 'conv_fwd/cpu/nobody'"):
+                use(SMALL)
+        softmax = "softmax_fwd:f32:n2c3h1w1:accurate:channel:nchw"
+        for use, given in ((nbdnn.dnn_softmax, np.ones((2, 3))), (nbdnn.explain, softmax)):
+            with pytest.raises(InvalidProblem, match=r"^flag dnn.policy: no candidate 'softmax_fwd/cpu/nobody'"):
+                use(given)
+    with pytest.raises(InvalidProblem, match=r"^policy: no candidate 'softmax_fwd/cpu/nobody'"):
+        nbdnn.dnn_softmax(np.ones((2, 3)), policy="softmax_fwd/cpu/nobody")
 
 
 def test_a_less_accurate_candidate_is_taken_by_name_only(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
