@@ -92,6 +92,8 @@ def _entered(
         context, call, pointers = found or _looked_up(gpu, library, family, arguments, arrays, scalars)
         addresses = call.placed(pointers)
         if gpu < 0:
+            if stream is not None:
+                stream_handle(stream)  # which has no effect, but has to be one
             return call.run(context, arrays, pointers, addresses, scalars, 0)
         if stream is None:
             return call.run(context, arrays, pointers, addresses, scalars, library.stream(gpu))

@@ -44,6 +44,7 @@ FUNCTIONS: dict[str, Callable] = {
         ("workspace_limit", "a", "workspace_limit is 'a', expected an int$"),
         ("workspace_limit", 1e6, "workspace_limit is 1000000.0, expected an int$"),
         ("layer", [], r"layer is \[\], expected a name"),
+        ("stream", "abc", "stream is 'abc', expected a handle or an object with __cuda_stream__"),
     ],
 )
 def test_an_option_that_is_none_is_refused(function: str, option: str, value: Any, message: str) -> None:
