@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from nbdnn.call_setup import Options, filters_of, integer_in, layer_of
 from nbdnn.dispatch import events, registry
 from nbdnn.dispatch.policy import Request
 from nbdnn.errors import InvalidProblem, InvalidType, check_one_of, is_one_of
-from nbdnn.problem import ITEMSIZE, LAYOUTS
+from nbdnn.problem import ITEMSIZE, LARGEST_STEP, LAYOUTS, check_numbers
 from nbdnn.problem_conv import ACTIVATIONS, COMPUTE_OF, ConvProblem
 
 HINTS = (None, "forward!", "bprop weights", "bprop inputs")
@@ -49,7 +50,9 @@ def axes(name: str, value: Any, ndim: int, smallest: int = 1) -> tuple[int, ...]
     given = value if isinstance(value, tuple) else (value,) * ndim
     if len(given) != ndim:
         raise InvalidProblem(f"{name} is {value!r}: {len(given)} axes, but the image has {ndim}")
-    return tuple(integer_in(name, value, each, smallest) for each in given)
+    numbers = tuple(integer_in(name, value, each, smallest) for each in given)
+    check_numbers(name, numbers, smallest, LARGEST_STEP)
+    return numbers
 
 
 def padding(
@@ -74,6 +77,7 @@ def padding(
     if wrong := [pair for pair in pairs if len(pair) != 2]:
         raise InvalidProblem(f"border_mode is {border_mode!r}: {wrong[0]!r} is not a pair (before, after)")
     before_after = [[integer_in("border_mode", border_mode, each, 0) for each in pair] for pair in pairs]
+    check_numbers("border_mode", chain(*before_after), 0, LARGEST_STEP)
     return tuple((before, after) for before, after in before_after)
 
 

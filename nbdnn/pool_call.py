@@ -12,7 +12,7 @@ from nbdnn import call, call_setup
 from nbdnn.array import common_dtype
 from nbdnn.call import Call
 from nbdnn.errors import InvalidProblem, InvalidType, check_one_of
-from nbdnn.problem import LAYOUTS
+from nbdnn.problem import LARGEST_STEP, LAYOUTS, check_numbers
 from nbdnn.problem_pool import MODES, PoolProblem
 
 _NAMES = {"pool_fwd": ("img", "out"), "pool_bwd": ("img", "out", "out_grad", "dx")}
@@ -40,6 +40,7 @@ def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]
     if ndim not in LAYOUTS:
         raise InvalidType(f"img has {len(shape)} axes, expected 4 or 5")
     window, dtype = _axes("ws", ws, ndim), common_dtype([each.dtype for each in given])
+    check_numbers("ws", window, 1, LARGEST_STEP)
     last = next((each.layout for each in given if each.layout is not None), False)
     mode = mode_named(mode)
     axes = _axes("pad", 0 if pad is None else pad, ndim), _axes("stride", 1 if stride is None else stride, ndim)

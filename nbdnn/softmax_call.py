@@ -9,9 +9,9 @@ from typing import Any
 from nbdnn import call, call_setup
 from nbdnn.array import common_dtype
 from nbdnn.call import Call
-from nbdnn.errors import InvalidType
+from nbdnn.errors import InvalidType, check_one_of
 from nbdnn.problem import LAYOUTS
-from nbdnn.problem_softmax import SoftmaxProblem
+from nbdnn.problem_softmax import ALGORITHMS, SoftmaxProblem
 
 _NAMES = {"softmax_fwd": ("x", "out"), "softmax_bwd": ("dy", "y", "out")}
 _RANKS = 2, 5
@@ -23,6 +23,7 @@ def _names(arguments: tuple) -> tuple[str, ...]:
 
 def _prepare(arguments: tuple, arrays: Sequence[Any], scalars: tuple[float, ...]) -> Call:
     op, algorithm, mode, *options = arguments
+    check_one_of("algo", algorithm, ALGORITHMS)
     names = _names(arguments)
     inputs = range(len(names) - 1)
     views = call_setup.views_of(names, arrays, required=len(inputs))

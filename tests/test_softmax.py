@@ -130,7 +130,7 @@ def test_nothing_to_do(shape: tuple[int, ...]) -> None:
         (lambda x: dnn_softmax(x[0, 0, 0]), InvalidType, "x has 1 axes, expected 2 to 5"),
         (lambda x: dnn_softmax(np.zeros((1,) * 6, "f")), InvalidType, "x has 6 axes, expected 2 to 5"),
         (lambda x: dnn_softmax(x.astype(np.int32)), InvalidType, "int32"),
-        (lambda x: dnn_softmax(x, "slow"), InvalidProblem, "'slow' is not one of fast, accurate, log"),
+        (lambda x: dnn_softmax(x, "slow"), InvalidProblem, "algo 'slow' is not one of fast, accurate, log"),
         (lambda x: dnn_softmax(x, mode="row"), InvalidProblem, "'row' is not one of instance, channel"),
         (lambda x: dnn_softmax_grad(x, x[:, :2]), InvalidProblem, r"\(2, 2, 4, 5\)"),
         (lambda x: dnn_softmax(x, out=np.zeros((2, 3, 4, 4), "f")), InvalidProblem, r"\(2, 3, 4, 4\)"),
