@@ -37,7 +37,7 @@ FAMILIES = {
 OPS = tuple(op for ops in FAMILIES.values() for op in ops)
 DEFAULT_ALIGN = 16
 LAYOUTS = {2: ("nchw", "nhwc"), 3: ("ncdhw", "ndhwc")}
-# Of a filter, window, stride, dilation, pad, hidden state or number of layers: int32 to drivers and some kernels.
+# Of a filter, window, stride, dilation, pad, hidden state or a convolution's channels: int32 to drivers and kernels.
 LARGEST_STEP = 2**31 - 1
 DIM_NAMES = {2: ("h", "w"), 3: ("d", "h", "w")}
 

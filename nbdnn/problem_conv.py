@@ -123,6 +123,7 @@ class ConvProblem(Problem):
         if self.groups < 1:
             raise InvalidProblem(f"groups is {self.groups}, it must be at least 1")
         for name, value in (("input channels", self.c), ("output channels", self.k)):
+            check_numbers(name, (value,), 0, LARGEST_STEP)
             if value % self.groups:
                 raise InvalidProblem(f"{name}: {value} is not a multiple of groups {self.groups}")
         check_numbers("spatial extent", self.spatial, 1)
@@ -130,7 +131,7 @@ class ConvProblem(Problem):
         check_numbers("stride", self.stride, 1, LARGEST_STEP)
         check_numbers("dilation", self.dilation, 1, LARGEST_STEP)
         check_numbers("pad", (p for pair in self.pad for p in pair), 0, LARGEST_STEP)
-        check_numbers("extent", (self.n, self.c, self.k), 0)
+        check_numbers("extent", (self.n,), 0)
         for axis, extent in enumerate(self.out_spatial):
             if extent < 1:
                 raise InvalidProblem(

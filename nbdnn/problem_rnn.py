@@ -41,6 +41,7 @@ from nbdnn.problem import (
     DEFAULT_ALIGN,
     DEFAULT_COMPUTE,
     FAMILIES,
+    ITEMSIZE,
     LARGEST_STEP,
     Operand,
     Problem,
@@ -50,7 +51,7 @@ from nbdnn.problem import (
     named,
 )
 from nbdnn.problem_text import Tokens
-from nbdnn.rnn_parameters import GATES, Parameters
+from nbdnn.rnn_parameters import GATES, MOST_LAYERS, Parameters
 
 # Values that the tape keeps of a hidden unit at a step, besides its output.
 SAVED = {"rnn_relu": 0, "rnn_tanh": 0, "lstm": 5, "gru": 4}
@@ -115,8 +116,12 @@ class RnnProblem(Problem):
         check_kind(self, FAMILIES["rnn"])
         if self.mode not in GATES:
             raise InvalidProblem(f"mode {self.mode!r} is not one of {', '.join(GATES)}")
-        for name, smallest in (("steps", 0), ("batch", 0), ("input", 1), ("hidden", 1), ("layers", 1)):
+        for name, smallest in (("steps", 0), ("batch", 0), ("input", 1), ("hidden", 1)):
             check_numbers(name, (getattr(self, name),), smallest, LARGEST_STEP)
+        check_numbers("layers", (self.layers,), 1, MOST_LAYERS)
+        size_elems, itemsize = self.parameters.size_elems, ITEMSIZE[self.dtype]
+        if size_elems * itemsize >= 2**63:  # of which there are no addresses
+            raise InvalidProblem(f"w would have {size_elems} elements: {size_elems * itemsize} bytes")
         if self.skip and self.input != self.hidden:
             raise InvalidProblem(f"skip input adds {self.input} inputs to {self.hidden} hidden units")
         if self.training and self.op == "rnn_bwd":

@@ -11,7 +11,7 @@ from typing import Any
 from nbdnn.errors import CudnnError, InvalidProblem, InvalidType, check_one_of
 from nbdnn.problem import LARGEST_STEP
 from nbdnn.problem_rnn import OwnTape, RnnProblem
-from nbdnn.rnn_parameters import GATES, Parameters
+from nbdnn.rnn_parameters import GATES, MOST_LAYERS, Parameters
 
 INPUT_MODES = ("linear", "skip")
 DIRECTION_MODES = ("unidirectional", "bidirectional")
@@ -92,11 +92,14 @@ class RNNBlock:
             ("direction_mode", direction_mode, DIRECTION_MODES),
         ):
             check_one_of(name, value, valid)
-        for name, number in (("hidden_size", hidden_size), ("num_layers", num_layers)):
+        for name, number, most in (
+            ("hidden_size", hidden_size, LARGEST_STEP),
+            ("num_layers", num_layers, MOST_LAYERS),
+        ):
             if not isinstance(number, Integral) or number < 1:
                 raise InvalidProblem(f"{name} is {number!r}, expected a whole number of at least 1")
-            if number > LARGEST_STEP:
-                raise InvalidProblem(f"{name} is {number!r}, it must be at most {LARGEST_STEP}")
+            if number > most:
+                raise InvalidProblem(f"{name} is {number!r}, it must be at most {most}")
         self.dtype = _dtype(dtype)
         self.hidden_size, self.num_layers, self.rnn_mode = int(hidden_size), int(num_layers), rnn_mode
         self.input_mode, self.direction_mode = input_mode, direction_mode

@@ -23,6 +23,8 @@ GATES = {
     "gru": ("reset", "update", "newmem"),
 }
 
+MOST_LAYERS = 10_000  # each takes a plan some 100 us
+
 
 class Part(NamedTuple):
     """One matrix (rows, columns) or bias (rows,) in the block: the offset of its first element, and its shape."""
