@@ -22,7 +22,7 @@ def blocks(document: Path, *languages: str) -> list[str]:
     return [block for language, block in fenced if language in languages]
 
 
-@pytest.mark.parametrize(("name", "least"), [("README.md", 4), ("docs/porting.md", 2)])
+@pytest.mark.parametrize(("name", "least"), [("README.md", 4), ("docs/porting.md", 2), ("docs/ops.md", 1)])
 def test_code_runs(name: str, least: int) -> None:
     namespace: dict[str, object] = {}
     code = blocks(ROOT / name, "python")
