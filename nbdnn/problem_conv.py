@@ -54,6 +54,7 @@ COMPUTE_OF = {"f16": ("f32", "f16"), "bf16": ("f32",), "f32": ("f32",), "f64": (
 ACTIVATIONS = ("relu", "swish", "sigmoid", "tanh")
 EPILOGUE_TOKENS = ("bias", *ACTIVATIONS, "res", "beta")
 FILTER_LAYOUTS = {2: ("kcrs", "krsc"), 3: ("kctrs", "ktrsc")}
+_LARGEST_EXTENT = 2**47  # of an image that has addresses
 _FILTER_NAMES = {2: ("r", "s"), 3: ("t", "r", "s")}
 _FILTER = re.compile(r"k(\d+)(?:t(\d+))?r(\d+)s(\d+)")
 _GROUPS = re.compile(r"g(\d+)")
@@ -126,7 +127,7 @@ class ConvProblem(Problem):
             check_numbers(name, (value,), 0, LARGEST_STEP)
             if value % self.groups:
                 raise InvalidProblem(f"{name}: {value} is not a multiple of groups {self.groups}")
-        check_numbers("spatial extent", self.spatial, 1)
+        check_numbers("spatial extent", self.spatial, 1, _LARGEST_EXTENT)
         check_numbers("filter extent", self.filter, 1, LARGEST_STEP)
         check_numbers("stride", self.stride, 1, LARGEST_STEP)
         check_numbers("dilation", self.dilation, 1, LARGEST_STEP)

@@ -351,8 +351,10 @@ def test_a_closed_output_is_no_error(arguments: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_batch_beyond_any_memory_is_explained(db: str) -> None:
-    problem = f"conv_fwd:f32:n{10**20}c4h10w10:k8r3s3:p0x0:u1x1:d1x1:g1:conv:nchw"
+@pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data", "conv_bwd_filter"])
+@pytest.mark.parametrize("extents", [f"n{10**20}c4h10w10", f"n{10**20}c4h{2**47}w{2**47}"])
+def test_images_beyond_any_memory_are_explained(op: str, extents: str, db: str) -> None:
+    problem = f"{op}:f32:{extents}:k8r3s3:p0x0:u1x1:d1x1:g1:conv:nchw"
     assert "cpu/im2col" in nbdnn("explain", problem, "--db", db).stdout
 
 

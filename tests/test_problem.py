@@ -46,6 +46,7 @@ def test_defaults_are_left_out_of_the_text_and_equal_to_being_given() -> None:
         ("rnn_fwd:f32:t5b3i4h8l1000000:lstm:uni:linear", "layers is 1000000, it must be at most 10000"),
         ("rnn_fwd:f32:t5b3i4h2147483647l1:lstm:uni:linear", "w would have 18446744108069289964 elements: "),
         (EXAMPLE.replace("c64", "c2147483648"), "input channels is 2147483648, it must be at most 2147483647"),
+        (EXAMPLE.replace("h56", f"h{10**20}"), f"spatial extent is {10**20}, it must be at most {2**47}"),
         (EXAMPLE.replace("k64", f"k{10**20}"), f"output channels is {10**20}, it must be at most 2147483647"),
         ("", "unknown op .* expected one of conv_fwd"),
         ("sort_fwd:f32:n1c1h1w1", "unknown op 'sort_fwd'"),

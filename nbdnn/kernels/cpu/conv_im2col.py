@@ -145,9 +145,7 @@ class _Strips:
     def __init__(self, total_rows: int, row_bytes: int) -> None:
         strips = ceil(total_rows / max(1, _STRIP_BYTES // max(1, row_bytes)))
         self.total_rows, self.rows = total_rows, ceil(total_rows / strips)
-
-    def __len__(self) -> int:
-        return ceil(self.total_rows / self.rows)
+        self.number = ceil(total_rows / self.rows)  # no __len__, which may be 2**63 - 1 at most
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         for first in range(0, self.total_rows, self.rows):
@@ -178,7 +176,7 @@ class _GatherProduct:
         self._low_offset = 0 if self._in_place else _round_up(prod(self._w_shape) * ITEMSIZE[compute])
         self._out_offset = self._low_offset + _round_up(rows * self._low.row_bytes)
         self.workspace_bytes = self._out_offset + _round_up(rows * out_row_bytes)
-        self.strips, self.lowered_bytes = len(self._strips), self._strips.total_rows * self._low.row_bytes
+        self.strips, self.lowered_bytes = self._strips.number, self._strips.total_rows * self._low.row_bytes
 
     def runner(self, device: Cpu) -> Runner:
         pack = self._pack_program(device)
@@ -265,8 +263,8 @@ class _FilterProduct:
         self._dy_offset = _round_up(rows * self._x.row_bytes)
         self._sum_offset = self._dy_offset + _round_up(rows * self._dy.row_bytes)
         self._part_offset = self._sum_offset + sum_bytes
-        self.workspace_bytes = self._part_offset + (sum_bytes if len(self._strips) > 1 else 0)
-        self.strips = len(self._strips)
+        self.workspace_bytes = self._part_offset + (sum_bytes if self._strips.number > 1 else 0)
+        self.strips = self._strips.number
         self.lowered_bytes = self._strips.total_rows * (self._x.row_bytes + self._dy.row_bytes)
 
     def runner(self, device: Cpu) -> Runner:
