@@ -12,13 +12,13 @@ import numpy as np
 
 from nbdnn import config
 from nbdnn.array import DTYPE_NAMES, Library, View, alignment, common_dtype, library_of, view
-from nbdnn.call import Call, Copied, Made
+from nbdnn.call import Call, Copied, Made, Sole
 from nbdnn.candidate import Runner
 from nbdnn.dispatch import registry
-from nbdnn.dispatch.policy import Request
+from nbdnn.dispatch.policy import Request, policy_of_flag
 from nbdnn.dispatch.selection import Filters
 from nbdnn.errors import InvalidProblem, InvalidType, as_float, is_one_of
-from nbdnn.problem import ITEMSIZE, OPS, Problem
+from nbdnn.problem import ITEMSIZE, Problem
 
 _MOST_BYTES = 2**63 - 1  # of which there are addresses
 
@@ -37,9 +37,7 @@ def request(problem: Problem, options: Options) -> Request:
     """How the caller wants the problem computed; the flags speak where an option is None."""
     name, policy = "policy", options.policy
     if policy is None:
-        name, policy = "flag dnn.policy", config.current()["dnn.policy"]
-        if policy.partition("/")[0] in {*OPS} - {problem.op}:  # a flag's candidate is that of its op alone
-            policy = "guess_on_shape_change"
+        name, policy = "flag dnn.policy", policy_of_flag(problem.op)
     is_id = isinstance(policy, str) and "/" in policy and bool(registry.candidate(policy, name))
     if not is_id and not is_one_of(policy, config.POLICIES):
         example = registry.candidates(problem.op)[-1].id
@@ -220,6 +218,10 @@ def assemble(
             library = library_of(arrays[0] if out is None else arrays[place])
             allocate = library.allocator(shape, last, operand.dtype, first.gpu)
             made.append(Made(place, library, allocate, out is not None, operand.keeps))
+    hands_over = any(each.is_copied or type(each.library).given is not Library.given for each in made)
+    sole = None
+    if len(made) == len(results) == 1 and not (hands_over or copies):
+        sole = Sole(order.index(results[0]), made[0].library.pointer, made[0].allocate)
     bounds = {i: each.bounds for i, each in enumerate(views) if each is not None}
     return Call(
         problem,
@@ -227,7 +229,8 @@ def assemble(
         itemgetter(*order),  # of two or more: a problem has an input and an output
         itemgetter(*results),
         tuple(made),
-        any(each.is_copied or type(each.library).given is not Library.given for each in made),
+        hands_over,
+        sole,
         copies,
         tuple((i, names[i], *span) for i, span in bounds.items() if i not in results and any(span)),
         tuple((i, names[i], *span) for i, span in bounds.items() if i in results and any(span)),

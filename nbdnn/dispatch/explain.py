@@ -133,7 +133,7 @@ def _request_of_flags(problem: Problem) -> policy.Request:
     settings = config.current()
     family, _, direction = problem.op.partition("_")
     flag = f"dnn.conv.algo_{direction}" if family == "conv" else "dnn.policy"
-    algo = settings[flag]
+    algo = settings[flag] if family == "conv" else policy.policy_of_flag(problem.op)
     by_policy, by_id = algo in config.POLICIES, "/" in algo and bool(registry.candidate(algo, f"flag {flag}"))
     filters = Filters(
         settings["dnn.deterministic"],

@@ -33,7 +33,7 @@ from nbdnn.dispatch.selection import (
 )
 from nbdnn.dispatch.timing import Given
 from nbdnn.errors import warn
-from nbdnn.problem import Problem
+from nbdnn.problem import OPS, Problem
 
 
 class OpLayer(str):
@@ -49,6 +49,12 @@ class Request(NamedTuple):
     policy: str = "guess_on_shape_change"
     filters: Filters = Filters()
     layer: str | None = None
+
+
+def policy_of_flag(op: str) -> str:
+    """What dnn.policy says of an op: a policy or the id of a candidate, which is that of its own op alone."""
+    policy = config.current()["dnn.policy"]
+    return "guess_on_shape_change" if policy.partition("/")[0] in {*OPS} - {op} else policy
 
 
 class Choice(NamedTuple):
