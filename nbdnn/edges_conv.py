@@ -230,6 +230,17 @@ EDGES_JOINED = (
     Edge("n1c5h6w72:k9r1s4:p0x0:u1x4:d1x1:g1", "windows along one axis"),
     Edge("n1c6d4h9w10:k7t2r3s2:p0x0x0:u2x3x2:d1x1x1:g1", "over three axes"),
 )
+# Groups of as many channels out as in, which share lines of pixels on GPUs.
+EDGES_GROUPS = (
+    Edge("n2c72h9w18:k72r3s3:p1x1:u1x1:d1x1:g9", "groups of 8, one of them in a second line"),
+    Edge("n3c24h7w7:k24r3s3:p1x1:u1x1:d1x1:g6", "groups of 4, an odd number of small images"),
+    Edge("n2c80h11w10:k80r3s3:p1x1:u1x1:d1x1:g5", "groups of 16, five of them"),
+    Edge("n1c96h6w21:k96r3s3:p1x1:u1x1:d1x1:g3", "groups of 32, columns beyond a tile"),
+    Edge("n2c64h9w13:k64r3s3:p1x1:u2x2:d1x1:g8", "stride 2"),
+    Edge("n2c16h9w10:k16r2s4:ba1.2x0.1:u1x1:d2x1:g4", "asymmetric, an even number of taps, groups of 4"),
+    Edge("n1c40h5w35:k40r5s5:p2x2:u1x1:d1x1:g5", "5x5 over three strips"),
+    Edge("n2c32h8w17:k32r1s1:p0x0:u1x1:d1x1:g2", "1x1"),
+)
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
 
 
@@ -239,6 +250,7 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
     problems = _of_all(op)
     if kind == "cuda":
         problems += _of_matrices(op) + _of_first_layers(op) + _of_last_layers(op) + _of_bands(op) + _of_folds(op)
+        problems += _of_groups(op)
         flat = [_posed(op, "f32", edge, layout) for edge in EDGES_FLAT for layout in ("ncdhw", "ndhwc")]
         problems += [*flat, *(replace(posed, dtype="bf16", compute="") for posed in flat)]
         problems += [
@@ -315,6 +327,13 @@ def _of_first_layers(op: str) -> list[ConvProblem]:
 def _of_last_layers(op: str) -> list[ConvProblem]:
     both = [_posed(op, "f32", edge, layout) for edge in EDGES_LAST for layout in ("nchw", "nhwc")]
     return both + [replace(posed, dtype=dtype, compute="") for posed in both for dtype in ("bf16", "f16")]
+
+
+def _of_groups(op: str) -> list[ConvProblem]:
+    """In 16 bits, channels-last; epilogues of the first four, one width each."""
+    plain = [_posed(op, "bf16", edge, "nhwc") for edge in EDGES_GROUPS]
+    ends = [replace(p, dtype="f16", compute="", epilogue=tuple(_epilogues(op)[-1].split("+"))) for p in plain[:4]]
+    return [*plain, *ends, *(replace(p, mode="conv", w_layout="kcrs") for p in plain[4:6])]
 
 
 def _of_folds(op: str) -> list[ConvProblem]:

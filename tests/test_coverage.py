@@ -27,6 +27,8 @@ _SHAPES_2D = {
     "dilation": "n2c16h9w11:k24r3s3:p2x2:u1x1:d2x2:g1:cross",
     "asymmetric": "n2c16h9w11:k24r3s2:ba1.2x0.3:u2x1:d1x2:g1:cross",
     "groups": "n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g4:cross",
+    "groups of 4": "n2c16h9w11:k16r3s3:p1x1:u1x1:d1x1:g4:cross",
+    "groups of 32": "n2c64h9w11:k64r3s3:p1x1:u1x1:d1x1:g2:cross",
     "few filters": "n2c16h9w12:k3r3s3:p1x1:u1x1:d1x1:g1:cross",
     "few channels": "n2c3h9w12:k16r3s3:p1x1:u1x1:d1x1:g1:cross",
     "depthwise": "n2c16h9w11:k16r3s3:p1x1:u1x1:d1x1:g16:cross",
@@ -78,6 +80,7 @@ _OF_HEAD = _OF_STEM._replace(shapes="few filters")
 _OF_FOLDS = Covers("f16 bf16", _EVERY_LAYOUT, "7x7/2, patches, odd channels", _FORWARD_ENDS.removesuffix(" a8"))
 _OF_PATCHES_FOLDED = _OF_FOLDS._replace(shapes="patches")
 _OF_GROUPED = _OF_STEM._replace(shapes="groups")
+_OF_EQUAL_GROUPS = Covers("f16 bf16", "nhwc", "groups of 4, groups of 32", "e:beta")
 _OF_BANDS = Covers("f16 bf16", "nchw nhwc", "depthwise, depthwise 7x7", "e:beta")
 _OF_LANES = _OF_BANDS._replace(dtypes="f32", layouts="nhwc")
 _OF_BOXES = Covers("f16 bf16 f32", "nhwc", "depthwise", _FORWARD_ENDS.removesuffix(" a8"))
@@ -111,6 +114,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/rows_tf32": _OF_ROWS._replace(dtypes="f32", shapes="7x7/2, rows of words"),
     "conv_fwd/numba/stem": _OF_STEM._replace(ends=_FORWARD_ENDS),
     "conv_fwd/numba/stem_tf32": _OF_STEM._replace(dtypes="f32", ends=_FORWARD_ENDS),
+    "conv_fwd/numba/grouped_boxes": _OF_EQUAL_GROUPS._replace(ends=_FORWARD_ENDS.removesuffix(" a8")),
     "conv_fwd/numba/grouped": _OF_GROUPED._replace(ends=_FORWARD_ENDS),
     "conv_fwd/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32", ends=_FORWARD_ENDS),
     "conv_fwd/numba/head": _OF_HEAD._replace(ends=_FORWARD_ENDS),
@@ -150,6 +154,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/fma_gemm": _GRADIENT._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
     "conv_bwd_data/numba/winograd_2x2": _GRADIENT._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
     "conv_bwd_data/numba/winograd_4x4": _GRADIENT._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
+    "conv_bwd_data/numba/grouped_boxes": _OF_EQUAL_GROUPS,
     "conv_bwd_data/numba/grouped": _OF_GROUPED,
     "conv_bwd_data/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
     "conv_bwd_data/numba/rows": _OF_HEAD,

@@ -263,7 +263,7 @@ def run(block: Block, launch: Launch, operands: Sequence[Memory], workspace: Mem
         block.run(kernel, arguments, launch, places[first : first + at_once])
 
 
-def _launched(
+def launched(
     candidate: LaunchedCandidate,
     problem: Problem,
     config: Any,
@@ -289,7 +289,7 @@ def result(
     """
     assert candidate.supports(problem, device).ok
     given = values(problem, "integers")
-    operands = _launched(candidate, problem, config, given, device, block)
+    operands = launched(candidate, problem, config, given, device, block)
     for operand, used in zip(problem.operands, operands, strict=True):
         assert sorted(used.written) == (list(range(used.count)) if operand.role == "out" else [])
     (place,) = (i for i, operand in enumerate(problem.operands) if operand.role == "out")
@@ -307,7 +307,7 @@ def assert_near(
     scalars: tuple[float, ...] = (),
 ) -> None:
     """All launches on operands and a workspace of NaN: the outputs are the reference's, and no input is written."""
-    operands = _launched(candidate, problem, config, given, device, block, scalars or SCALARS)
+    operands = launched(candidate, problem, config, given, device, block, scalars or SCALARS)
     expected = reference.samples(problem, given, scalars, None)
     for operand, used in zip(problem.operands, operands, strict=True):
         if operand.role == "in":

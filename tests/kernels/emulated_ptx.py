@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from emulated import Block, Memory, Word, float_of
+from emulated_grouped import GroupedWords
 from emulated_head import HeadWords
 from emulated_local import BnWords, GridWords, LocalWords
 from emulated_pool import MarchingWords, RollingWords, TapWords
@@ -412,6 +413,7 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
         monkeypatch.setitem(package.__dict__, name, words)
     monkeypatch.setitem(package.__dict__, "ptx_fourier", FourierWords)
     monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))
+    monkeypatch.setitem(package.__dict__, "ptx_grouped", GroupedWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_head", HeadWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_vector", PoolWords(words))

@@ -1,0 +1,305 @@
+"""Convolution of few channels a group in 16 bits, channels-last, forward and bwd_data of stride 1: pixels by TMA boxes.
+
+    y[n, p, q, k] = sum over r, s and c of k's group of  x[n, p*u + r*d - pad, q*u + s*d - pad, c] * w[k, c, r, s]
+
+    asks for boxes    64 channels of the pixels of a tile with their halo, zeros beside the image     first of the last
+    works             a unit of channels down a strip: 16 outputs a row, by matrix units              warp; the others
+
+Blocks stay, each with a slab of channels, whose filters its threads keep in registers, and walk over tiles: while one
+is multiplied, the box of the next is on its way. A row of 16 pixels is loaded once for each tap of a row (`ldmatrix`;
+lines of a pixel are swizzled, so that 16 bytes of eight pixels meet every bank once) and counts for all rows of outputs
+that see it. Groups of four share eight channels: each has a tile of filters, half of which is empty, and meets zeros in
+the place of the other's channels, which may be infinite. Finished outputs pass through shared memory, and leave as
+whole lines.
+
+bwd_data is the same on dy with the filter reversed and turned. Traffic: x and y once from memory, the halo of a tile
+again from cache. Accumulates in float32, by rows, then taps of a row. Source: own.
+"""
+
+from __future__ import annotations
+
+from math import ceil, prod
+from typing import Any, NamedTuple
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import grouped_plan as plan
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.division import reciprocal
+from nbdnn.kernels.cuda.grouped_plan import (
+    ACROSS,
+    BARRIER_BYTES,
+    CHUNKS,
+    LINE_BYTES,
+    SLAB,
+    WARP,
+    WARPS,
+    Boxes,
+    Integers,
+    Variant,
+)
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
+from nbdnn.kernels.cuda.tensor_map import TensorMap
+from nbdnn.kernels.cuda.window_plan import image
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
+
+_WORKERS = WARP * WARPS
+
+
+class Target(NamedTuple):
+    """Where a lane's outputs of a strip lie: out[at] and out[at_second] in its first row; which rows exist, 0 to
+    rows - 1 and rows_second - 1; bias: of its filters, tile by tile."""
+
+    out: Any
+    residual: Any
+    at: int
+    at_second: int
+    row_step: int
+    rows: int
+    rows_second: int
+    bias: tuple[float, ...]
+    alpha: float
+    beta: float
+
+
+def _kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_grouped, ptx_tile, ptx_tma
+
+    v = Variant(*specialised_on)
+    integer, word, real, boxes = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"], v.boxes
+    (stride_h, stride_w), rows, along, images, stages = v.stride, boxes.rows, boxes.along, boxes.images, boxes.stages
+    tile_rows, tile_columns, strips, pixels = boxes.tile_rows, boxes.tile_columns, boxes.down * along, v.pixels
+    row_bytes, stage_bytes, image_bytes = v.row_bytes, v.stage_bytes, v.row_bytes * v.box_rows
+    output_bytes, outputs_at = pixels * LINE_BYTES, stages * stage_bytes
+    full_at = outputs_at + 2 * output_bytes
+    free_at = full_at + stages * BARRIER_BYTES
+    down_bytes, along_bytes = rows * stride_h * row_bytes, ACROSS // images * stride_w * LINE_BYTES
+    width, of_unit, units, halves, shares = v.width, v.unit, v.units, v.halves, v.shares
+    unit_chunks, dilation_w = of_unit // 8, v.dilation[1]
+    is_masked, is_narrow, is_two = width < 8, v.unit == 8, v.tiles == 2
+    copy_box, map_of, meet = ptx_tma.COPY_BOX[4], ptx_tma.map_of, ptx_tma.MEET[_WORKERS]
+    load_words = ptx_grouped.filter_words(v.dtype, v.places, v.tiles)
+    walked, staged = ptx_grouped.walked(v.walk), ptx_grouped.staged(v.end)
+    load_shared, store = ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
+    widen, has_bias = ptx.WIDEN[v.dtype], "bias" in v.epilogue
+
+    @ptx.inline
+    def set_barriers(shared):
+        for stage in range(stages):
+            ptx_tma.initialise(word(shared + full_at + stage * BARRIER_BYTES), integer(1))
+            ptx_tma.initialise(word(shared + free_at + stage * BARRIER_BYTES), integer(WARPS))
+        ptx_tma.publish_barriers()
+
+    @ptx.inline
+    def place(number, f):
+        """First image, row and column of a tile's outputs."""
+        rest, column = ptx.split(number, f.tiles_w, f.tiles_w_by, f.tiles_w_shift)
+        n, row = ptx.split(rest, f.tiles_h, f.tiles_h_by, f.tiles_h_shift)
+        return integer(n * images), integer(row * tile_rows), integer(column * tile_columns)
+
+    @ptx.inline
+    def ask(source, shared, number, channel, f):
+        stage, turn = integer(0), integer(1)
+        while number < f.tiles:
+            n, row, column = place(number, f)
+            full = word(shared + full_at + stage * BARRIER_BYTES)
+            ptx_tma.wait(word(shared + free_at + stage * BARRIER_BYTES), turn)
+            ptx_tma.expect_bytes(full, integer(stage_bytes))
+            corner = (channel, integer(column * stride_w - f.pad_w), integer(row * stride_h - f.pad_h), n)
+            copy_box(word(shared + stage * stage_bytes), source, full, corner, ())
+            number, stage = integer(number + f.step), integer(stage + 1)
+            if stage == stages:
+                stage, turn = integer(0), integer(turn ^ 1)
+
+    @ptx.inline
+    def filters(w, first, half, lane, f):
+        """The lane's words of its unit's filters; first: the unit's first channel."""
+        group, _ = ptx.divided(first, integer(width))
+        g, t = integer(lane >> 2), integer(lane & 3)
+        alive = integer(1) if first < f.channels else integer(0)
+        one = integer(f.w_start + group * f.w_group)
+        steps = (f.w_r, f.w_s, f.w_in)
+        if is_masked:
+            of_first = integer(one + g * f.w_out + (t & 1) * 2 * f.w_in)
+            second = integer(of_first + f.w_group)
+            wanted = alive if g < width else integer(0)
+            later = wanted if first + width < f.channels else integer(0)
+            exist = (wanted if t < 2 else integer(0), integer(0) if t < 2 else later)
+            return load_words(w, (of_first, second), exist, steps)
+        one = integer(one + (half * 16 + g) * f.w_out + 2 * t * f.w_in)
+        if is_two:
+            return load_words(w, (one, integer(one + 8 * f.w_out)), (alive, alive), steps)
+        return load_words(w, (one,), (alive,), steps)
+
+    @ptx.inline
+    def two_of_bias(bias, channel, f):
+        if has_bias:
+            at = channel if channel + 1 < f.channels else integer(0)
+            return widen(ptx.load_constant(bias, at)), widen(ptx.load_constant(bias, integer(at + 1)))
+        return real(0.0), real(0.0)
+
+    @ptx.inline
+    def store_tile(outputs, thread, first, n, row, column, out, f):
+        """Whole lines, eight threads each."""
+        chunk, pixel = integer(thread & (CHUNKS - 1)), integer(thread >> 3)
+        channel = integer(first + chunk * 8)
+        while pixel < pixels:
+            down, across = ptx.divided(pixel, integer(tile_columns))
+            beside = integer(0)
+            if images > 1:
+                beside, down = ptx.divided(down, integer(tile_rows))
+            p, q, i = integer(row + down), integer(column + across), integer(n + beside)
+            if p < f.out_rows and q < f.out_columns and i < f.images and channel < f.channels:
+                words = load_shared(word(outputs + pixel * LINE_BYTES + ((chunk ^ (pixel & (CHUNKS - 1))) << 4)))
+                store(out, integer(((i * f.out_rows + p) * f.out_columns + q) * f.channels + channel), words)
+            pixel = integer(pixel + _WORKERS // CHUNKS)
+
+    @ptx.inline
+    def work(thread, shared, number, slab_first, w, given, f):
+        out, bias, residual, alpha, beta = given
+        warp, lane = integer(thread >> 5), integer(thread & (WARP - 1))
+        share, own = ptx.divided(warp, integer(units))
+        unit, half = ptx.divided(own, integer(halves))
+        first = integer(slab_first + unit * of_unit)
+        weights = filters(w, first, half, lane, f)
+        g, t, second = integer(lane >> 2), integer(lane & 3), integer(lane >> 4)
+        # The lane's row of a: its pixel, in the first image or the second, and its piece of the line.
+        pixel, of_image = integer(lane & 15), integer(0)
+        if images > 1:
+            pixel, of_image = integer(lane & 7), integer((lane >> 3 & 1) * image_bytes)
+        pixel, chunk = integer(pixel * stride_w), integer(unit * unit_chunks)
+        if is_narrow:
+            pixel = integer(pixel + second * dilation_w)
+        else:
+            chunk = integer(chunk + second)
+        mask = word(0xFFFFFFFF) if t < 2 else word(0)
+        # Its filters, of two pixels, the second in the second image or eight further on.
+        filter = integer(first + half * 16 + 2 * t)
+        of_line = integer(unit * unit_chunks + half * 2)
+        begin = integer(g * LINE_BYTES + ((of_line ^ g) << 4) + t * 4)
+        exists = integer(1) if not is_masked or t < 2 else integer(0)
+        one = two_of_bias(bias, filter, f)
+        if is_two:
+            apart = integer(4 if is_masked else 8)
+            two = two_of_bias(bias, integer(filter + apart), f)
+            shift = (one[0], one[1], two[0], two[1])
+        else:
+            shift = one
+        row_step = integer(f.out_columns * f.channels)
+        stage, turn, flip = integer(0), integer(0), integer(0)
+        while number < f.tiles:
+            n, row, column = place(number, f)
+            outputs = word(shared + outputs_at + flip * output_bytes)
+            ptx_tma.wait(word(shared + full_at + stage * BARRIER_BYTES), turn)
+            strip = share
+            while strip < strips:
+                down, across = ptx.divided(strip, integer(along))
+                box = word(shared + stage * stage_bytes + of_image + down * down_bytes + across * along_bytes)
+                sums = walked(box, pixel, chunk, mask, weights)
+                p, q = integer(row + down * rows), integer(column + across * (ACROSS // images) + g)
+                left = integer(f.out_rows - p) if filter < f.channels and exists > 0 else integer(0)
+                of_first = left if q < f.out_columns else integer(0)
+                at = integer(((n * f.out_rows + p) * f.out_columns + q) * f.channels + filter)
+                if images > 1:
+                    of_second = of_first if n + 1 < f.images else integer(0)
+                    at_second = integer(at + f.out_rows * row_step)
+                else:
+                    of_second = left if q + 8 < f.out_columns else integer(0)
+                    at_second = integer(at + 8 * f.channels)
+                line = integer(down * rows * tile_columns + across * (ACROSS // images))
+                start = word(outputs + begin + line * LINE_BYTES)
+                goal = Target(out, residual, at, at_second, row_step, of_first, of_second, shift, alpha, beta)
+                if is_masked:
+                    staged((start, word(start + 8)), exists, sums, goal)
+                elif is_two:
+                    staged((start, word(start ^ 16)), exists, sums, goal)
+                else:
+                    staged((start,), exists, sums, goal)
+                strip = integer(strip + shares)
+            ptx.cuda.syncwarp()
+            if lane == 0:
+                ptx_tma.arrive(word(shared + free_at + stage * BARRIER_BYTES))
+            meet()
+            store_tile(outputs, thread, slab_first, n, row, column, out, f)
+            number, stage, flip = integer(number + f.step), integer(stage + 1), integer(flip ^ 1)
+            if stage == stages:
+                stage, turn = integer(0), integer(turn ^ 1)
+
+    def grouped_boxes(maps, w, out, bias, residual, alpha, beta, f):
+        thread, shared = integer(ptx.thread_x()), ptx_tile.dynamic_shared()
+        number, slab = ptx.divided(integer(ptx.block_x()), f.slabs)
+        first = integer(slab * SLAB)
+        if thread == _WORKERS:
+            set_barriers(shared)
+        ptx.cuda.syncthreads()
+        if thread < _WORKERS:
+            work(thread, shared, number, first, w, (out, bias, residual, alpha, beta), f)
+        elif thread == _WORKERS:
+            ask(map_of(maps, integer(0)), shared, number, first, f)
+
+    data = ptx.pointer(v.dtype)
+    return grouped_boxes, (ptx_tma.TensorMaps(1), data, data, data, data, real, real, ptx.record(Integers, 32))
+
+
+def _integers(problem: ConvProblem, boxes: Boxes, device: Gpu) -> Integers:
+    seen = image(problem)
+    _, tiles_h, tiles_w = counts = plan.tiles(problem, boxes)
+    of_rows, of_columns = (tiles_h, *reciprocal(tiles_h)), (tiles_w, *reciprocal(tiles_w))
+    return Integers(
+        prod(counts),
+        plan.step(problem, boxes, device),
+        ceil(problem.c / SLAB),
+        *of_rows,
+        *of_columns,
+        problem.n,
+        problem.c,
+        *seen.pad,
+        *seen.outputs,
+        *seen.filter_strides,
+    )
+
+
+def _image_map(problem: ConvProblem, v: Variant) -> TensorMap:
+    """Of what is gathered: a copy takes a box."""
+    rows, columns = image(problem).extent
+    pixel_bytes = ITEMSIZE[problem.dtype] * problem.c
+    strides_bytes = pixel_bytes, pixel_bytes * columns, pixel_bytes * columns * rows
+    extents = problem.c, columns, rows, problem.n
+    return TensorMap(gather_pointers(problem)[0], problem.dtype, extents, strides_bytes, v.box)
+
+
+class GroupedBoxes(LaunchedCandidate[Boxes]):
+    """As many channels in as out a group, 4 to 32, by TMA."""
+
+    algorithm = "grouped_boxes"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
+        refused = plan.refusal(problem, device)
+        return Support(False, refused) if refused else YES
+
+    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Boxes, ...]:
+        return plan.configs(problem, device)
+
+    def estimate(self, problem: ConvProblem, config: Boxes, device: Gpu) -> float:
+        return plan.estimate_us(problem, config, device)
+
+    def launches(self, problem: ConvProblem, config: Boxes, device: Gpu) -> list[Launch]:
+        v, integers = plan.variant(problem, config), _integers(problem, config, device)
+        return [
+            Launch(
+                source=Source(_kernel, v, v.threads, config.blocks),
+                grid=(integers.step * integers.slabs, 1, 1),
+                pointers=gather_pointers(problem)[1:],
+                scalars="f32",
+                integers=integers,
+                dynamic_shared_bytes=v.shared_bytes,
+                maps=(_image_map(problem, v),),
+            )
+        ]
+
+
+FWD, BWD_DATA = GroupedBoxes("conv_fwd"), GroupedBoxes("conv_bwd_data")
