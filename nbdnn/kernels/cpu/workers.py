@@ -37,8 +37,8 @@ _WORD_BYTES = 8
 LINE_BYTES = 128  # of lines, which some processors fetch together
 _TAKEN, _STATE, _JOB, _WORKERS = (LINE_BYTES * line for line in range(4))
 # Of the first line: how many workers there are, when a call of few tasks last found them asleep, until when the team
-# stands back, and whether a fork made the process.
-_COUNT, _ASKED, _STANDS_BACK, _IN_CHILD = 1, 2, 3, 4
+# stands back and for how long in all, and whether a fork made the process.
+_COUNT, _ASKED, _STANDS_BACK, _FOR, _IN_CHILD = 1, 2, 3, 4, 5
 _SEMAPHORE = 64  # of a worker's line
 MOST_WORKERS = 512
 PHASE_BYTES, EACH, FEW = 32, 2, 3  # a row of a program: the task's address, its indices, its context, and how it runs
@@ -50,8 +50,9 @@ _JOINED, _MOST = _OPEN - 1, (1 << 16) - 1
 _LOOKS, _ROUNDS = 16, 128
 
 # A worker that gets its core back as late as this one shares it with a thread that stays awake as well, such as one of
-# OpenMP or of TBB; one that had slept would be preferred to it. So the team stands back for a while, and sleeps.
-_LONG_NS, _ELSEWHERE_NS = 250_000, 250_000_000
+# OpenMP or of TBB; one that had slept would be preferred to it. So the team stands back for a while, and sleeps: the
+# other threads may be done for long, so that it is a short while first, and twice as long each time it was too short.
+_LONG_NS, _LEAST_ELSEWHERE_NS, _MOST_ELSEWHERE_NS = 250_000, 8_000_000, 256_000_000
 # Calls of few tasks that follow each other as fast keep workers awake, which one alone is not worth.
 _SOON_NS = 100_000
 _MONOTONIC = 1  # of clock_gettime
@@ -174,6 +175,17 @@ def _concerns(state, number, seen):
 
 
 @njit(**DEVICE)
+def _stand_back(team, now_ns):
+    """Until others have most likely come to rest."""
+    line = _int64(team + _TAKEN)
+    since_ns = now_ns - line[_STANDS_BACK]
+    if since_ns > 0:  # or another worker has said so already
+        is_again = since_ns < line[_FOR]
+        line[_FOR] = min(2 * line[_FOR], _MOST_ELSEWHERE_NS) if is_again else _LEAST_ELSEWHERE_NS
+        line[_STANDS_BACK] = now_ns + line[_FOR]
+
+
+@njit(**DEVICE)
 def _next_region(team, line, number, seen):
     """The state of the next region that concerns a worker, as soon as it is open."""
     while True:
@@ -186,7 +198,7 @@ def _next_region(team, line, number, seen):
             sched_yield(0, 0)
             back_ns = _now_ns()
             if back_ns - left_ns > _LONG_NS:
-                _int64(team + _TAKEN)[_STANDS_BACK] = back_ns + _ELSEWHERE_NS
+                _stand_back(team, back_ns)
                 break
         swap(line, 1)
         state = look(team + _STATE)
