@@ -201,6 +201,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/rows_tf32": _OF_ROWS_FILTER._replace(dtypes="f32", shapes="rows of words, few filters"),
     "conv_bwd_filter/numba/stem": _OF_STEM._replace(shapes="7x7/2, few filters"),
     "conv_bwd_filter/numba/stem_tf32": _OF_STEM._replace(dtypes="f32", shapes="7x7/2, few filters"),
+    "conv_bwd_filter/numba/grouped_boxes": _OF_EQUAL_GROUPS,
     "conv_bwd_filter/numba/grouped": _OF_GROUPED,
     "conv_bwd_filter/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
     "conv_bwd_filter/cpu/amx": _GRADIENT._replace(dtypes="bf16"),

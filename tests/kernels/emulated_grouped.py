@@ -6,10 +6,11 @@ from collections.abc import Callable
 from math import gcd
 from typing import Any
 
+import numpy as np
 from emulated import Block, Memory
 
 from nbdnn.kernels.cuda import epilogue
-from nbdnn.kernels.cuda.grouped_plan import CHUNKS, LINE_BYTES, End, Walk
+from nbdnn.kernels.cuda.grouped_variant import CHUNKS, LINE_BYTES, End, Gather, Walk
 
 _NOTHING = (0.0,) * 4
 
@@ -43,6 +44,12 @@ class GroupedWords:
             words += [word for address, _ in eight for word in load(address)]
         return list(zip(*(words[i : i + 32] for i in range(0, len(words), 32)), strict=True))
 
+    def _load_turned(self, brought: list[tuple[int, int]]) -> list[tuple]:
+        words = np.array(self._load(brought), np.uint32).T  # (matrix, lane)
+        halves = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 8, 8)
+        turned = np.ascontiguousarray(halves.swapaxes(1, 2)).view(np.uint32).reshape(words.shape)
+        return list(map(tuple, turned.T.tolist()))
+
     def walked(self, walk: Walk) -> Callable:
         load = self._words._collective("rows of pixels", self._load)
         multiply = self._words.multiply_tile(walk.dtype, 1, 1, True)
@@ -67,6 +74,45 @@ class GroupedWords:
             return tuple(value for total in totals for value in total)
 
         return multiplied
+
+    def gathered(self, gather: Gather, count: int) -> Callable:
+        turned = self._words._collective("turned rows of pixels", self._load_turned)
+        multiply = self._words.multiply_tile(gather.dtype, 1, 1, True)
+        whole_rows, whole_columns = gather.whole
+
+        def multiplied(
+            sums: tuple, address: int, pixel: int, chunk: int, dy: int, masks: tuple[int, int], rows: int
+        ) -> tuple[float, ...]:
+            totals, of_dy = [sums[i : i + 4] for i in range(0, count, 4)], {}
+            assert not whole_columns or masks == (0xFFFFFFFF,) * 2
+            for row, load, table in gather.steps:
+                line, piece = pixel + load.pixels, chunk + load.chunks
+                at = address + row * gather.row_bytes + line * LINE_BYTES + 16 * (piece ^ line % CHUNKS)
+                found = [word & masks[i % 2] for i, word in enumerate(turned((at, line)))]
+                second = (0, 0) if load.half else found[2:]
+                a = found[0], second[0], found[1], second[1]
+                for output, first in table:
+                    assert not whole_rows or output < rows
+                    if output not in of_dy:
+                        of_dy[output] = turned((dy + output * gather.out_row_bytes, self._block.now.number))
+                    met = a if output < rows else (0,) * 4
+                    for tile in range(gather.tiles):
+                        b = of_dy[output][2 * tile : 2 * tile + 2]
+                        totals[first + tile] = multiply(totals[first + tile], met, b)
+            return tuple(value for total in totals for value in total)
+
+        return multiplied
+
+    @staticmethod
+    def scattered(places: tuple) -> Callable:
+        def store(to: Memory, first: int, exists: int, strides: tuple, sums: tuple[float, ...]) -> None:
+            assert len(sums) == 2 * len(places)
+            for i, (place, is_nothing) in enumerate(places):
+                at = first + sum(times * step for times, step in zip(place, strides, strict=True))
+                for second in range(2 if exists and not is_nothing else 0):
+                    to[at + second * strides[3]] = sums[2 * i + second]
+
+        return store
 
     def staged(self, end: End) -> Callable:
         finish, store = epilogue.finish("f32", end.tokens), self._words.STORE_SHARED[1]

@@ -11,16 +11,20 @@ from emulated_ptx import install
 from gpus import H200
 from guarded import values
 
+from nbdnn import reference_conv
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda import conv_grouped_boxes
+from nbdnn.kernels.cuda import conv_grouped_boxes, conv_grouped_boxes_filter
 from nbdnn.kernels.cuda import grouped_plan as plan
 from nbdnn.kernels.cuda.compile import compile_kernel
-from nbdnn.kernels.cuda.grouped_plan import Boxes
+from nbdnn.kernels.cuda.grouped_variant import Boxes
 from nbdnn.kernels.cuda.peaks import blocks_at_once
 from nbdnn.problem import parse
 from nbdnn.problem_conv import ConvProblem
 
-CANDIDATES = {each.op: each for each in (conv_grouped_boxes.FWD, conv_grouped_boxes.BWD_DATA)}
+CANDIDATES = {
+    each.op: each
+    for each in (conv_grouped_boxes.FWD, conv_grouped_boxes.BWD_DATA, conv_grouped_boxes_filter.BWD_FILTER)
+}
 _ONE_SM = replace(H200, sms=1)  # a block of each slab, which takes all tiles
 _SMALL = Boxes(rows=2, down=2, along=1, images=1, stages=2, blocks=1)
 _SHAPES = (
@@ -54,6 +58,8 @@ def test_every_product_counts_once(op: str, shape: str, early: bool, monkeypatch
     "conv_fwd:f16:n2c32h9w21:k32r3s3:p1x1:u2x2:d1x1:g4:cross:nhwc",
     "conv_fwd:bf16:n1c64h7w9:k64r3s3:p1x1:u2x1:d1x1:g16:conv:nhwc",
     "conv_fwd:bf16:n1c64h8w40:k64r3s3:p1x1:u1x2:d2x1:g2:cross:nhwc",
+    "conv_bwd_filter:f16:n2c32h9w21:k32r3s3:p1x1:u2x2:d1x1:g4:cross:nhwc",
+    "conv_bwd_filter:bf16:n1c64h9w20:k64r3s3:p0x2:u2x1:d1x2:g2:conv:nhwc",
 ])  # fmt: skip
 def test_strides(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, text, device=_ONE_SM)
@@ -68,8 +74,9 @@ def test_a_block_goes_round_its_stages(stages: int, early: bool, monkeypatch: py
 
 @pytest.mark.parametrize("width", [4, 8, 16, 32])
 @pytest.mark.parametrize("boxes", [(5, 1, 2, 1), (2, 2, 1, 2), (3, 1, 2, 2), (1, 2, 4, 1)])
-def test_strips_of_any_extent(boxes: tuple, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"conv_fwd:bf16:n3c{2 * width}h6w7:k{2 * width}r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc"
+@pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_filter"])
+def test_strips_of_any_extent(op: str, boxes: tuple, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"{op}:bf16:n3c{2 * width}h6w7:k{2 * width}r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc"
     check(monkeypatch, text, Boxes(*boxes, 2, 1), device=_ONE_SM)
 
 
@@ -79,12 +86,31 @@ def test_the_epilogue_is_fused_whole(groups: int, end: str, monkeypatch: pytest.
     check(monkeypatch, f"conv_fwd:f16:n1c64h5w19:k64r3s3:p1x1:u1x1:d1x1:g{groups}:cross:nhwc:{end}")
 
 
-def test_a_gradient_adds_to_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("op", ["conv_bwd_data", "conv_bwd_filter"])
+def test_a_gradient_adds_to_what_was_there(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _SMALL._replace(images=2)
-    check(monkeypatch, "conv_bwd_data:bf16:n3c24h5w7:k24r3s3:p1x1:u1x1:d1x1:g3:cross:nhwc:e:beta", config)
+    check(monkeypatch, f"{op}:bf16:n3c24h5w7:k24r3s3:p1x1:u1x1:d1x1:g3:cross:nhwc:e:beta", config)
 
 
-@pytest.mark.parametrize("op", CANDIDATES)
+@pytest.mark.parametrize("sms", [2, 4, 6])
+def test_parts_of_a_filter_are_added(sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "conv_bwd_filter:f16:n4c72h8w20:k72r3s3:p1x1:u1x1:d1x1:g9:cross:nhwc"
+    check(monkeypatch, text, Boxes(4, 1, 1, 1, 2, 1), device=replace(H200, sms=sms))
+
+
+def test_an_infinity_beside_what_a_tile_hangs_over_is_met_by_its_own_taps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last column, and in the last row, beyond which there is no dy."""
+    problem = parse("conv_bwd_filter:bf16:n1c8h5w6:k8r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc")
+    block, given = install(monkeypatch), values(problem, "integers")
+    given["x"], given["dy"] = given["x"].copy(), np.ones_like(given["dy"])
+    given["x"][0, 1, 2, 5] = given["x"][0, 6, 4, 2] = np.inf
+    (out,) = (o for o in launched(CANDIDATES[problem.op], problem, _SMALL, given, H200, block) if o.written)
+    expected = reference_conv.compute(problem, given, (1.0, 0.0))
+    found = out.values().reshape(8, 3, 3, 4).transpose(0, 3, 1, 2)
+    assert np.array_equal(np.isfinite(found), np.isfinite(expected)) and not np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data"])
 def test_an_infinity_stays_in_its_group(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two groups that share what a warp reads."""
     problem = parse(f"{op}:bf16:n1c8h5w6:k8r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc")
@@ -122,7 +148,7 @@ def _every(most: int = 100) -> list[tuple[ConvProblem, Boxes]]:
 def test_configs_stay_within_their_means(most: int) -> None:
     """No spills, no stack (so that the map is not copied there), and registers for all blocks."""
     for problem, config in _every(most):
-        (launch,) = CANDIDATES[problem.op].launches(problem, config, H200)
+        launch, *_ = CANDIDATES[problem.op].launches(problem, config, H200)
         kernel = compile_kernel(launch.source, "sm_90a")
         what = f"{problem} {config}: {kernel._replace(cubin=b'')}"
         assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
@@ -131,7 +157,7 @@ def test_configs_stay_within_their_means(most: int) -> None:
 
 def test_configs_are_what_tma_and_blocks_take() -> None:
     for problem, config in _every():
-        v, (launch,) = plan.variant(problem, config), CANDIDATES[problem.op].launches(problem, config, H200)
+        v, (launch, *_) = plan.variant(problem, config), CANDIDATES[problem.op].launches(problem, config, H200)
         assert max(v.box) <= 256 and v.row_bytes % 1024 == 0, f"{problem} {config}"
         assert blocks_at_once(launch.dynamic_shared_bytes, H200) >= config.blocks, f"{problem} {config}"
         assert plan.step(problem, config, H200) * launch.integers.slabs == launch.grid[0]  # type: ignore[attr-defined]

@@ -18,15 +18,14 @@ again from cache. Accumulates in float32, by rows, then taps of a row. Source: o
 
 from __future__ import annotations
 
-from math import ceil, prod
 from typing import Any, NamedTuple
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import grouped_plan as plan
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.division import reciprocal
-from nbdnn.kernels.cuda.grouped_plan import (
+from nbdnn.kernels.cuda.grouped_plan import Integers
+from nbdnn.kernels.cuda.grouped_variant import (
     ACROSS,
     BARRIER_BYTES,
     CHUNKS,
@@ -35,13 +34,9 @@ from nbdnn.kernels.cuda.grouped_plan import (
     WARP,
     WARPS,
     Boxes,
-    Integers,
     Variant,
 )
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
-from nbdnn.kernels.cuda.tensor_map import TensorMap
-from nbdnn.kernels.cuda.window_plan import image
-from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _WORKERS = WARP * WARPS
@@ -242,33 +237,6 @@ def _kernel(*specialised_on):
     return grouped_boxes, (ptx_tma.TensorMaps(1), data, data, data, data, real, real, ptx.record(Integers, 32))
 
 
-def _integers(problem: ConvProblem, boxes: Boxes, device: Gpu) -> Integers:
-    seen = image(problem)
-    _, tiles_h, tiles_w = counts = plan.tiles(problem, boxes)
-    of_rows, of_columns = (tiles_h, *reciprocal(tiles_h)), (tiles_w, *reciprocal(tiles_w))
-    return Integers(
-        prod(counts),
-        plan.step(problem, boxes, device),
-        ceil(problem.c / SLAB),
-        *of_rows,
-        *of_columns,
-        problem.n,
-        problem.c,
-        *seen.pad,
-        *seen.outputs,
-        *seen.filter_strides,
-    )
-
-
-def _image_map(problem: ConvProblem, v: Variant) -> TensorMap:
-    """Of what is gathered: a copy takes a box."""
-    rows, columns = image(problem).extent
-    pixel_bytes = ITEMSIZE[problem.dtype] * problem.c
-    strides_bytes = pixel_bytes, pixel_bytes * columns, pixel_bytes * columns * rows
-    extents = problem.c, columns, rows, problem.n
-    return TensorMap(gather_pointers(problem)[0], problem.dtype, extents, strides_bytes, v.box)
-
-
 class GroupedBoxes(LaunchedCandidate[Boxes]):
     """As many channels in as out a group, 4 to 32, by TMA."""
 
@@ -288,7 +256,7 @@ class GroupedBoxes(LaunchedCandidate[Boxes]):
         return plan.estimate_us(problem, config, device)
 
     def launches(self, problem: ConvProblem, config: Boxes, device: Gpu) -> list[Launch]:
-        v, integers = plan.variant(problem, config), _integers(problem, config, device)
+        v, integers = plan.variant(problem, config), plan.integers(problem, config, device)
         return [
             Launch(
                 source=Source(_kernel, v, v.threads, config.blocks),
@@ -297,7 +265,7 @@ class GroupedBoxes(LaunchedCandidate[Boxes]):
                 scalars="f32",
                 integers=integers,
                 dynamic_shared_bytes=v.shared_bytes,
-                maps=(_image_map(problem, v),),
+                maps=(plan.image_map(problem, v.box),),
             )
         ]
 

@@ -1,10 +1,14 @@
 """What a warp does with few channels a group, all of it unrolled: a filter to registers, rows of pixels multiplied.
 
-    a    16 pixels by 16 of k: eight channels of two taps, or 16 channels of one; by ldmatrix from a swizzled box
-    b    16 of k by eight filters: words that stay in registers
-    c    16 pixels by eight filters: lane 4g + t has filters 2t and 2t + 1 of pixels g and g + 8
+                outputs (`walked`)                             a filter's gradient (`gathered`)
+    a           16 pixels by eight channels of two taps,       the same, turned
+                or 16 channels of one
+    b           these channels by eight filters                16 pixels of dy by eight filters
+    sums        16 pixels by eight filters                     these channels by eight filters
 
-A row of the box is loaded once for each tap of a row, and multiplied into the sums of all rows of outputs that see it.
+Rows of pixels come by ldmatrix from a swizzled box, once for each tap of a row, and are multiplied with all they meet:
+the filters of each row of outputs that sees them, which stay in registers, or dy of these. Of 16x8 sums lane 4g + t has
+columns 2t and 2t + 1 of row g, then of row g + 8.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
 from nbdnn.kernels.cuda import epilogue
-from nbdnn.kernels.cuda.grouped_plan import CHUNKS, End, Load, Walk
+from nbdnn.kernels.cuda.grouped_variant import CHUNKS, End, Gather, Load, Walk
 from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, WARP, asm, packed, unpacked
 from nbdnn.kernels.cuda.ptx_tile import product, shared_at
 from nbdnn.kernels.cuda.ptx_vector import load_parts, load_vector, narrowed
@@ -54,13 +58,20 @@ def filter_words(dtype: str, places: tuple[tuple[int, int, int], ...], tiles: in
     return load
 
 
-def _load_a(builder, address, add: int, half: bool):
-    """The four words of an a; of a half two."""
-    count = 2 if half else 4
+def _matrices(builder, address, add: int, count: int, trans: str = ""):
+    """The words of two or four matrices."""
     outputs = ",".join(f"${i}" for i in range(count))
-    text = f"ldmatrix.sync.aligned.m8n8.x{count}.shared.b16 {{{outputs}}}, [${count}+{add}];"
+    text = f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{outputs}}}, [${count}+{add}];"
     kind, letters = ir.LiteralStructType([I32] * count), ",".join([*["=r"] * count, "r", "~{memory}"])
     return unpacked(builder, asm(builder, kind, text, letters, [address], EFFECT), count)
+
+
+def _lane_address(builder, address, pixel, chunk, load: Load):
+    """Of the lane's line, and its piece of it."""
+    line = builder.add(pixel, I32(load.pixels))
+    swizzled = builder.xor(builder.add(chunk, I32(load.chunks)), builder.and_(line, I32(CHUNKS - 1)))
+    at = builder.add(builder.shl(line, I32(7)), builder.shl(swizzled, I32(4)))
+    return builder.add(address, at)
 
 
 def _half_product(builder, dtype, operands):
@@ -82,12 +93,6 @@ def walked(walk: Walk):
     """
     sums = types.UniTuple(types.float32, 4 * walk.rows * walk.tiles)
 
-    def lane_address(builder, address, pixel, chunk, load: Load):
-        line = builder.add(pixel, I32(load.pixels))
-        swizzled = builder.xor(builder.add(chunk, I32(load.chunks)), builder.and_(line, I32(CHUNKS - 1)))
-        at = builder.add(builder.shl(line, I32(7)), builder.shl(swizzled, I32(4)))
-        return builder.add(address, at)
-
     @intrinsic
     def multiply(typingctx, address, pixel, chunk, mask, words):
         def codegen(context, builder, sig, args):
@@ -97,8 +102,8 @@ def walked(walk: Walk):
             starts: dict[Load, object] = {}
             for row, load, table in walk.steps:
                 if load not in starts:
-                    starts[load] = lane_address(builder, *args[:3], load)
-                a = _load_a(builder, starts[load], row * walk.row_bytes, load.half)
+                    starts[load] = _lane_address(builder, *args[:3], load)
+                a = _matrices(builder, starts[load], row * walk.row_bytes, 2 if load.half else 4)
                 every_a = [a] * walk.tiles
                 if walk.masked:
                     every_a = [[builder.and_(word, of_tile) for word in a] for of_tile in masks]
@@ -166,3 +171,76 @@ def staged(end: End):
         return signature(types.none, addresses_type, types.int32, sums, target), codegen
 
     return stage
+
+
+@cache
+def gathered(gather: Gather, count: int):
+    """Intrinsic (sums, address, pixel, chunk, dy, masks, rows) -> `count` sums, to which a strip's products are added.
+
+    address, pixel, chunk: as of `walked`, of x. dy: the address of the lane's piece of its first line. masks: of the
+    words of the first eight pixels and of the others, zero where there is no output: x may be infinite there. rows: so
+    many of the strip have outputs.
+    """
+    floats, two_words = types.UniTuple(types.float32, count), types.UniTuple(types.uint32, 2)
+    whole_rows, whole_columns = gather.whole
+
+    @intrinsic
+    def multiply(typingctx, sums, address, pixel, chunk, dy, masks, rows):
+        def codegen(context, builder, sig, args):
+            totals, masks = unpacked(builder, args[0], count), unpacked(builder, args[5], 2)
+            starts: dict[Load, object] = {}
+            of_dy: dict[int, list] = {}
+            kept: dict[int, object] = {}
+            for row, load, table in gather.steps:
+                if load not in starts:
+                    starts[load] = _lane_address(builder, *args[1:4], load)
+                found = _matrices(builder, starts[load], row * gather.row_bytes, 2 if load.half else 4, ".trans")
+                if not whole_columns:
+                    found = [builder.and_(word, masks[i % 2]) for i, word in enumerate(found)]
+                low, high, *others = found
+                second = others or [I32(0), I32(0)]
+                a = [low, second[0], high, second[1]]
+                for output, first in table:
+                    if output not in of_dy:
+                        add = output * gather.out_row_bytes
+                        of_dy[output] = _matrices(builder, args[4], add, 2 * gather.tiles, ".trans")
+                        exists = builder.icmp_signed("<", I32(output), args[6])
+                        kept[output] = builder.sext(exists, I32)
+                    met = a if whole_rows else [builder.and_(word, kept[output]) for word in a]
+                    for tile in range(gather.tiles):
+                        at = 4 * (first + tile)
+                        b = of_dy[output][2 * tile : 2 * tile + 2]
+                        totals[at : at + 4] = product(builder, gather.dtype, [*met, *b, *totals[at : at + 4]])
+            return packed(builder, totals)
+
+        words = types.uint32, types.int32, types.int32, types.uint32
+        return signature(floats, floats, *words, two_words, types.int32), codegen
+
+    return multiply
+
+
+@cache
+def scattered(places: tuple[tuple[tuple[int, int, int, int], bool], ...]):
+    """Intrinsic (pointer, first place, whether it exists, strides of (r, s, channel, filter), sums): a lane's sums to
+    float32 in memory, of each tile four at (r, s, channel, filter): two filters, then two of the row eight further on,
+    which `places` has as a tile's own: (place, whether it is of no use)."""
+
+    @intrinsic
+    def store(typingctx, to, first, exists, strides, sums):
+        def codegen(context, builder, sig, args):
+            steps, totals = unpacked(builder, args[3], 4), unpacked(builder, args[4], 2 * len(places))
+            with builder.if_then(builder.icmp_signed("!=", args[2], I32(0))):
+                for i, (place, is_nothing) in enumerate(places):
+                    if is_nothing:
+                        continue
+                    at = args[1]
+                    for times, step in zip(place, steps, strict=True):
+                        at = builder.add(at, builder.mul(I32(times), step))
+                    for value in totals[2 * i : 2 * i + 2]:
+                        builder.store(value, builder.gep(args[0], [at]), align=4)
+                        at = builder.add(at, steps[3])
+            return context.get_dummy_value()
+
+        return signature(types.none, to, types.int32, types.int32, types.UniTuple(types.int32, 4), sums), codegen
+
+    return store

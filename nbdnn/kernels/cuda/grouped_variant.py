@@ -1,0 +1,315 @@
+"""What kernels of few channels a group whose pixels come by TMA boxes are compiled for: tiles, tables of what meets.
+
+A block has a *slab* of 64 channels, 128 bytes of a pixel, and takes tile after tile of outputs. A *unit* is as many
+filters as read the same 8, 16 or 32 channels: a group, or two of four. Each of eight warps has a unit, or a part of
+one, and walks down *strips* of the tile: some rows of 16 outputs side by side, or of eight in each of two images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from math import ceil, prod
+from typing import NamedTuple
+
+WARP, WARPS = 32, 8  # that multiply; one more asks for boxes
+LINE_BYTES, CHUNKS = 128, 8  # of a pixel in shared memory, and its pieces of 16 bytes
+SLAB = 64  # channels of a line
+ACROSS = 16  # outputs of a strip's row
+BARRIER_BYTES = 8
+_CHUNK = 8  # channels of a piece
+_LINES = 8  # after which the swizzle begins anew
+
+
+class Boxes(NamedTuple):
+    """rows: of a strip; down x along strips are a tile of `images` images. stages: boxes that a block holds; blocks: of
+    a multiprocessor."""
+
+    rows: int
+    down: int
+    along: int
+    images: int
+    stages: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}:{self.down}x{self.along}x{self.images}:s{self.stages}:b{self.blocks}"
+
+    @property
+    def tile_rows(self) -> int:
+        return self.rows * self.down
+
+    @property
+    def tile_columns(self) -> int:
+        return ACROSS // self.images * self.along
+
+
+class Load(NamedTuple):
+    """Of a row of the box, 16 pixels by 16 of k: of the tap `pixels` further on, `chunks` further on in a line. half:
+    of the first eight of k alone."""
+
+    pixels: int
+    chunks: int
+    half: bool
+
+
+class Walk(NamedTuple):
+    """How a strip is multiplied. tiles: of eight filters. masked: the first tile meets the channels of those lanes that
+    a mask names, the second those of the others. row_bytes: of the box.
+
+    steps: (row of the box, its load, the rows of outputs that it counts for, each with its first word of the filter,
+    after which come those of the other tiles).
+    """
+
+    dtype: str
+    tiles: int
+    masked: bool
+    rows: int
+    row_bytes: int
+    steps: tuple[tuple[int, Load, tuple[tuple[int, int], ...]], ...]
+
+
+class End(NamedTuple):
+    """How sums of a strip are finished. apart: channels between tiles; row_bytes: between rows of outputs in shared
+    memory, half_bytes: between a lane's two pixels."""
+
+    dtype: str
+    tiles: int
+    rows: int
+    apart: int
+    row_bytes: int
+    half_bytes: int
+    tokens: tuple[str, ...]
+
+
+class Gather(NamedTuple):
+    """How a strip is multiplied into a filter's gradient. tiles: of eight filters. out_row_bytes: of dy in shared
+    memory. whole: whether all rows of outputs of a strip exist, and all columns.
+
+    steps: (row of x, its load, the rows of dy that it is multiplied by, each with its first sums, after which come
+    those of the other tiles).
+    """
+
+    dtype: str
+    tiles: int
+    row_bytes: int
+    out_row_bytes: int
+    whole: tuple[bool, bool]
+    steps: tuple[tuple[int, Load, tuple[tuple[int, int], ...]], ...]
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for. width: channels of a group. taps, stride, dilation: by rows and columns. whole: of
+    a gradient of filters, whether tiles divide the outputs' rows and columns."""
+
+    dtype: str
+    boxes: Boxes
+    width: int
+    taps: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    epilogue: tuple[str, ...]
+    whole: tuple[bool, bool] = (True, True)
+
+    @property
+    def unit(self) -> int:
+        """Channels that a warp reads of a pixel."""
+        return max(self.width, _CHUNK)
+
+    @property
+    def tiles(self) -> int:
+        """Of eight filters, that a warp has sums of; those of a group of four are half empty."""
+        return 1 if self.width == _CHUNK else 2
+
+    @property
+    def halves(self) -> int:
+        """Warps that share a unit's filters."""
+        return max(1, self.unit // (2 * _CHUNK))
+
+    @property
+    def units(self) -> int:
+        """Of a slab, that have warps of their own."""
+        return SLAB // self.unit * self.halves
+
+    @property
+    def shares(self) -> int:
+        """Warps that share a unit's strips."""
+        return WARPS // self.units
+
+    @property
+    def box_rows(self) -> int:
+        return (self.boxes.tile_rows - 1) * self.stride[0] + (self.taps[0] - 1) * self.dilation[0] + 1
+
+    @property
+    def box_columns(self) -> int:
+        """With some beyond those that are read: rows begin alike in the swizzle."""
+        read = (self.boxes.tile_columns - 1) * self.stride[1] + (self.taps[1] - 1) * self.dilation[1] + 1
+        return ceil(read / _LINES) * _LINES
+
+    @property
+    def box(self) -> tuple[int, int, int, int]:
+        return SLAB, self.box_columns, self.box_rows, self.boxes.images
+
+    @property
+    def row_bytes(self) -> int:
+        return self.box_columns * LINE_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.row_bytes * self.box_rows * self.boxes.images
+
+    @property
+    def pixels(self) -> int:
+        """Outputs of a tile."""
+        return prod(self.boxes[:3]) * ACROSS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Boxes; two tiles of outputs, of which one is stored while the next is filled; barriers."""
+        boxes = self.boxes.stages
+        return boxes * (self.stage_bytes + 2 * BARRIER_BYTES) + 2 * self.pixels * LINE_BYTES
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """Of a row of the box."""
+        across = self.dilation[1]
+        if self.unit > _CHUNK:
+            return tuple(
+                Load(s * across, chunk, False)
+                for s in range(self.taps[1])
+                for chunk in range(0, self.unit // _CHUNK, 2)
+            )
+        return tuple(Load(s * across, 0, s + 1 == self.taps[1]) for s in range(0, self.taps[1], 2))
+
+    @property
+    def places(self) -> tuple[tuple[int, int, int], ...]:
+        """(r, s, channel) of every word of a filter, in the order of `Walk.steps`."""
+        if self.unit > _CHUNK:
+            taps = product(range(self.taps[0]), range(self.taps[1]))
+            return tuple((r, s, channel) for r, s in taps for channel in range(0, self.unit, _CHUNK))
+        return tuple((r, s, 0) for r in range(self.taps[0]) for s in range(self.taps[1]))
+
+    @property
+    def words(self) -> int:
+        return len(self.places) * self.tiles
+
+    def _steps(self, of_load: Callable[[Load], int]) -> tuple[tuple[int, Load, tuple[tuple[int, int], ...]], ...]:
+        """Of a walk. of_load: how many words, or sums, a load is multiplied with."""
+        rows, down, apart = self.boxes.rows, self.stride[0], self.dilation[0]
+        of_row, steps = sum(map(of_load, self.loads)), []
+        for row in range((rows - 1) * down + (self.taps[0] - 1) * apart + 1):
+            # Of outputs and taps.
+            seen = [(p, r) for p in range(rows) for r in range(self.taps[0]) if row == p * down + r * apart]
+            first = 0
+            for load in self.loads if seen else ():
+                steps.append((row, load, tuple((p, r * of_row + first) for p, r in seen)))
+                first += of_load(load)
+        return tuple(steps)
+
+    @property
+    def walk(self) -> Walk:
+        steps = self._steps(lambda load: (1 if load.half else 2) * self.tiles)
+        return Walk(self.dtype, self.tiles, self.width < _CHUNK, self.boxes.rows, self.row_bytes, steps)
+
+    @property
+    def products(self) -> float:
+        """Of 16 by 8 by 16, that a warp makes of a tile."""
+        of_strip = sum((0.5 if load.half else 1.0) * len(table) for _, load, table in self.walk.steps) * self.tiles
+        return of_strip * (self.boxes.down * self.boxes.along // self.shares)
+
+    @property
+    def sums(self) -> int:
+        """Of a thread."""
+        return 4 * self.boxes.rows * self.tiles
+
+    @property
+    def end(self) -> End:
+        row_bytes = self.boxes.tile_columns * LINE_BYTES
+        half_bytes = _LINES * LINE_BYTES if self.boxes.images == 1 else self.boxes.tile_rows * row_bytes
+        apart = min(self.width, _CHUNK)
+        return End(self.dtype, self.tiles, self.boxes.rows, apart, row_bytes, half_bytes, self.epilogue)
+
+    @property
+    def threads(self) -> int:
+        return WARP * (WARPS + 1)
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, about."""
+        return self.words + self.sums + 48
+
+
+class OfFilter(Variant):
+    """What a kernel of gradients of filters is compiled for: dy has a box of its own, and each warp of a unit has the
+    channels of a load, by eight filters or 16."""
+
+    __slots__ = ()
+
+    @property
+    def tiles(self) -> int:
+        return 2 if self.unit > 2 * _CHUNK else 1
+
+    @property
+    def roles(self) -> int:
+        """Warps of a unit: of 32 channels two have the first 16, two have the first 16 filters."""
+        return self.unit // _CHUNK
+
+    @property
+    def shares(self) -> int:
+        return 1
+
+    @property
+    def out_box(self) -> tuple[int, int, int, int]:
+        return SLAB, self.boxes.tile_columns, self.boxes.tile_rows, self.boxes.images
+
+    @property
+    def image_bytes(self) -> int:
+        """Of the box of x."""
+        return self.row_bytes * self.box_rows * self.boxes.images
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.image_bytes + self.pixels * LINE_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.boxes.stages * (self.stage_bytes + 2 * BARRIER_BYTES)
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        if self.unit > _CHUNK:
+            return tuple(Load(s * self.dilation[1], 0, False) for s in range(self.taps[1]))
+        return super().loads
+
+    @property
+    def words(self) -> int:
+        return 0
+
+    @property
+    def sums(self) -> int:
+        return 4 * self.tiles * self.taps[0] * len(self.loads)
+
+    @property
+    def gather(self) -> Gather:
+        steps = self._steps(lambda load: self.tiles)
+        out_row_bytes = self.boxes.tile_columns * LINE_BYTES
+        return Gather(self.dtype, self.tiles, self.row_bytes, out_row_bytes, self.whole, steps)
+
+    @property
+    def pairs(self) -> tuple[tuple[tuple[int, int, int, int], bool], ...]:
+        """(r, s, channel, filter) of every two sums of a thread, from its own first ones on; and whether they are of a
+        tap that is none."""
+        places = []
+        for r, number in product(range(self.taps[0]), range(len(self.loads))):
+            for tile, second in product(range(self.tiles), (0, 1)):
+                if self.unit > _CHUNK:
+                    places.append(((r, number, _CHUNK * second, _CHUNK * tile), False))
+                else:
+                    s = 2 * number + second
+                    places.append(((r, s, 0, 0), s == self.taps[1]))
+        return tuple(places)
+
+    @property
+    def products(self) -> float:
+        of_strip = sum(len(table) for *_, table in self.gather.steps) * self.tiles
+        return of_strip * self.boxes.down * self.boxes.along
