@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import depthwise_plan
+from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
 from nbdnn.kernels.cuda.depthwise_plan import MOST_PRODUCTS, unit_stride_gather, unit_stride_refusal
 from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, shared_bytes
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 WARP = 32
-BARRIER_BYTES = 8
 _CHUNK_BYTES = 16  # of which TMA copies a whole number
 _ALIGN_BYTES = 128  # of a box in shared memory
 _MOST_BOX = 256  # elements on an axis

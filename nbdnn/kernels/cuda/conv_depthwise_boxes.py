@@ -18,6 +18,7 @@ from __future__ import annotations
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_plan as plan
+from nbdnn.kernels.cuda import boxes_ring
 from nbdnn.kernels.cuda.boxes_plan import BARRIER_BYTES, WARP, Boxes, Variant, Walk
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import unit_stride_gather
@@ -50,20 +51,8 @@ def _kernel(*specialised_on):
         row_bytes,
         pixel_bytes,
     )
-
-    @ptx.inline
-    def set_barriers(shared):
-        for stage in range(stages):
-            ptx_tma.initialise(word(shared + full_at + stage * BARRIER_BYTES), integer(1))
-            ptx_tma.initialise(word(shared + free_at + stage * BARRIER_BYTES), integer(warps))
-        ptx_tma.publish_barriers()
-
-    @ptx.inline
-    def place(number, f):
-        """Image, first row and first column of a tile's outputs."""
-        rest, column = ptx.split(number, f.tiles_w, f.tiles_w_by, f.tiles_w_shift)
-        n, row = ptx.split(rest, f.tiles_h, f.tiles_h_by, f.tiles_h_shift)
-        return n, integer(row * tile_rows), integer(column * tile_columns)
+    set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, warps)
+    place = boxes_ring.place_of(1, tile_rows, tile_columns)
 
     @ptx.inline
     def ask(source, shared, number, channel, f):

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import boxes_ring
 from nbdnn.kernels.cuda import grouped_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.grouped_plan import Integers
@@ -78,20 +79,8 @@ def _kernel(*specialised_on):
     walked, staged = ptx_grouped.walked(v.walk), ptx_grouped.staged(v.end)
     load_shared, store = ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
     widen, has_bias = ptx.WIDEN[v.dtype], "bias" in v.epilogue
-
-    @ptx.inline
-    def set_barriers(shared):
-        for stage in range(stages):
-            ptx_tma.initialise(word(shared + full_at + stage * BARRIER_BYTES), integer(1))
-            ptx_tma.initialise(word(shared + free_at + stage * BARRIER_BYTES), integer(WARPS))
-        ptx_tma.publish_barriers()
-
-    @ptx.inline
-    def place(number, f):
-        """First image, row and column of a tile's outputs."""
-        rest, column = ptx.split(number, f.tiles_w, f.tiles_w_by, f.tiles_w_shift)
-        n, row = ptx.split(rest, f.tiles_h, f.tiles_h_by, f.tiles_h_shift)
-        return integer(n * images), integer(row * tile_rows), integer(column * tile_columns)
+    set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, WARPS)
+    place = boxes_ring.place_of(images, tile_rows, tile_columns)
 
     @ptx.inline
     def ask(source, shared, number, channel, f):

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import boxes_ring
 from nbdnn.kernels.cuda import grouped_plan as plan
 from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.grouped_plan import Sums
+from nbdnn.kernels.cuda.grouped_plan import Integers
 from nbdnn.kernels.cuda.grouped_variant import (
     ACROSS,
     BARRIER_BYTES,
@@ -56,20 +57,8 @@ def _kernel(*specialised_on):
     copy_box, map_of = ptx_tma.COPY_BOX[4], ptx_tma.map_of
     zeros, gathered = ptx_matrix.zeros(count), ptx_grouped.gathered(v.gather, count)
     scattered = ptx_grouped.scattered(v.pairs)
-
-    @ptx.inline
-    def set_barriers(shared):
-        for stage in range(stages):
-            ptx_tma.initialise(word(shared + full_at + stage * BARRIER_BYTES), integer(1))
-            ptx_tma.initialise(word(shared + free_at + stage * BARRIER_BYTES), integer(WARPS))
-        ptx_tma.publish_barriers()
-
-    @ptx.inline
-    def place(number, f):
-        """First image, row and column of a tile's outputs."""
-        rest, column = ptx.split(number, f.tiles_w, f.tiles_w_by, f.tiles_w_shift)
-        n, row = ptx.split(rest, f.tiles_h, f.tiles_h_by, f.tiles_h_shift)
-        return integer(n * images), integer(row * tile_rows), integer(column * tile_columns)
+    set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, WARPS)
+    place = boxes_ring.place_of(images, tile_rows, tile_columns)
 
     @ptx.inline
     def ask(x, dy, shared, number, channel, f):
@@ -162,7 +151,7 @@ def _kernel(*specialised_on):
         elif thread == _WORKERS:
             ask(map_of(maps, integer(0)), map_of(maps, integer(1)), shared, part, first, f)
 
-    return grouped_boxes_filter, (ptx_tma.TensorMaps(2), ptx.pointer("f32"), ptx.record(Sums, 32))
+    return grouped_boxes_filter, (ptx_tma.TensorMaps(2), ptx.pointer("f32"), ptx.record(Integers, 32))
 
 
 class GroupedBoxesFilter(LaunchedCandidate[Boxes]):
@@ -191,7 +180,7 @@ class GroupedBoxesFilter(LaunchedCandidate[Boxes]):
             grid=(integers.step * integers.slabs, 1, 1),
             pointers=(WORKSPACE,),
             scalars="",
-            integers=Sums(*integers, part_elems(problem)),
+            integers=integers,
             dynamic_shared_bytes=v.shared_bytes,
             maps=(plan.image_map(problem, v.box), plan.out_map(problem, v.out_box)),
         )

@@ -31,44 +31,31 @@ _STAGES = range(4, 0, -1)
 _NARROW_IMAGE = 8  # columns
 _ROWS, _DOWN, _ALONG = (2, 4, 5, 7, 8, 14), (1, 2), (1, 2, 4)
 _CONFIGS, _WORTH_MEASURING = 6, 1.4
-# Fitted to 18 problems in all configs on an H200, of 2.6 to 38 us: of the kernel; of a tile beside its products, and of
-# each of these with those of the other warps; rates of memory, and of boxes from cache, beside a copy's; how much of
-# the first box and of the last tile nothing else hides. Of a gradient of filters the kernel that adds its parts.
-_LAUNCH_US, _TILE_US, _PRODUCT_US = 1.2, 0.5, 11.5e-3
-_SHARE_OF_COPY, _CACHE_SPEED, _FIRST, _LAST = 0.75, 0.9, 0.6, 0.85
-_ADDED_US = 2.0
+_LAUNCH_US = 1.2
+_ADDED_US, _ADDED_SHARE = 1.7, 0.8  # of the kernel that adds parts; of a copy of them
 _KNOWN = 256
+
+
+class _Costs(NamedTuple):
+    """Microseconds of a tile beside its products, and of each of these with those of the other warps; rates of memory,
+    and of boxes from cache, beside a copy's; how much of the first box and of the last tile nothing else hides."""
+
+    tile_us: float
+    product_us: float
+    copy_share: float
+    cache_speed: float
+    first: float
+    last: float
+
+
+# Fitted to 30 problems in all configs on an H200, of 2.6 to 40 us: the guess takes 1.01 of the fastest.
+_OF_OUTPUTS, _OF_FILTERS = _Costs(0.5, 11.5e-3, 0.75, 0.9, 0.6, 0.85), _Costs(0.2, 9.9e-3, 0.87, 1.5, 0.62, 0.25)
 
 
 class Integers(NamedTuple):
     """Those of a kernel. A block has one slab of every step-th of `tiles` tiles of all images, of which one has
-    tiles_h x tiles_w; the numbers behind these are what `ptx.split` takes. w_*: steps of the filter, in elements."""
-
-    tiles: int
-    step: int
-    slabs: int
-    tiles_h: int
-    tiles_h_by: int
-    tiles_h_shift: int
-    tiles_w: int
-    tiles_w_by: int
-    tiles_w_shift: int
-    images: int
-    channels: int
-    pad_h: int
-    pad_w: int
-    out_rows: int
-    out_columns: int
-    w_start: int
-    w_group: int
-    w_out: int
-    w_in: int
-    w_r: int
-    w_s: int
-
-
-class Sums(NamedTuple):
-    """`Integers` of a gradient of filters, and the elements from a part of the sums to the next."""
+    tiles_h x tiles_w; the numbers behind these are what `ptx.split` takes. w_*: steps of the filter, in elements;
+    part_elems: of its gradient from a part to the next."""
 
     tiles: int
     step: int
@@ -176,17 +163,19 @@ def _fitting(problem: ConvProblem, device: Gpu) -> Iterator[Boxes]:
 def estimate_us(problem: ConvProblem, boxes: Boxes, device: Gpu) -> float:
     """Microseconds: memory, boxes from cache and products at once, but for a block's first box and last tile."""
     v, blocks = variant(problem, boxes), step(problem, boxes, device)
+    cost = _OF_FILTERS if isinstance(v, OfFilter) else _OF_OUTPUTS
     slabs, every = ceil(problem.c / SLAB), prod(tiles(problem, boxes))
     per_us = copy_bytes_per_s(device) / 1e6
-    moved_us = problem.min_bytes / (_SHARE_OF_COPY * per_us)
-    read_us = every * slabs * v.stage_bytes / (_CACHE_SPEED * per_us)
-    tile_us = _TILE_US + _PRODUCT_US * v.products * boxes.blocks
+    moved_us = problem.min_bytes / (cost.copy_share * per_us)
+    read_us = every * slabs * v.stage_bytes / (cost.cache_speed * per_us)
+    tile_us = cost.tile_us + cost.product_us * v.products * boxes.blocks
     first_us = blocks * slabs * v.stage_bytes / per_us
     multiplied_us = ceil(every / blocks) * tile_us
     added_us = 0.0
-    if problem.op == "conv_bwd_filter":
-        added_us = _ADDED_US + 8 * blocks * part_elems(problem) / per_us  # written and read
-    return _LAUNCH_US + max(moved_us, read_us, multiplied_us) + _FIRST * first_us + _LAST * tile_us + added_us
+    if isinstance(v, OfFilter):
+        added_us = _ADDED_US + _ADDED_SHARE * 8 * blocks * part_elems(problem) / per_us  # written and read
+    beside_us = cost.first * first_us + cost.last * tile_us + added_us
+    return _LAUNCH_US + max(moved_us, read_us, multiplied_us) + beside_us
 
 
 def integers(problem: ConvProblem, boxes: Boxes, device: Gpu) -> Integers:
@@ -194,7 +183,8 @@ def integers(problem: ConvProblem, boxes: Boxes, device: Gpu) -> Integers:
     _, tiles_h, tiles_w = counts = tiles(problem, boxes)
     of_rows, of_columns = (tiles_h, *reciprocal(tiles_h)), (tiles_w, *reciprocal(tiles_w))
     walk = prod(counts), step(problem, boxes, device), ceil(problem.c / SLAB), *of_rows, *of_columns
-    return Integers(*walk, problem.n, problem.c, *seen.pad, *seen.outputs, *seen.filter_strides)
+    elems = part_elems(problem) if problem.op == "conv_bwd_filter" else 0
+    return Integers._make((*walk, problem.n, problem.c, *seen.pad, *seen.outputs, *seen.filter_strides, elems))
 
 
 def image_map(problem: ConvProblem, box: tuple[int, ...]) -> TensorMap:

@@ -12,11 +12,12 @@ from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
+from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
+
 WARP, WARPS = 32, 8  # that multiply; one more asks for boxes
 LINE_BYTES, CHUNKS = 128, 8  # of a pixel in shared memory, and its pieces of 16 bytes
 SLAB = 64  # channels of a line
 ACROSS = 16  # outputs of a strip's row
-BARRIER_BYTES = 8
 _CHUNK = 8  # channels of a piece
 _LINES = 8  # after which the swizzle begins anew
 
