@@ -237,6 +237,7 @@ EDGES_GROUPS = (
     Edge("n2c80h11w10:k80r3s3:p1x1:u1x1:d1x1:g5", "groups of 16, five of them"),
     Edge("n1c96h6w21:k96r3s3:p1x1:u1x1:d1x1:g3", "groups of 32, columns beyond a tile"),
     Edge("n2c64h9w13:k64r3s3:p1x1:u2x2:d1x1:g8", "stride 2"),
+    Edge("n3c16h7w14:k16r3s4:ba1.0x2.1:u2x2:d1x1:g4", "asymmetric, stride 2, groups of 4"),
     Edge("n2c16h9w10:k16r2s4:ba1.2x0.1:u1x1:d2x1:g4", "asymmetric, an even number of taps, groups of 4"),
     Edge("n1c40h5w35:k40r5s5:p2x2:u1x1:d1x1:g5", "5x5 over three strips"),
     Edge("n2c32h8w17:k32r1s1:p0x0:u1x1:d1x1:g2", "1x1"),

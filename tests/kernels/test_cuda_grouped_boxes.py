@@ -58,6 +58,12 @@ def test_every_product_counts_once(op: str, shape: str, early: bool, monkeypatch
     "conv_fwd:f16:n2c32h9w21:k32r3s3:p1x1:u2x2:d1x1:g4:cross:nhwc",
     "conv_fwd:bf16:n1c64h7w9:k64r3s3:p1x1:u2x1:d1x1:g16:conv:nhwc",
     "conv_fwd:bf16:n1c64h8w40:k64r3s3:p1x1:u1x2:d2x1:g2:cross:nhwc",
+    "conv_bwd_data:bf16:n2c32h9w41:k32r3s3:p1x1:u2x2:d1x1:g4:cross:nhwc",
+    "conv_bwd_data:f16:n1c24h8w37:k24r3s3:p1x1:u2x2:d1x1:g6:conv:nhwc:e:beta",
+    "conv_bwd_data:bf16:n1c64h7w30:k64r3s3:p0x1:u2x1:d1x2:g4:cross:nhwc",
+    "conv_bwd_data:bf16:n1c64h9w40:k64r3s2:ba1.0x0.2:u1x2:d1x1:g2:conv:nhwc",
+    "conv_bwd_data:bf16:n1c16h7w35:k16r1s1:p0x0:u2x2:d1x1:g2:cross:nhwc:e:beta",
+    "conv_bwd_data:bf16:n1c16h9w35:k16r5s4:p3x2:u2x2:d1x1:g2:cross:nhwc",
     "conv_bwd_filter:f16:n2c32h9w21:k32r3s3:p1x1:u2x2:d1x1:g4:cross:nhwc",
     "conv_bwd_filter:bf16:n1c64h9w20:k64r3s3:p0x2:u2x1:d1x2:g2:conv:nhwc",
 ])  # fmt: skip
@@ -135,11 +141,15 @@ _SIZES = (
     "bf16:n1c8h1w1:k8r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc",
     "bf16:n2c16h300w1000:k16r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc",
 )
-_OF_STRIDE_2 = "conv_fwd:bf16:n32c512h28w28:k512r3s3:p1x1:u2x2:d1x1:g32:cross:nhwc:e:bias+relu+res+beta"
+_OF_STRIDE_2 = (
+    "conv_fwd:bf16:n32c512h28w28:k512r3s3:p1x1:u2x2:d1x1:g32:cross:nhwc:e:bias+relu+res+beta",
+    "conv_bwd_data:bf16:n32c256h56w56:k256r3s3:p1x1:u2x2:d1x1:g32:cross:nhwc",
+    "conv_bwd_data:bf16:n32c1024h14w14:k1024r3s3:p1x1:u2x2:d1x1:g32:cross:nhwc:e:beta",
+)
 
 
 def _every(most: int = 100) -> list[tuple[ConvProblem, Boxes]]:
-    problems = [parse(f"{op}:{text}") for op in CANDIDATES for text in _SIZES] + [parse(_OF_STRIDE_2)]
+    problems = [parse(f"{op}:{text}") for op in CANDIDATES for text in _SIZES] + list(map(parse, _OF_STRIDE_2))
     return [(problem, each) for problem in problems for each in CANDIDATES[problem.op].configs(problem, H200)[:most]]
 
 
@@ -184,9 +194,14 @@ def test_refusals_carry_the_number(op: str, text: str, reason: str) -> None:
     assert reason in support.reason
 
 
-def test_a_gradient_of_stride_2_and_other_generations_are_refused() -> None:
-    problem = parse("conv_bwd_data:bf16:n1c16h8w8:k16r3s3:p1x1:u2x1:d1x1:g2:cross:nhwc")
-    assert "stride (2, 1)" in CANDIDATES["conv_bwd_data"].supports(problem, H200).reason
+@pytest.mark.parametrize("steps", ["u3x1:d1x1", "u2x2:d1x2"])
+def test_other_steps_of_a_gradient_are_refused(steps: str) -> None:
+    problem = parse(f"conv_bwd_data:bf16:n1c16h8w8:k16r3s3:p1x1:{steps}:g2:cross:nhwc")
+    reason = CANDIDATES["conv_bwd_data"].supports(problem, H200).reason
+    assert f"stride {problem.stride} and dilation {problem.dilation}" in reason
+
+
+def test_other_generations_are_refused() -> None:
     for capability in ((8, 9), (10, 0)):
         device = replace(H200, capability=capability)
         assert str(capability) in CANDIDATES["conv_fwd"].supports(parse(f"conv_fwd:{_SIZES[0]}"), device).reason

@@ -1,4 +1,4 @@
-"""Convolution of few channels a group in 16 bits, channels-last, forward and bwd_data of stride 1: pixels by TMA boxes.
+"""Convolution of few channels a group in 16 bits, channels-last, forward and bwd_data: pixels by TMA boxes.
 
     y[n, p, q, k] = sum over r, s and c of k's group of  x[n, p*u + r*d - pad, q*u + s*d - pad, c] * w[k, c, r, s]
 
@@ -12,7 +12,8 @@ that see it. Groups of four share eight channels: each has a tile of filters, ha
 the place of the other's channels, which may be infinite. Finished outputs pass through shared memory, and leave as
 whole lines.
 
-bwd_data is the same on dy with the filter reversed and turned. Traffic: x and y once from memory, the halo of a tile
+bwd_data is the same on dy with the filter reversed and turned. Of stride 2 even and odd columns meet different taps of
+the same pixels, and have sums of their own; so do rows. Traffic: x and y once from memory, the halo of a tile
 again from cache. Accumulates in float32, by rows, then taps of a row. Source: own.
 """
 
@@ -60,23 +61,29 @@ class Target(NamedTuple):
 
 
 def _kernel(*specialised_on):
-    from nbdnn.kernels.cuda import ptx, ptx_grouped, ptx_tile, ptx_tma
+    from nbdnn.kernels.cuda import ptx, ptx_grouped, ptx_matrix, ptx_tile, ptx_tma
 
     v = Variant(*specialised_on)
     integer, word, real, boxes = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"], v.boxes
-    (stride_h, stride_w), rows, along, images, stages = v.stride, boxes.rows, boxes.along, boxes.images, boxes.stages
-    tile_rows, tile_columns, strips, pixels = boxes.tile_rows, boxes.tile_columns, boxes.down * along, v.pixels
+    down_axis, across_axis, rows, along = v.down, v.across, boxes.rows, boxes.along
+    images, stages, dilation_w = boxes.images, boxes.stages, across_axis.dilation
+    stride_h, stride_w, phases_h, phases_w = down_axis.stride, across_axis.stride, down_axis.phases, across_axis.phases
+    tile_rows, tile_columns, strips, pixels = v.tile_rows, v.tile_columns, boxes.down * along, v.pixels
     row_bytes, stage_bytes, image_bytes = v.row_bytes, v.stage_bytes, v.row_bytes * v.box_rows
     output_bytes, outputs_at = pixels * LINE_BYTES, stages * stage_bytes
     full_at = outputs_at + 2 * output_bytes
     free_at = full_at + stages * BARRIER_BYTES
-    down_bytes, along_bytes = rows * stride_h * row_bytes, ACROSS // images * stride_w * LINE_BYTES
+    down_bytes, along_bytes = rows // phases_h * stride_h * row_bytes, ACROSS // images * stride_w * LINE_BYTES
+    strip_columns, half_columns = ACROSS // images * phases_w, 8 * phases_w
     width, of_unit, units, halves, shares = v.width, v.unit, v.units, v.halves, v.shares
-    unit_chunks, dilation_w = of_unit // 8, v.dilation[1]
+    unit_chunks = of_unit // 8
     is_masked, is_narrow, is_two = width < 8, v.unit == 8, v.tiles == 2
     copy_box, map_of, meet = ptx_tma.COPY_BOX[4], ptx_tma.map_of, ptx_tma.MEET[_WORKERS]
     load_words = ptx_grouped.filter_words(v.dtype, v.places, v.tiles)
     walked, staged = ptx_grouped.walked(v.walk), ptx_grouped.staged(v.end)
+    of_phase = v.sums // phases_w
+    part_one = ptx_matrix.part(v.sums, 0, of_phase)
+    part_two = ptx_matrix.part(v.sums, v.sums - of_phase, of_phase)
     load_shared, store = ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
     widen, has_bias = ptx.WIDEN[v.dtype], "bias" in v.epilogue
     set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, WARPS)
@@ -90,7 +97,9 @@ def _kernel(*specialised_on):
             full = word(shared + full_at + stage * BARRIER_BYTES)
             ptx_tma.wait(word(shared + free_at + stage * BARRIER_BYTES), turn)
             ptx_tma.expect_bytes(full, integer(stage_bytes))
-            corner = (channel, integer(column * stride_w - f.pad_w), integer(row * stride_h - f.pad_h), n)
+            first_row, _ = ptx.divided(row, integer(phases_h))
+            first_column, _ = ptx.divided(column, integer(phases_w))
+            corner = (channel, integer(first_column * stride_w - f.pad_w), integer(first_row * stride_h - f.pad_h), n)
             copy_box(word(shared + stage * stage_bytes), source, full, corner, ())
             number, stage = integer(number + f.step), integer(stage + 1)
             if stage == stages:
@@ -140,8 +149,34 @@ def _kernel(*specialised_on):
             pixel = integer(pixel + _WORKERS // CHUNKS)
 
     @ptx.inline
+    def finish(sums, phase, lane_of, where, given, f):
+        """A strip's sums of one phase of columns, to the outputs in shared memory."""
+        (g, t, filter, of_line, exists, shift), (outputs, n, p, column, row, across) = lane_of, where
+        out, _, residual, alpha, beta = given
+        beside = integer(g * phases_w + phase)
+        q, row_step = integer(column + beside), integer(f.out_columns * f.channels)
+        left = integer(f.out_rows - p) if filter < f.channels and exists > 0 else integer(0)
+        of_first = left if q < f.out_columns else integer(0)
+        at = integer(((n * f.out_rows + p) * f.out_columns + q) * f.channels + filter)
+        if images > 1:
+            of_second = of_first if n + 1 < f.images else integer(0)
+            at_second = integer(at + f.out_rows * row_step)
+        else:
+            of_second = left if q + half_columns < f.out_columns else integer(0)
+            at_second = integer(at + half_columns * f.channels)
+        line = integer(row * tile_columns + across * strip_columns + beside)
+        start = word(outputs + line * LINE_BYTES + ((of_line ^ (beside & (CHUNKS - 1))) << 4) + t * 4)
+        goal = Target(out, residual, at, at_second, row_step, of_first, of_second, shift, alpha, beta)
+        if is_masked:
+            staged((start, word(start + 8)), exists, sums, goal)
+        elif is_two:
+            staged((start, word(start ^ 16)), exists, sums, goal)
+        else:
+            staged((start,), exists, sums, goal)
+
+    @ptx.inline
     def work(thread, shared, number, slab_first, w, given, f):
-        out, bias, residual, alpha, beta = given
+        out, bias = given[0], given[1]
         warp, lane = integer(thread >> 5), integer(thread & (WARP - 1))
         share, own = ptx.divided(warp, integer(units))
         unit, half = ptx.divided(own, integer(halves))
@@ -161,7 +196,6 @@ def _kernel(*specialised_on):
         # Its filters, of two pixels, the second in the second image or eight further on.
         filter = integer(first + half * 16 + 2 * t)
         of_line = integer(unit * unit_chunks + half * 2)
-        begin = integer(g * LINE_BYTES + ((of_line ^ g) << 4) + t * 4)
         exists = integer(1) if not is_masked or t < 2 else integer(0)
         one = two_of_bias(bias, filter, f)
         if is_two:
@@ -170,7 +204,6 @@ def _kernel(*specialised_on):
             shift = (one[0], one[1], two[0], two[1])
         else:
             shift = one
-        row_step = integer(f.out_columns * f.channels)
         stage, turn, flip = integer(0), integer(0), integer(0)
         while number < f.tiles:
             n, row, column = place(number, f)
@@ -181,25 +214,12 @@ def _kernel(*specialised_on):
                 down, across = ptx.divided(strip, integer(along))
                 box = word(shared + stage * stage_bytes + of_image + down * down_bytes + across * along_bytes)
                 sums = walked(box, pixel, chunk, mask, weights)
-                p, q = integer(row + down * rows), integer(column + across * (ACROSS // images) + g)
-                left = integer(f.out_rows - p) if filter < f.channels and exists > 0 else integer(0)
-                of_first = left if q < f.out_columns else integer(0)
-                at = integer(((n * f.out_rows + p) * f.out_columns + q) * f.channels + filter)
-                if images > 1:
-                    of_second = of_first if n + 1 < f.images else integer(0)
-                    at_second = integer(at + f.out_rows * row_step)
-                else:
-                    of_second = left if q + 8 < f.out_columns else integer(0)
-                    at_second = integer(at + 8 * f.channels)
-                line = integer(down * rows * tile_columns + across * (ACROSS // images))
-                start = word(outputs + begin + line * LINE_BYTES)
-                goal = Target(out, residual, at, at_second, row_step, of_first, of_second, shift, alpha, beta)
-                if is_masked:
-                    staged((start, word(start + 8)), exists, sums, goal)
-                elif is_two:
-                    staged((start, word(start ^ 16)), exists, sums, goal)
-                else:
-                    staged((start,), exists, sums, goal)
+                p = integer(row + down * rows)
+                lane_of = (g, t, filter, of_line, exists, shift)
+                where = (outputs, n, p, integer(column + across * strip_columns), integer(down * rows), across)
+                finish(part_one(sums), integer(0), lane_of, where, given, f)
+                if phases_w > 1:
+                    finish(part_two(sums), integer(1), lane_of, where, given, f)
                 strip = integer(strip + shares)
             ptx.cuda.syncwarp()
             if lane == 0:

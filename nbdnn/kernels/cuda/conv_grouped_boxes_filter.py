@@ -45,14 +45,15 @@ def _kernel(*specialised_on):
 
     v = OfFilter(*specialised_on)
     integer, word, boxes = ptx.INTEGER[32], ptx.WORD, v.boxes
-    (stride_h, stride_w), rows, along, images, stages = v.stride, boxes.rows, boxes.along, boxes.images, boxes.stages
-    tile_rows, tile_columns, strips = boxes.tile_rows, boxes.tile_columns, boxes.down * along
+    stride_h, stride_w, rows, along = v.down.stride, v.across.stride, boxes.rows, boxes.along
+    images, stages = boxes.images, boxes.stages
+    tile_rows, tile_columns, strips = v.tile_rows, v.tile_columns, boxes.down * along
     stage_bytes, dy_at, image_bytes = v.stage_bytes, v.image_bytes, v.row_bytes * v.box_rows
     full_at, free_at = stages * stage_bytes, stages * (stage_bytes + BARRIER_BYTES)
     across = ACROSS // images
     down_bytes, along_bytes = rows * stride_h * v.row_bytes, across * stride_w * LINE_BYTES
     out_down_bytes, out_image_bytes = rows * tile_columns * LINE_BYTES, tile_rows * tile_columns * LINE_BYTES
-    width, of_unit, roles, dilation_w, count = v.width, v.unit, v.roles, v.dilation[1], v.sums
+    width, of_unit, roles, dilation_w, count = v.width, v.unit, v.roles, v.across.dilation, v.sums
     is_narrow, is_two = v.unit == 8, v.tiles == 2
     copy_box, map_of = ptx_tma.COPY_BOX[4], ptx_tma.map_of
     zeros, gathered = ptx_matrix.zeros(count), ptx_grouped.gathered(v.gather, count)

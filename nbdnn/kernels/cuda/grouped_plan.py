@@ -13,11 +13,11 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.add_parts import part_elems
 from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.geometry import index_bits
-from nbdnn.kernels.cuda.grouped_variant import ACROSS, SLAB, Boxes, OfFilter, Variant
+from nbdnn.kernels.cuda.grouped_variant import SLAB, Axis, Boxes, OfFilter, Variant
 from nbdnn.kernels.cuda.launch import gather_pointers
 from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, shared_bytes
 from nbdnn.kernels.cuda.tensor_map import TensorMap
-from nbdnn.kernels.cuda.window_plan import exchanged, image
+from nbdnn.kernels.cuda.window_plan import image
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
@@ -26,9 +26,9 @@ _CHUNK = 8  # channels that are copied at least
 _MOST_BOX = 256  # elements on an axis
 _MOST_KEPT = 80  # of a filter, in a thread's registers
 _MOST_SUMS = 64
-_REGISTERS = 65536  # of a multiprocessor
+_REGISTERS, _ALLOCATED = 65536, 128  # of a multiprocessor; threads that get theirs together
 _STAGES = range(4, 0, -1)
-_NARROW_IMAGE = 8  # columns
+_NARROW_IMAGE = 8  # columns of a phase
 _ROWS, _DOWN, _ALONG = (2, 4, 5, 7, 8, 14), (1, 2), (1, 2, 4)
 _CONFIGS, _WORTH_MEASURING = 6, 1.4
 _LAUNCH_US = 1.2
@@ -99,8 +99,10 @@ def refusal(problem: ConvProblem, device: Gpu) -> str:
         return f"layouts {problem.layout} and {problem.y_layout} are not both channels-last"
     if problem.align < _CHUNK * ITEMSIZE[problem.dtype]:
         return f"alignment of {problem.align} bytes is below {_CHUNK * ITEMSIZE[problem.dtype]}"
-    if exchanged(problem) and problem.stride != (1, 1):
-        return f"stride {problem.stride}, windows of dy are those of a convolution where it is 1"
+    if problem.op == "conv_bwd_data":
+        axes = zip(problem.stride, problem.dilation, strict=True)
+        if max(problem.stride) > 2 or any(step > 1 and apart > 1 for step, apart in axes):
+            return f"stride {problem.stride} and dilation {problem.dilation}, not 1 and 1 or 2 and 1"
     if problem.n == 0 or 0 in (extents := (*problem.spatial, *problem.out_spatial)):
         return f"{problem.n} images of extents {problem.spatial} to {problem.out_spatial}: one of them is 0"
     v = variant(problem, Boxes(2, 1, 1, 1, 1, 1))
@@ -114,17 +116,22 @@ def refusal(problem: ConvProblem, device: Gpu) -> str:
 
 def variant(problem: ConvProblem, boxes: Boxes) -> Variant:
     seen = image(problem)
-    fields = problem.dtype, boxes, seen.group_in, seen.taps, seen.stride, seen.dilation
+    axes = map(Axis, seen.taps, seen.stride, seen.dilation)
+    if problem.op == "conv_bwd_data":
+        pads = (before % step for (before, _), step in zip(problem.pad, problem.stride, strict=True))
+        axes = map(Axis, seen.taps, (1, 1), seen.dilation, seen.stride, pads)
+    down, across = axes
+    v = Variant(problem.dtype, boxes, seen.group_in, down, across, problem.epilogue)
     if problem.op != "conv_bwd_filter":
-        return Variant(*fields, problem.epilogue)
+        return v
     rows, columns = seen.outputs
-    return OfFilter(*fields, (), (rows % boxes.tile_rows == 0, columns % boxes.tile_columns == 0))
+    return OfFilter(*v[:5], (), (rows % v.tile_rows == 0, columns % v.tile_columns == 0))
 
 
 def tiles(problem: ConvProblem, boxes: Boxes) -> tuple[int, int, int]:
     """(sets of images, rows of tiles, columns of tiles)."""
-    rows, columns = image(problem).outputs
-    return ceil(problem.n / boxes.images), ceil(rows / boxes.tile_rows), ceil(columns / boxes.tile_columns)
+    v, (rows, columns) = variant(problem, boxes), image(problem).outputs
+    return ceil(problem.n / boxes.images), ceil(rows / v.tile_rows), ceil(columns / v.tile_columns)
 
 
 def step(problem: ConvProblem, boxes: Boxes, device: Gpu) -> int:
@@ -142,16 +149,17 @@ def configs(problem: ConvProblem, device: Gpu) -> tuple[Boxes, ...]:
 def _fitting(problem: ConvProblem, device: Gpu) -> Iterator[Boxes]:
     """All that registers and shared memory have room for."""
     rows_out, columns_out = image(problem).outputs
-    every_images = (1, 2) if columns_out <= _NARROW_IMAGE and problem.n > 1 else (1,)
+    across = variant(problem, Boxes(2, 1, 1, 1, 1, 1)).across
+    every_images = (1, 2) if columns_out <= _NARROW_IMAGE * across.phases and problem.n > 1 else (1,)
     for rows, down, along, images, blocks in product(_ROWS, _DOWN, _ALONG, every_images, (1, 2)):
         boxes = Boxes(rows, down, along, images, _STAGES[0], blocks)
         v = variant(problem, boxes)
-        if (4 * rows * v.tiles > _MOST_SUMS and v.words) or (down * along) % v.shares:
+        if (v.sums > _MOST_SUMS and v.words) or (down * along) % v.shares or rows % v.down.phases:
             continue
-        beside = (down - 1) * rows >= rows_out or (along - 1) * ACROSS // images >= columns_out
+        beside = (down - 1) * rows >= rows_out or (along - 1) * v.tile_columns // along >= columns_out
         if (beside and down * along > v.shares) or max(v.box) > _MOST_BOX:
             continue
-        if ceil(v.registers / 8) * 8 * v.threads * blocks > _REGISTERS:
+        if ceil(v.registers / 8) * 8 * ceil(v.threads / _ALLOCATED) * _ALLOCATED * blocks > _REGISTERS:
             continue
         for stages in _STAGES:
             deep = v._replace(boxes=boxes._replace(stages=stages))
@@ -183,8 +191,12 @@ def integers(problem: ConvProblem, boxes: Boxes, device: Gpu) -> Integers:
     _, tiles_h, tiles_w = counts = tiles(problem, boxes)
     of_rows, of_columns = (tiles_h, *reciprocal(tiles_h)), (tiles_w, *reciprocal(tiles_w))
     walk = prod(counts), step(problem, boxes, device), ceil(problem.c / SLAB), *of_rows, *of_columns
+    v, pads = variant(problem, boxes), list(seen.pad)
+    for i, axis in enumerate((v.down, v.across)):
+        if axis.phases > 1:
+            pads[i] = -(problem.pad[i][0] // axis.phases + axis.first)
     elems = part_elems(problem) if problem.op == "conv_bwd_filter" else 0
-    return Integers._make((*walk, problem.n, problem.c, *seen.pad, *seen.outputs, *seen.filter_strides, elems))
+    return Integers._make((*walk, problem.n, problem.c, *pads, *seen.outputs, *seen.filter_strides, elems))
 
 
 def image_map(problem: ConvProblem, box: tuple[int, ...]) -> TensorMap:

@@ -36,13 +36,40 @@ class Boxes(NamedTuple):
     def __str__(self) -> str:
         return f"{self.rows}:{self.down}x{self.along}x{self.images}:s{self.stages}:b{self.blocks}"
 
-    @property
-    def tile_rows(self) -> int:
-        return self.rows * self.down
+
+class Axis(NamedTuple):
+    """How outputs meet pixels along an axis. phases: the stride of a bwd_data, of which outputs of a phase lie so many
+    apart, see pixels side by side, and meet every so many-th tap; shift: its pad, modulo them."""
+
+    taps: int
+    stride: int
+    dilation: int
+    phases: int = 1
+    shift: int = 0
 
     @property
-    def tile_columns(self) -> int:
-        return ACROSS // self.images * self.along
+    def first(self) -> int:
+        """The first pixel that outputs from 0 on meet, of a bwd_data; else 0."""
+        return 0 if self.phases == 1 else min(pixel for met in self._phased for pixel, _ in met)
+
+    @property
+    def meets(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(pixel, tap) of each phase's output 0, in the order of pixels, which count from the first."""
+        if self.phases == 1:
+            return (tuple((tap * self.dilation, tap) for tap in range(self.taps)),)
+        return tuple(tuple(sorted((pixel - self.first, tap) for pixel, tap in met)) for met in self._phased)
+
+    @property
+    def _phased(self) -> list[list[tuple[int, int]]]:
+        """Taps in reverse, as filters of a bwd_data are read."""
+        every = [
+            [(phase + self.shift - r, self.taps - 1 - r) for r in range(self.taps)] for phase in range(self.phases)
+        ]
+        return [[(at // self.phases, tap) for at, tap in met if at % self.phases == 0] for met in every]
+
+    def pixels(self, outputs: int) -> int:
+        """That so many outputs read."""
+        return (ceil(outputs / self.phases) - 1) * self.stride + max(at for met in self.meets for at, _ in met) + 1
 
 
 class Load(NamedTuple):
@@ -54,12 +81,24 @@ class Load(NamedTuple):
     half: bool
 
 
+class Column(NamedTuple):
+    """A load, the phase of the columns of outputs that it counts for, and (tap of a row, channel) of every eight of
+    k."""
+
+    load: Load
+    phase: int
+    places: tuple[tuple[int, int], ...]
+
+
+Steps = tuple[tuple[int, Load, tuple[tuple[int, int], ...]], ...]
+
+
 class Walk(NamedTuple):
     """How a strip is multiplied. tiles: of eight filters. masked: the first tile meets the channels of those lanes that
     a mask names, the second those of the others. row_bytes: of the box.
 
-    steps: (row of the box, its load, the rows of outputs that it counts for, each with its first word of the filter,
-    after which come those of the other tiles).
+    rows: of outputs, of one phase of columns after the other. steps: (row of the box, its load, the rows of outputs
+    that it counts for, each with its first word of the filter, after which come those of the other tiles).
     """
 
     dtype: str
@@ -67,7 +106,7 @@ class Walk(NamedTuple):
     masked: bool
     rows: int
     row_bytes: int
-    steps: tuple[tuple[int, Load, tuple[tuple[int, int], ...]], ...]
+    steps: Steps
 
 
 class End(NamedTuple):
@@ -96,19 +135,18 @@ class Gather(NamedTuple):
     row_bytes: int
     out_row_bytes: int
     whole: tuple[bool, bool]
-    steps: tuple[tuple[int, Load, tuple[tuple[int, int], ...]], ...]
+    steps: Steps
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for. width: channels of a group. taps, stride, dilation: by rows and columns. whole: of
-    a gradient of filters, whether tiles divide the outputs' rows and columns."""
+    """What a kernel is compiled for. width: channels of a group. down, across: what rows do, and columns. whole: of a
+    gradient of filters, whether tiles divide the outputs' rows and columns."""
 
     dtype: str
     boxes: Boxes
     width: int
-    taps: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
+    down: Axis
+    across: Axis
     epilogue: tuple[str, ...]
     whole: tuple[bool, bool] = (True, True)
 
@@ -138,14 +176,22 @@ class Variant(NamedTuple):
         return WARPS // self.units
 
     @property
+    def tile_rows(self) -> int:
+        """Of outputs."""
+        return self.boxes.rows * self.boxes.down
+
+    @property
+    def tile_columns(self) -> int:
+        return ACROSS // self.boxes.images * self.boxes.along * self.across.phases
+
+    @property
     def box_rows(self) -> int:
-        return (self.boxes.tile_rows - 1) * self.stride[0] + (self.taps[0] - 1) * self.dilation[0] + 1
+        return self.down.pixels(self.tile_rows)
 
     @property
     def box_columns(self) -> int:
         """With some beyond those that are read: rows begin alike in the swizzle."""
-        read = (self.boxes.tile_columns - 1) * self.stride[1] + (self.taps[1] - 1) * self.dilation[1] + 1
-        return ceil(read / _LINES) * _LINES
+        return ceil(self.across.pixels(self.tile_columns) / _LINES) * _LINES
 
     @property
     def box(self) -> tuple[int, int, int, int]:
@@ -162,7 +208,7 @@ class Variant(NamedTuple):
     @property
     def pixels(self) -> int:
         """Outputs of a tile."""
-        return prod(self.boxes[:3]) * ACROSS
+        return prod(self.boxes[:3]) * ACROSS * self.across.phases
 
     @property
     def shared_bytes(self) -> int:
@@ -171,46 +217,59 @@ class Variant(NamedTuple):
         return boxes * (self.stage_bytes + 2 * BARRIER_BYTES) + 2 * self.pixels * LINE_BYTES
 
     @property
-    def loads(self) -> tuple[Load, ...]:
-        """Of a row of the box."""
-        across = self.dilation[1]
-        if self.unit > _CHUNK:
-            return tuple(
-                Load(s * across, chunk, False)
-                for s in range(self.taps[1])
-                for chunk in range(0, self.unit // _CHUNK, 2)
-            )
-        return tuple(Load(s * across, 0, s + 1 == self.taps[1]) for s in range(0, self.taps[1], 2))
+    def columns(self) -> tuple[Column, ...]:
+        found: list[Column] = []
+        for phase, met in enumerate(self.across.meets):
+            if self.unit > _CHUNK:
+                chunks = range(0, self.unit // _CHUNK, 2)
+                found += [
+                    Column(Load(pixel, chunk, False), phase, ((tap, _CHUNK * chunk), (tap, _CHUNK * (chunk + 1))))
+                    for pixel, tap in met
+                    for chunk in chunks
+                ]
+            else:
+                pairs = [met[i : i + 2] for i in range(0, len(met), 2)]
+                found += [
+                    Column(Load(pair[0][0], 0, len(pair) == 1), phase, tuple((tap, 0) for _, tap in pair))
+                    for pair in pairs
+                ]
+        return tuple(found)
 
     @property
     def places(self) -> tuple[tuple[int, int, int], ...]:
         """(r, s, channel) of every word of a filter, in the order of `Walk.steps`."""
-        if self.unit > _CHUNK:
-            taps = product(range(self.taps[0]), range(self.taps[1]))
-            return tuple((r, s, channel) for r, s in taps for channel in range(0, self.unit, _CHUNK))
-        return tuple((r, s, 0) for r in range(self.taps[0]) for s in range(self.taps[1]))
+        return tuple((r, *place) for r in range(self.down.taps) for column in self.columns for place in column.places)
 
     @property
     def words(self) -> int:
         return len(self.places) * self.tiles
 
-    def _steps(self, of_load: Callable[[Load], int]) -> tuple[tuple[int, Load, tuple[tuple[int, int], ...]], ...]:
-        """Of a walk. of_load: how many words, or sums, a load is multiplied with."""
-        rows, down, apart = self.boxes.rows, self.stride[0], self.dilation[0]
-        of_row, steps = sum(map(of_load, self.loads)), []
-        for row in range((rows - 1) * down + (self.taps[0] - 1) * apart + 1):
+    def _steps(self, of_column: Callable[[Column], int]) -> Steps:
+        """Of a walk. of_column: how many words, or sums, a column's load is multiplied with."""
+        rows, down = self.boxes.rows, self.down
+        of_row, steps = sum(map(of_column, self.columns)), []
+        for row in range(down.pixels(rows)):
             # Of outputs and taps.
-            seen = [(p, r) for p in range(rows) for r in range(self.taps[0]) if row == p * down + r * apart]
+            seen = [
+                (p, r)
+                for p in range(rows)
+                for pixel, r in down.meets[p % down.phases]
+                if row == p // down.phases * down.stride + pixel
+            ]
             first = 0
-            for load in self.loads if seen else ():
-                steps.append((row, load, tuple((p, r * of_row + first) for p, r in seen)))
-                first += of_load(load)
+            tables: dict[Load, list[tuple[int, int]]] = {}
+            for column in self.columns if seen else ():
+                table = tables.setdefault(column.load, [])
+                table += [(column.phase * rows + p, r * of_row + first) for p, r in seen]
+                first += of_column(column)
+            steps += [(row, load, tuple(each)) for load, each in tables.items()]
         return tuple(steps)
 
     @property
     def walk(self) -> Walk:
-        steps = self._steps(lambda load: (1 if load.half else 2) * self.tiles)
-        return Walk(self.dtype, self.tiles, self.width < _CHUNK, self.boxes.rows, self.row_bytes, steps)
+        steps = self._steps(lambda column: len(column.places) * self.tiles)
+        rows = self.boxes.rows * self.across.phases
+        return Walk(self.dtype, self.tiles, self.width < _CHUNK, rows, self.row_bytes, steps)
 
     @property
     def products(self) -> float:
@@ -221,12 +280,14 @@ class Variant(NamedTuple):
     @property
     def sums(self) -> int:
         """Of a thread."""
-        return 4 * self.boxes.rows * self.tiles
+        return 4 * self.boxes.rows * self.across.phases * self.tiles
 
     @property
     def end(self) -> End:
-        row_bytes = self.boxes.tile_columns * LINE_BYTES
-        half_bytes = _LINES * LINE_BYTES if self.boxes.images == 1 else self.boxes.tile_rows * row_bytes
+        row_bytes = self.tile_columns * LINE_BYTES
+        half_bytes = _LINES * self.across.phases * LINE_BYTES
+        if self.boxes.images > 1:
+            half_bytes = self.tile_rows * row_bytes
         apart = min(self.width, _CHUNK)
         return End(self.dtype, self.tiles, self.boxes.rows, apart, row_bytes, half_bytes, self.epilogue)
 
@@ -237,7 +298,7 @@ class Variant(NamedTuple):
     @property
     def registers(self) -> int:
         """Of a thread, about."""
-        return self.words + self.sums + 48
+        return self.words + self.sums + 36
 
 
 class OfFilter(Variant):
@@ -261,7 +322,7 @@ class OfFilter(Variant):
 
     @property
     def out_box(self) -> tuple[int, int, int, int]:
-        return SLAB, self.boxes.tile_columns, self.boxes.tile_rows, self.boxes.images
+        return SLAB, self.tile_columns, self.tile_rows, self.boxes.images
 
     @property
     def image_bytes(self) -> int:
@@ -277,10 +338,9 @@ class OfFilter(Variant):
         return self.boxes.stages * (self.stage_bytes + 2 * BARRIER_BYTES)
 
     @property
-    def loads(self) -> tuple[Load, ...]:
-        if self.unit > _CHUNK:
-            return tuple(Load(s * self.dilation[1], 0, False) for s in range(self.taps[1]))
-        return super().loads
+    def columns(self) -> tuple[Column, ...]:
+        """Of the first of a unit's chunks: each warp has its own."""
+        return tuple(column for column in super().columns if column.load.chunks == 0)
 
     @property
     def words(self) -> int:
@@ -288,12 +348,12 @@ class OfFilter(Variant):
 
     @property
     def sums(self) -> int:
-        return 4 * self.tiles * self.taps[0] * len(self.loads)
+        return 4 * self.tiles * self.down.taps * len(self.columns)
 
     @property
     def gather(self) -> Gather:
-        steps = self._steps(lambda load: self.tiles)
-        out_row_bytes = self.boxes.tile_columns * LINE_BYTES
+        steps = self._steps(lambda column: self.tiles)
+        out_row_bytes = self.tile_columns * LINE_BYTES
         return Gather(self.dtype, self.tiles, self.row_bytes, out_row_bytes, self.whole, steps)
 
     @property
@@ -301,13 +361,11 @@ class OfFilter(Variant):
         """(r, s, channel, filter) of every two sums of a thread, from its own first ones on; and whether they are of a
         tap that is none."""
         places = []
-        for r, number in product(range(self.taps[0]), range(len(self.loads))):
+        for r, column in product(range(self.down.taps), self.columns):
             for tile, second in product(range(self.tiles), (0, 1)):
-                if self.unit > _CHUNK:
-                    places.append(((r, number, _CHUNK * second, _CHUNK * tile), False))
-                else:
-                    s = 2 * number + second
-                    places.append(((r, s, 0, 0), s == self.taps[1]))
+                is_nothing = second == len(column.places)
+                s, channel = column.places[0 if is_nothing else second]
+                places.append(((r, s, channel, _CHUNK * tile), is_nothing))
         return tuple(places)
 
     @property
