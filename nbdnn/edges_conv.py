@@ -236,6 +236,8 @@ EDGES_GROUPS = (
     Edge("n3c24h7w7:k24r3s3:p1x1:u1x1:d1x1:g6", "groups of 4, an odd number of small images"),
     Edge("n2c80h11w10:k80r3s3:p1x1:u1x1:d1x1:g5", "groups of 16, five of them"),
     Edge("n1c96h6w21:k96r3s3:p1x1:u1x1:d1x1:g3", "groups of 32, columns beyond a tile"),
+    Edge("n2c72h9w13:k72r3s3:p1x1:u1x1:d1x1:g3", "groups of 24, two of a line of 64"),
+    Edge("n2c96h7w10:k96r3s3:p1x1:u2x2:d1x1:g2", "groups of 48, stride 2"),
     Edge("n2c64h9w13:k64r3s3:p1x1:u2x2:d1x1:g8", "stride 2"),
     Edge("n3c16h7w14:k16r3s4:ba1.0x2.1:u2x2:d1x1:g4", "asymmetric, stride 2, groups of 4"),
     Edge("n2c16h9w10:k16r2s4:ba1.2x0.1:u1x1:d2x1:g4", "asymmetric, an even number of taps, groups of 4"),
@@ -334,7 +336,7 @@ def _of_groups(op: str) -> list[ConvProblem]:
     """In 16 bits, channels-last; epilogues of the first four, one width each."""
     plain = [_posed(op, "bf16", edge, "nhwc") for edge in EDGES_GROUPS]
     ends = [replace(p, dtype="f16", compute="", epilogue=tuple(_epilogues(op)[-1].split("+"))) for p in plain[:4]]
-    return [*plain, *ends, *(replace(p, mode="conv", w_layout="kcrs") for p in plain[4:6])]
+    return [*plain, *ends, *(replace(p, mode="conv", w_layout="kcrs") for p in plain[6:8])]
 
 
 def _of_folds(op: str) -> list[ConvProblem]:

@@ -26,8 +26,9 @@ _FEW_CHANNELS, _EVEN = 32, 8
 # dilated: of 133 such problems of small extents they took 2.1 times the best of all, and what is guessed now 1.3.
 _ODD_US = 12.0
 # Groups of so many channels and more in 16 bits, of the floor's rate: ResNeXt's of 4 and 8 channels took 3.3 to 3.9 of
-# it, filter gradients of 4 channels 11.
+# it, filter gradients of 4 channels 11; RegNet's of 24, 40, 48 and 56 channels 12 to 31.
 _FEWEST_IN_GROUP, _SHARE_OF_GROUPS, _TILE_CHANNELS, _FILTERS_OF_PART = 4, 0.26, 8, 3.0
+_SHARE_OF_ODD_GROUPS = 0.065  # of channels that are no power of two
 # Float32: share and launch of 106 layers of a ResNet-50 and a MobileNet v2, in planes, that had no few channels.
 _OF_F32 = {"conv_fwd": (0.42, 12.0), "conv_bwd_data": (0.33, 10.0), "conv_bwd_filter": (0.3, 20.0)}
 # A filter gradient that splits no sum goes through all pixels in each block: 25,000 took 390 us, 400,000 2100.
@@ -55,7 +56,7 @@ def method_us(
         of_copy = _SHARE_OF_FEW if few else _SHARE_OF_COPY
         busy_us = max(products_us / share, problem.min_bytes / copy_bytes_per_s(device) / of_copy * 1e6)
     elif kind in _TURNED and problem.groups > 1 and least >= _FEWEST_IN_GROUP and _is_plain(problem):
-        busy_us = floor_us(problem, device) / _SHARE_OF_GROUPS
+        busy_us = floor_us(problem, device) / (_SHARE_OF_ODD_GROUPS if least & (least - 1) else _SHARE_OF_GROUPS)
         busy_us *= _FILTERS_OF_PART if problem.op == "conv_bwd_filter" and least < _TILE_CHANNELS else 1.0
     else:
         # Few channels or filters fill no matrix: first, last and grouped layers reached about 0.1 of the floor.

@@ -37,6 +37,8 @@ _SHAPES = (
     ("n1c16h3w20:k16r1s1:p0x0:u1x1:d1x1:g2:cross", "1x1"),
     ("n1c16h6w7:k16r3s3:ba1.0x0.2:u1x1:d1x2:g2:conv", "asymmetric, dilated"),
     ("n3c32h7w7:k32r3s3:p1x1:u1x1:d1x1:g2:cross", "an odd number of small images"),
+    ("n1c72h4w9:k72r3s3:p1x1:u1x1:d1x1:g3:conv", "groups of 24, two of a line"),
+    ("n1c80h3w7:k80r3s3:p1x1:u1x1:d1x1:g2:cross", "groups of 40"),
 )
 
 
@@ -68,6 +70,18 @@ def test_every_product_counts_once(op: str, shape: str, early: bool, monkeypatch
     "conv_bwd_filter:bf16:n1c64h9w20:k64r3s3:p0x2:u2x1:d1x2:g2:conv:nhwc",
 ])  # fmt: skip
 def test_strides(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, text, device=_ONE_SM)
+
+
+@pytest.mark.parametrize("text", [
+    "conv_fwd:bf16:n2c96h5w18:k96r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc:e:bias+relu+res+beta",
+    "conv_fwd:f16:n1c112h4w6:k112r3s3:p1x1:u2x2:d1x1:g2:conv:nhwc",
+    "conv_bwd_data:bf16:n1c128h4w34:k128r3s3:p1x1:u2x2:d1x1:g2:cross:nhwc",
+    "conv_bwd_data:bf16:n3c72h4w7:k72r3s3:p1x1:u1x1:d1x1:g3:cross:nhwc:e:beta",
+    "conv_bwd_filter:bf16:n2c144h5w9:k144r3s3:p1x1:u1x1:d1x1:g3:cross:nhwc:e:beta",
+    "conv_bwd_filter:bf16:n1c112h5w9:k112r1s3:p0x1:u1x1:d1x1:g2:cross:nhwc",
+])  # fmt: skip
+def test_groups_that_leave_warps_or_channels_of_a_line_unused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, text, device=_ONE_SM)
 
 
@@ -138,6 +152,8 @@ _SIZES = (
     "bf16:n32c1024h7w7:k1024r3s3:p1x1:u1x1:d1x1:g32:cross:nhwc",
     "bf16:n8c224h28w28:k224r3s3:p1x1:u1x1:d1x1:g14:cross:nhwc",
     "bf16:n32c64h112w112:k64r5s5:p2x2:u1x1:d1x1:g8:cross:nhwc",
+    "bf16:n32c96h56w56:k96r3s3:p1x1:u1x1:d1x1:g4:cross:nhwc",
+    "bf16:n32c192h28w28:k192r3s3:p1x1:u1x1:d1x1:g4:cross:nhwc",
     "bf16:n1c8h1w1:k8r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc",
     "bf16:n2c16h300w1000:k16r3s3:p1x1:u1x1:d1x1:g2:cross:nhwc",
 )

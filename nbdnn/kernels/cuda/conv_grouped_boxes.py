@@ -32,7 +32,6 @@ from nbdnn.kernels.cuda.grouped_variant import (
     BARRIER_BYTES,
     CHUNKS,
     LINE_BYTES,
-    SLAB,
     WARP,
     WARPS,
     Boxes,
@@ -75,8 +74,8 @@ def _kernel(*specialised_on):
     free_at = full_at + stages * BARRIER_BYTES
     down_bytes, along_bytes = rows // phases_h * stride_h * row_bytes, ACROSS // images * stride_w * LINE_BYTES
     strip_columns, half_columns = ACROSS // images * phases_w, 8 * phases_w
-    width, of_unit, units, halves, shares = v.width, v.unit, v.units, v.halves, v.shares
-    unit_chunks = of_unit // 8
+    width, of_unit, units, splits, shares = v.width, v.unit, v.units, v.splits, v.shares
+    unit_chunks, tiles, slab_chunks, of_slab = of_unit // 8, v.tiles, v.slab // 8, v.slab
     is_masked, is_narrow, is_two = width < 8, v.unit == 8, v.tiles == 2
     copy_box, map_of, meet = ptx_tma.COPY_BOX[4], ptx_tma.map_of, ptx_tma.MEET[_WORKERS]
     load_words = ptx_grouped.filter_words(v.dtype, v.places, v.tiles)
@@ -106,7 +105,7 @@ def _kernel(*specialised_on):
                 stage, turn = integer(0), integer(turn ^ 1)
 
     @ptx.inline
-    def filters(w, first, half, lane, f):
+    def filters(w, first, split, lane, f):
         """The lane's words of its unit's filters; first: the unit's first channel."""
         group, _ = ptx.divided(first, integer(width))
         g, t = integer(lane >> 2), integer(lane & 3)
@@ -120,7 +119,7 @@ def _kernel(*specialised_on):
             later = wanted if first + width < f.channels else integer(0)
             exist = (wanted if t < 2 else integer(0), integer(0) if t < 2 else later)
             return load_words(w, (of_first, second), exist, steps)
-        one = integer(one + (half * 16 + g) * f.w_out + 2 * t * f.w_in)
+        one = integer(one + (split * (8 * tiles) + g) * f.w_out + 2 * t * f.w_in)
         if is_two:
             return load_words(w, (one, integer(one + 8 * f.w_out)), (alive, alive), steps)
         return load_words(w, (one,), (alive,), steps)
@@ -143,7 +142,7 @@ def _kernel(*specialised_on):
             if images > 1:
                 beside, down = ptx.divided(down, integer(tile_rows))
             p, q, i = integer(row + down), integer(column + across), integer(n + beside)
-            if p < f.out_rows and q < f.out_columns and i < f.images and channel < f.channels:
+            if p < f.out_rows and q < f.out_columns and i < f.images and chunk < slab_chunks and channel < f.channels:
                 words = load_shared(word(outputs + pixel * LINE_BYTES + ((chunk ^ (pixel & (CHUNKS - 1))) << 4)))
                 store(out, integer(((i * f.out_rows + p) * f.out_columns + q) * f.channels + channel), words)
             pixel = integer(pixel + _WORKERS // CHUNKS)
@@ -179,9 +178,9 @@ def _kernel(*specialised_on):
         out, bias = given[0], given[1]
         warp, lane = integer(thread >> 5), integer(thread & (WARP - 1))
         share, own = ptx.divided(warp, integer(units))
-        unit, half = ptx.divided(own, integer(halves))
+        unit, split = ptx.divided(own, integer(splits))
         first = integer(slab_first + unit * of_unit)
-        weights = filters(w, first, half, lane, f)
+        weights = filters(w, first, split, lane, f)
         g, t, second = integer(lane >> 2), integer(lane & 3), integer(lane >> 4)
         # The lane's row of a: its pixel, in the first image or the second, and its piece of the line.
         pixel, of_image = integer(lane & 15), integer(0)
@@ -194,8 +193,8 @@ def _kernel(*specialised_on):
             chunk = integer(chunk + second)
         mask = word(0xFFFFFFFF) if t < 2 else word(0)
         # Its filters, of two pixels, the second in the second image or eight further on.
-        filter = integer(first + half * 16 + 2 * t)
-        of_line = integer(unit * unit_chunks + half * 2)
+        filter = integer(first + split * (8 * tiles) + 2 * t)
+        of_line = integer(unit * unit_chunks + split * tiles)
         exists = integer(1) if not is_masked or t < 2 else integer(0)
         one = two_of_bias(bias, filter, f)
         if is_two:
@@ -209,7 +208,7 @@ def _kernel(*specialised_on):
             n, row, column = place(number, f)
             outputs = word(shared + outputs_at + flip * output_bytes)
             ptx_tma.wait(word(shared + full_at + stage * BARRIER_BYTES), turn)
-            strip = share
+            strip = share if share < shares else integer(strips)  # there may be more warps than units
             while strip < strips:
                 down, across = ptx.divided(strip, integer(along))
                 box = word(shared + stage * stage_bytes + of_image + down * down_bytes + across * along_bytes)
@@ -233,7 +232,7 @@ def _kernel(*specialised_on):
     def grouped_boxes(maps, w, out, bias, residual, alpha, beta, f):
         thread, shared = integer(ptx.thread_x()), ptx_tile.dynamic_shared()
         number, slab = ptx.divided(integer(ptx.block_x()), f.slabs)
-        first = integer(slab * SLAB)
+        first = integer(slab * of_slab)
         if thread == _WORKERS:
             set_barriers(shared)
         ptx.cuda.syncthreads()
@@ -247,7 +246,7 @@ def _kernel(*specialised_on):
 
 
 class GroupedBoxes(LaunchedCandidate[Boxes]):
-    """As many channels in as out a group, 4 to 32, by TMA."""
+    """As many channels in as out a group, 4 to 64, by TMA."""
 
     algorithm = "grouped_boxes"
 

@@ -28,7 +28,6 @@ from nbdnn.kernels.cuda.grouped_variant import (
     ACROSS,
     BARRIER_BYTES,
     LINE_BYTES,
-    SLAB,
     WARP,
     WARPS,
     Boxes,
@@ -54,7 +53,7 @@ def _kernel(*specialised_on):
     down_bytes, along_bytes = rows * stride_h * v.row_bytes, across * stride_w * LINE_BYTES
     out_down_bytes, out_image_bytes = rows * tile_columns * LINE_BYTES, tile_rows * tile_columns * LINE_BYTES
     width, of_unit, roles, dilation_w, count = v.width, v.unit, v.roles, v.across.dilation, v.sums
-    is_narrow, is_two = v.unit == 8, v.tiles == 2
+    is_narrow, is_two, of_slab, units = v.unit == 8, v.is_quartered, v.slab, v.slab // v.unit
     copy_box, map_of = ptx_tma.COPY_BOX[4], ptx_tma.map_of
     zeros, gathered = ptx_matrix.zeros(count), ptx_grouped.gathered(v.gather, count)
     scattered = ptx_grouped.scattered(v.pairs)
@@ -88,10 +87,10 @@ def _kernel(*specialised_on):
         warp, lane = integer(thread >> 5), integer(thread & (WARP - 1))
         unit, role = ptx.divided(warp, integer(roles))
         g, t, second = integer(lane >> 2), integer(lane & 3), integer(lane >> 4)
-        # Of a unit of 16, `role` says which eight filters; of one of 32 which 16 of them, and which 16 channels.
-        channels, filters = integer((role >> 1) * 16), integer(role * 8)
+        # `role` says which eight filters; of a unit of 32 which 16 of them, and which 16 channels.
+        channels, filters = integer(0), integer(role * 8)
         if is_two:
-            filters = integer((role & 1) * 16)
+            channels, filters = integer((role >> 1) * 16), integer((role & 1) * 16)
         # The lane's line, in the first image or the second, and its piece of it, of x and of dy.
         column, of_image, out_image = integer(lane & 15), integer(0), integer(0)
         if images > 1:
@@ -112,7 +111,7 @@ def _kernel(*specialised_on):
         while number < f.tiles:
             n, row, first_column = place(number, f)
             ptx_tma.wait(word(shared + full_at + stage * BARRIER_BYTES), turn)
-            strip = integer(0)
+            strip = integer(0) if unit < units else integer(strips)  # there may be more warps than units
             while strip < strips:
                 down, beside = ptx.divided(strip, integer(along))
                 start = integer(shared + stage * stage_bytes)
@@ -143,7 +142,7 @@ def _kernel(*specialised_on):
     def grouped_boxes_filter(maps, parts, f):
         thread, shared = integer(ptx.thread_x()), ptx_tile.dynamic_shared()
         part, slab = ptx.divided(integer(ptx.block_x()), f.slabs)
-        first = integer(slab * SLAB)
+        first = integer(slab * of_slab)
         if thread == _WORKERS:
             set_barriers(shared)
         ptx.cuda.syncthreads()
@@ -156,7 +155,7 @@ def _kernel(*specialised_on):
 
 
 class GroupedBoxesFilter(LaunchedCandidate[Boxes]):
-    """As many channels in as out a group, 4 to 32, by TMA."""
+    """As many channels in as out a group, 4 to 64, by TMA."""
 
     op, algorithm = "conv_bwd_filter", "grouped_boxes"
 

@@ -13,7 +13,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.add_parts import part_elems
 from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.geometry import index_bits
-from nbdnn.kernels.cuda.grouped_variant import SLAB, Axis, Boxes, OfFilter, Variant
+from nbdnn.kernels.cuda.grouped_variant import Axis, Boxes, OfFilter, Variant
 from nbdnn.kernels.cuda.launch import gather_pointers
 from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, shared_bytes
 from nbdnn.kernels.cuda.tensor_map import TensorMap
@@ -21,11 +21,11 @@ from nbdnn.kernels.cuda.window_plan import image
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
-_WIDTHS = (4, 8, 16, 32)  # channels of a group
+_WIDTHS = (4, 8, 16, 24, 32, 40, 48, 56, 64)  # channels of a group
 _CHUNK = 8  # channels that are copied at least
 _MOST_BOX = 256  # elements on an axis
-_MOST_KEPT = 80  # of a filter, in a thread's registers
-_MOST_SUMS = 64
+_MOST_WORDS, _MOST_SUMS = 80, 64  # of a filter, and of outputs, in a thread's registers
+_MOST_SUMS_OF_FILTER = 112
 _REGISTERS, _ALLOCATED = 65536, 128  # of a multiprocessor; threads that get theirs together
 _STAGES = range(4, 0, -1)
 _NARROW_IMAGE = 8  # columns of a phase
@@ -106,9 +106,9 @@ def refusal(problem: ConvProblem, device: Gpu) -> str:
     if problem.n == 0 or 0 in (extents := (*problem.spatial, *problem.out_spatial)):
         return f"{problem.n} images of extents {problem.spatial} to {problem.out_spatial}: one of them is 0"
     v = variant(problem, Boxes(2, 1, 1, 1, 1, 1))
-    kept = v.sums if problem.op == "conv_bwd_filter" else v.words
-    if kept > _MOST_KEPT:
-        return f"a filter takes {kept} registers of a thread, at most {_MOST_KEPT} are left"
+    kept, most = (v.sums, _MOST_SUMS_OF_FILTER) if problem.op == "conv_bwd_filter" else (v.words, _MOST_WORDS)
+    if kept > most:
+        return f"a filter takes {kept} registers of a thread, at most {most} are left"
     if index_bits(problem, ()) != 32 or max(extents) > 1 << 24:
         return f"{max(operand.size_elems for operand in problem.operands)} elements are more than int32 counts"
     return "" if next(_fitting(problem, device), None) else "no tile finds room in shared memory"
@@ -134,9 +134,13 @@ def tiles(problem: ConvProblem, boxes: Boxes) -> tuple[int, int, int]:
     return ceil(problem.n / boxes.images), ceil(rows / v.tile_rows), ceil(columns / v.tile_columns)
 
 
+def slabs(problem: ConvProblem) -> int:
+    return ceil(problem.c / variant(problem, Boxes(2, 1, 1, 1, 1, 1)).slab)
+
+
 def step(problem: ConvProblem, boxes: Boxes, device: Gpu) -> int:
     """Blocks that share the tiles of a slab."""
-    return min(prod(tiles(problem, boxes)), max(1, device.sms * boxes.blocks // ceil(problem.c / SLAB)))
+    return min(prod(tiles(problem, boxes)), max(1, device.sms * boxes.blocks // slabs(problem)))
 
 
 @lru_cache(_KNOWN)
@@ -172,12 +176,12 @@ def estimate_us(problem: ConvProblem, boxes: Boxes, device: Gpu) -> float:
     """Microseconds: memory, boxes from cache and products at once, but for a block's first box and last tile."""
     v, blocks = variant(problem, boxes), step(problem, boxes, device)
     cost = _OF_FILTERS if isinstance(v, OfFilter) else _OF_OUTPUTS
-    slabs, every = ceil(problem.c / SLAB), prod(tiles(problem, boxes))
+    lines, every = slabs(problem), prod(tiles(problem, boxes))
     per_us = copy_bytes_per_s(device) / 1e6
     moved_us = problem.min_bytes / (cost.copy_share * per_us)
-    read_us = every * slabs * v.stage_bytes / (cost.cache_speed * per_us)
+    read_us = every * lines * v.stage_bytes / (cost.cache_speed * per_us)
     tile_us = cost.tile_us + cost.product_us * v.products * boxes.blocks
-    first_us = blocks * slabs * v.stage_bytes / per_us
+    first_us = blocks * lines * v.stage_bytes / per_us
     multiplied_us = ceil(every / blocks) * tile_us
     added_us = 0.0
     if isinstance(v, OfFilter):
@@ -190,7 +194,7 @@ def integers(problem: ConvProblem, boxes: Boxes, device: Gpu) -> Integers:
     seen = image(problem)
     _, tiles_h, tiles_w = counts = tiles(problem, boxes)
     of_rows, of_columns = (tiles_h, *reciprocal(tiles_h)), (tiles_w, *reciprocal(tiles_w))
-    walk = prod(counts), step(problem, boxes, device), ceil(problem.c / SLAB), *of_rows, *of_columns
+    walk = prod(counts), step(problem, boxes, device), slabs(problem), *of_rows, *of_columns
     v, pads = variant(problem, boxes), list(seen.pad)
     for i, axis in enumerate((v.down, v.across)):
         if axis.phases > 1:

@@ -1,8 +1,8 @@
 """What kernels of few channels a group whose pixels come by TMA boxes are compiled for: tiles, tables of what meets.
 
-A block has a *slab* of 64 channels, 128 bytes of a pixel, and takes tile after tile of outputs. A *unit* is as many
-filters as read the same 8, 16 or 32 channels: a group, or two of four. Each of eight warps has a unit, or a part of
-one, and walks down *strips* of the tile: some rows of 16 outputs side by side, or of eight in each of two images.
+A block has a *slab* of up to 64 channels, 128 bytes of a pixel, and takes tile after tile of outputs. A *unit* is as
+many filters as read the same channels: a group, or two of four. Each of eight warps has a unit, or a part of one, and
+walks down *strips* of the tile: some rows of 16 outputs side by side, or of eight in each of two images.
 """
 
 from __future__ import annotations
@@ -156,19 +156,24 @@ class Variant(NamedTuple):
         return max(self.width, _CHUNK)
 
     @property
-    def tiles(self) -> int:
-        """Of eight filters, that a warp has sums of; those of a group of four are half empty."""
-        return 1 if self.width == _CHUNK else 2
+    def slab(self) -> int:
+        """Channels of a block: whole units of a line."""
+        return SLAB // self.unit * self.unit
 
     @property
-    def halves(self) -> int:
+    def tiles(self) -> int:
+        """Of eight filters, that a warp has sums of; those of a group of four are half empty."""
+        return 2 if self.width in (_CHUNK // 2, 2 * _CHUNK, 4 * _CHUNK) else 1
+
+    @property
+    def splits(self) -> int:
         """Warps that share a unit's filters."""
-        return max(1, self.unit // (2 * _CHUNK))
+        return max(1, self.unit // (_CHUNK * self.tiles))
 
     @property
     def units(self) -> int:
-        """Of a slab, that have warps of their own."""
-        return SLAB // self.unit * self.halves
+        """Of a slab, each with its splits: warps that have filters of their own."""
+        return SLAB // self.unit * self.splits
 
     @property
     def shares(self) -> int:
@@ -221,11 +226,15 @@ class Variant(NamedTuple):
         found: list[Column] = []
         for phase, met in enumerate(self.across.meets):
             if self.unit > _CHUNK:
-                chunks = range(0, self.unit // _CHUNK, 2)
+                chunks = range(self.unit // _CHUNK)
                 found += [
-                    Column(Load(pixel, chunk, False), phase, ((tap, _CHUNK * chunk), (tap, _CHUNK * (chunk + 1))))
+                    Column(
+                        Load(pixel, chunk, chunk + 1 == len(chunks)),
+                        phase,
+                        tuple((tap, _CHUNK * each) for each in chunks[chunk : chunk + 2]),
+                    )
                     for pixel, tap in met
-                    for chunk in chunks
+                    for chunk in chunks[::2]
                 ]
             else:
                 pairs = [met[i : i + 2] for i in range(0, len(met), 2)]
@@ -302,18 +311,23 @@ class Variant(NamedTuple):
 
 
 class OfFilter(Variant):
-    """What a kernel of gradients of filters is compiled for: dy has a box of its own, and each warp of a unit has the
-    channels of a load, by eight filters or 16."""
+    """What a kernel of gradients of filters is compiled for: dy has a box of its own, and each warp of a unit has eight
+    filters of it, or 16 by half of its channels."""
 
     __slots__ = ()
 
     @property
+    def is_quartered(self) -> bool:
+        """Whether warps of a unit have half of its channels each, by half of its filters."""
+        return self.unit == 4 * _CHUNK
+
+    @property
     def tiles(self) -> int:
-        return 2 if self.unit > 2 * _CHUNK else 1
+        return 2 if self.is_quartered else 1
 
     @property
     def roles(self) -> int:
-        """Warps of a unit: of 32 channels two have the first 16, two have the first 16 filters."""
+        """Warps of a unit."""
         return self.unit // _CHUNK
 
     @property
@@ -339,8 +353,8 @@ class OfFilter(Variant):
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Of the first of a unit's chunks: each warp has its own."""
-        return tuple(column for column in super().columns if column.load.chunks == 0)
+        """Of all of a unit's channels, or of the first half, beside which the second lies alike."""
+        return tuple(each for each in super().columns if each.load.chunks == 0 or not self.is_quartered)
 
     @property
     def words(self) -> int:
