@@ -107,10 +107,12 @@ class GroupedWords:
     def scattered(places: tuple) -> Callable:
         def store(to: Memory, first: int, exists: int, strides: tuple, sums: tuple[float, ...]) -> None:
             assert len(sums) == 2 * len(places)
-            for i, (place, is_nothing) in enumerate(places):
-                at = first + sum(times * step for times, step in zip(place, strides, strict=True))
+            for i, (steps, is_nothing) in enumerate(places):
+                at = first + sum(times * step for times, step in zip(steps, strides, strict=True))
                 for second in range(2 if exists and not is_nothing else 0):
-                    to[at + second * strides[3]] = sums[2 * i + second]
+                    place = at + second * strides[3]
+                    assert to[place] != to[place], f"sum {place} is written twice"
+                    to[place] = sums[2 * i + second]
 
         return store
 

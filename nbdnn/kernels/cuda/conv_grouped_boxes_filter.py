@@ -130,12 +130,12 @@ def _kernel(*specialised_on):
             number, stage = integer(number + f.step), integer(stage + 1)
             if stage == stages:
                 stage, turn = integer(0), integer(turn ^ 1)
-        c, k = (
-            integer(slab_first + unit * of_unit + channels + g),
-            integer(slab_first + unit * of_unit + filters + 2 * t),
-        )
-        (group, of_group), (_, o) = ptx.divided(c, integer(width)), ptx.divided(k, integer(width))
-        alive = integer(1) if c < f.channels and k // width == group else integer(0)
+        c, k = integer(slab_first + channels + g), integer(slab_first + filters + 2 * t)
+        c, k = integer(c + unit * of_unit), integer(k + unit * of_unit)
+        group, of_group = ptx.divided(c, integer(width))
+        group_of_filter, o = ptx.divided(k, integer(width))
+        is_own = unit < units and group == group_of_filter  # of four channels, of which a warp has two groups
+        alive = integer(1) if is_own and c < f.channels else integer(0)
         first = integer(part * f.part_elems + f.w_start + group * f.w_group + o * f.w_out + of_group * f.w_in)
         scattered(parts, first, alive, (f.w_r, f.w_s, f.w_in, f.w_out), sums)
 
