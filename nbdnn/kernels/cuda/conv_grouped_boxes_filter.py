@@ -17,12 +17,12 @@ float32. Source: own.
 
 from __future__ import annotations
 
-from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_ring
 from nbdnn.kernels.cuda import grouped_plan as plan
 from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.conv_grouped_boxes import GroupedBoxes
 from nbdnn.kernels.cuda.grouped_plan import Integers
 from nbdnn.kernels.cuda.grouped_variant import (
     ACROSS,
@@ -33,7 +33,7 @@ from nbdnn.kernels.cuda.grouped_variant import (
     Boxes,
     OfFilter,
 )
-from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
 from nbdnn.problem_conv import ConvProblem
 
 _WORKERS = WARP * WARPS
@@ -154,20 +154,11 @@ def _kernel(*specialised_on):
     return grouped_boxes_filter, (ptx_tma.TensorMaps(2), ptx.pointer("f32"), ptx.record(Integers, 32))
 
 
-class GroupedBoxesFilter(LaunchedCandidate[Boxes]):
-    """As many channels in as out a group, 4 to 64, by TMA."""
+class GroupedBoxesFilter(GroupedBoxes):
+    """The same of filters."""
 
-    op, algorithm = "conv_bwd_filter", "grouped_boxes"
-
-    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        refused = plan.refusal(problem, device)
-        return Support(False, refused) if refused else YES
-
-    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Boxes, ...]:
-        return plan.configs(problem, device)
-
-    def estimate(self, problem: ConvProblem, config: Boxes, device: Gpu) -> float:
-        return plan.estimate_us(problem, config, device)
+    def __init__(self) -> None:
+        super().__init__("conv_bwd_filter")
 
     def workspace_bytes(self, problem: ConvProblem, config: Boxes, device: Gpu) -> int:
         return plan.step(problem, config, device) * part_elems(problem) * 4
