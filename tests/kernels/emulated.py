@@ -11,7 +11,7 @@ of a kernel. `emulated_ptx.py` has the words that a kernel is written in.
 from __future__ import annotations
 
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import islice, product
 from math import nan
@@ -167,6 +167,7 @@ class Block:
         self.collectives: dict[str, Callable[[list], Sequence]] = {}
         self.shared: list[Word] = []
         self.moved = False
+        self.reading: defaultdict[int, set[int]] = defaultdict(set)  # of a warp, places whose loads may be on their way
         self.together: list[tuple[tuple[int, int, int], list[Word], list[Thread]]] = []  # place, shared memory, threads
         self.arrivals = 0  # of all threads at barriers of clusters
         self._dynamic_words = 0
@@ -177,6 +178,7 @@ class Block:
         numbers, body = range(launch.source.threads), lambda: kernel(*arguments)
         blocks = [(place, [nan] * self._dynamic_words, [Thread(i, body) for i in numbers]) for place in places]
         self.together, self.arrivals = blocks, 0
+        self.reading.clear()
         while blocks:
             self.moved = False
             for self.place, self.shared, threads in blocks:

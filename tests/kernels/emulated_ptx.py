@@ -246,14 +246,12 @@ class Words:
     def _load_shared(self, count: int) -> Callable:
         block = self._block
 
-        def one(address: int) -> Word:
-            return block.shared[block.place_of(address, 1)]
-
-        def several(address: int) -> tuple[Word, ...]:
+        def load(address: int) -> Word | tuple[Word, ...]:
             at = block.place_of(address, count)
-            return tuple(block.shared[at : at + count])
+            block.reading[block.now.number // 32].add(at)
+            return _as_words(block.shared[at : at + count])
 
-        return one if count == 1 else several
+        return load
 
     def _store_shared(self, count: int) -> Callable:
         def store(address: int, words) -> None:

@@ -28,6 +28,21 @@ def set_barriers(stages: int, full_at: int, free_at: int, workers: int):
 
 
 @cache
+def give_back():
+    """Device function (barrier, lane), by all lanes of a warp that has read its box: one that is free may be filled."""
+    from nbdnn.kernels.cuda import ptx, ptx_tma
+
+    @ptx.inline
+    def given_back(barrier, lane):
+        ptx_tma.reads_before_copies()
+        ptx.cuda.syncwarp()
+        if lane == 0:
+            ptx_tma.arrive(barrier)
+
+    return given_back
+
+
+@cache
 def place_of(images: int, rows: int, columns: int):
     """Device function (number, f) -> first image, row and column of the outputs of a tile of that extent."""
     from nbdnn.kernels.cuda import ptx

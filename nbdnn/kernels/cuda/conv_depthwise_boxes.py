@@ -52,6 +52,7 @@ def _kernel(*specialised_on):
         pixel_bytes,
     )
     set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, warps)
+    give_back = boxes_ring.give_back()
     place = boxes_ring.place_of(1, tile_rows, tile_columns)
 
     @ptx.inline
@@ -99,9 +100,7 @@ def _kernel(*specialised_on):
             at, of_columns = integer(n * f.out_rows * row_step + channel), (column, f.channels, f.out_columns)
             goal = target(out, residual, at, row, row_step, end_row, *of_columns, shift, real(1.0), beta)
             multiply(weights, word(pixels + stage * stage_bytes), goal)
-            ptx.cuda.syncwarp()
-            if thread & (WARP - 1) == 0:
-                ptx_tma.arrive(word(shared + free_at + stage * BARRIER_BYTES))
+            give_back(word(shared + free_at + stage * BARRIER_BYTES), thread & (WARP - 1))
             number, stage = integer(number + f.step), integer(stage + 1)
             if stage == stages:
                 stage, turn = integer(0), integer(turn ^ 1)

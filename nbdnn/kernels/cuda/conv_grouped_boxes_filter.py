@@ -58,6 +58,7 @@ def _kernel(*specialised_on):
     zeros, gathered = ptx_matrix.zeros(count), ptx_grouped.gathered(v.gather, count)
     scattered = ptx_grouped.scattered(v.pairs)
     set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, WARPS)
+    give_back = boxes_ring.give_back()
     place = boxes_ring.place_of(images, tile_rows, tile_columns)
 
     @ptx.inline
@@ -124,9 +125,7 @@ def _kernel(*specialised_on):
                     high = word(0)
                 sums = gathered(sums, box, pixel, chunk, dy, (low, high), left)
                 strip = integer(strip + 1)
-            ptx.cuda.syncwarp()
-            if lane == 0:
-                ptx_tma.arrive(word(shared + free_at + stage * BARRIER_BYTES))
+            give_back(word(shared + free_at + stage * BARRIER_BYTES), lane)
             number, stage = integer(number + f.step), integer(stage + 1)
             if stage == stages:
                 stage, turn = integer(0), integer(turn ^ 1)

@@ -66,6 +66,10 @@ def map_of(typingctx, maps, place):
 # To be called once barriers are initialised, before other threads or copies meet them.
 publish_barriers = effect("fence.mbarrier_init.release.cluster;")
 
+# To be called by all threads that loaded from where a copy is to come next, before one says so: a barrier alone does
+# not wait for loads that are still on their way.
+reads_before_copies = effect("fence.proxy.async.shared::cta;")
+
 
 def _on_barrier(text, *operands):
     """An intrinsic of shared addresses and integers that is one piece of PTX."""
