@@ -86,7 +86,6 @@ def _kernel(*specialised_on):
     load_shared, store = ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
     widen, has_bias = ptx.WIDEN[v.dtype], "bias" in v.epilogue
     set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, WARPS)
-    give_back = boxes_ring.give_back()
     place = boxes_ring.place_of(images, tile_rows, tile_columns)
 
     @ptx.inline
@@ -221,7 +220,9 @@ def _kernel(*specialised_on):
                 if phases_w > 1:
                     finish(part_two(sums), integer(1), lane_of, where, given, f)
                 strip = integer(strip + shares)
-            give_back(word(shared + free_at + stage * BARRIER_BYTES), lane)
+            ptx.cuda.syncwarp()  # sums have been stored, so that all of the box was read
+            if lane == 0:
+                ptx_tma.arrive(word(shared + free_at + stage * BARRIER_BYTES))
             meet()
             store_tile(outputs, thread, slab_first, n, row, column, out, f)
             number, stage, flip = integer(number + f.step), integer(stage + 1), integer(flip ^ 1)
