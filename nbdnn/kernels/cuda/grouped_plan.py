@@ -26,6 +26,7 @@ _CHUNK = 8  # channels that are copied at least
 _MOST_BOX = 256  # elements on an axis
 _MOST_WORDS, _MOST_SUMS = 80, 64  # of a filter, and of outputs, in a thread's registers
 _MOST_SUMS_OF_FILTER = 112
+_MOST_OF_WALK = 56  # rows by taps: of more, a word or two spills, as with a residual and every second row
 _REGISTERS, _ALLOCATED = 65536, 128  # of a multiprocessor; threads that get theirs together
 _STAGES = range(4, 0, -1)
 _NARROW_IMAGE = 8  # columns of a phase
@@ -160,8 +161,9 @@ def _fitting(problem: ConvProblem, device: Gpu) -> Iterator[Boxes]:
         v = variant(problem, boxes)
         if (v.sums > _MOST_SUMS and v.words) or (down * along) % v.shares or rows % v.down.phases:
             continue
+        spills = v.down.taps * rows > _MOST_OF_WALK or (v.down.stride > 1 and rows > 5 and "res" in v.epilogue)
         beside = (down - 1) * rows >= rows_out or (along - 1) * v.tile_columns // along >= columns_out
-        if (beside and down * along > v.shares) or max(v.box) > _MOST_BOX:
+        if spills or (beside and down * along > v.shares) or max(v.box) > _MOST_BOX:
             continue
         if ceil(v.registers / 8) * 8 * ceil(v.threads / _ALLOCATED) * _ALLOCATED * blocks > _REGISTERS:
             continue
