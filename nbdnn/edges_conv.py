@@ -244,6 +244,16 @@ EDGES_GROUPS = (
     Edge("n1c40h5w35:k40r5s5:p2x2:u1x1:d1x1:g5", "5x5 over three strips"),
     Edge("n2c32h8w17:k32r1s1:p0x0:u1x1:d1x1:g2", "1x1"),
 )
+# 1x1 layers in float32, whose lanes have four pixels or channels each, on GPUs.
+EDGES_POINTWISE = (
+    Edge("n2c20h6w10:k36r1s1:p0x0:u1x1:d1x1:g1", "five and nine vectors of channels, planes that no tile divides"),
+    Edge("n3c68h10w10:k40r1s1:p0x0:u1x1:d1x1:g1", "channels of two lines and a vector"),
+    Edge("n2c16h3w72:k30r1s1:p0x0:u1x1:d1x1:g1", "output channels that are no vectors"),
+    Edge("n1c300h4w4:k12r1s1:p0x0:u1x1:d1x1:g1", "more input channels than a box, fewer pixels than a warp has lanes"),
+    Edge("n1c12h8w37:k280r1s1:p0x0:u1x1:d1x1:g1", "more output channels than a box"),
+    Edge("n2c72h32w33:k96r1s1:p0x0:u1x1:d1x1:g1", "more tiles of pixels than one, the last one of a plane in part"),
+    Edge("n2c24d3h4w6:k20t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "1x1x1"),
+)
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")
 
 
@@ -253,7 +263,7 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
     problems = _of_all(op)
     if kind == "cuda":
         problems += _of_matrices(op) + _of_first_layers(op) + _of_last_layers(op) + _of_bands(op) + _of_folds(op)
-        problems += _of_groups(op)
+        problems += _of_groups(op) + _of_pointwise(op)
         flat = [_posed(op, "f32", edge, layout) for edge in EDGES_FLAT for layout in ("ncdhw", "ndhwc")]
         problems += [*flat, *(replace(posed, dtype="bf16", compute="") for posed in flat)]
         problems += [
@@ -337,6 +347,15 @@ def _of_groups(op: str) -> list[ConvProblem]:
     plain = [_posed(op, "bf16", edge, "nhwc") for edge in EDGES_GROUPS]
     ends = [replace(p, dtype="f16", compute="", epilogue=tuple(_epilogues(op)[-1].split("+"))) for p in plain[:4]]
     return [*plain, *ends, *(replace(p, mode="conv", w_layout="kcrs") for p in plain[6:8])]
+
+
+def _of_pointwise(op: str) -> list[ConvProblem]:
+    """In both layouts; of the first two with what follows a result."""
+    plain, ends = [], tuple(_epilogues(op)[-1].split("+"))
+    for edge in EDGES_POINTWISE:
+        layouts = ("nchw", "nhwc") if _ndim(edge) == 2 else ("ncdhw", "ndhwc")
+        plain += [_posed(op, "f32", edge, layout) for layout in layouts]
+    return [*plain, *(replace(posed, epilogue=ends) for posed in plain[:4])]
 
 
 def _of_folds(op: str) -> list[ConvProblem]:

@@ -20,6 +20,7 @@ from emulated import Block, Memory, Word, float_of
 from emulated_grouped import GroupedWords
 from emulated_head import HeadWords
 from emulated_local import BnWords, GridWords, LocalWords
+from emulated_pointwise import PointwiseWords
 from emulated_pool import MarchingWords, RollingWords, TapWords
 from emulated_tma import TmaWords, WgmmaWords
 from emulated_tuples import ClusterWords, TupleWords
@@ -413,6 +414,7 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_grouped", GroupedWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_head", HeadWords(words))
+    monkeypatch.setitem(package.__dict__, "ptx_pointwise", PointwiseWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_vector", PoolWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pool_rolling", RollingWords(block, words))

@@ -13,9 +13,8 @@ from nbdnn import driver
 
 MAP_BYTES = 128
 _KNOWN = 256
-# float32 for matrix units is rounded on its way: they would cut it.
-_DATA_TYPE = {"f16": "FLOAT16", "bf16": "BFLOAT16", "f32": "TFLOAT32"}
-_PLAIN_DATA_TYPE = {**_DATA_TYPE, "f32": "FLOAT32"}
+# 'tf32' is float32 for matrix units, which would cut what is not rounded on its way.
+_DATA_TYPE = {"f16": "FLOAT16", "bf16": "BFLOAT16", "f32": "FLOAT32", "tf32": "TFLOAT32"}
 
 
 class Window(NamedTuple):
@@ -32,7 +31,7 @@ class TensorMap(NamedTuple):
 
     place: where its address comes from, as a launch's `pointers` say. strides_bytes: of all axes but the first. box:
     elements on each axis; with a window (elements of the innermost axis, pixels). The innermost has 128 bytes, swizzled
-    in shared memory, unless the copy is plain: then a multiple of 16 bytes, packed.
+    in shared memory, unless the copy is plain: then a multiple of 16 bytes, packed. rounded: float32 becomes TF32.
     """
 
     place: int
@@ -42,6 +41,7 @@ class TensorMap(NamedTuple):
     box: tuple[int, ...]
     window: Window | None = None
     plain: bool = False
+    rounded: bool = False
 
 
 @lru_cache(_KNOWN)
@@ -49,7 +49,7 @@ def encoded(tensor: TensorMap, address: int) -> bytes:
     """The map of the tensor at that address, as a kernel's parameter."""
     cuda = driver.bindings()
     word, short = cuda.cuuint64_t, cuda.cuuint32_t
-    rank, data_type = len(tensor.extents), (_PLAIN_DATA_TYPE if tensor.plain else _DATA_TYPE)[tensor.dtype]
+    rank, data_type = len(tensor.extents), _DATA_TYPE["tf32" if tensor.rounded else tensor.dtype]
     common = (
         getattr(cuda.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{data_type}"),
         rank,

@@ -56,7 +56,7 @@ def image_map(problem: ConvProblem, place: int, pixels: int) -> TensorMap:
     """Of what windows gather: a copy takes a line of channels of so many pixels."""
     n, channels, *extents = source_shape(problem)
     shape, box = (channels, *extents[::-1], n), (line_elems(problem.dtype), pixels)
-    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), box, window(problem))
+    return _map(problem, place, shape, box, seen=window(problem))
 
 
 def line_elems(dtype: str) -> int:
@@ -69,14 +69,14 @@ def rows_map(problem: ConvProblem, place: int, line: int, rows: int) -> TensorMa
     n, channels, *extents = source_shape(problem)
     shape = (channels, *extents[::-1], n)
     box = (line_elems(problem.dtype), line, rows, 1)
-    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), box)
+    return _map(problem, place, shape, box)
 
 
 def filter_map(problem: ConvProblem, place: int, filters: int) -> TensorMap:
     """Of the filter [k][tap][c]: a copy takes a line of channels of one tap of so many filters."""
     shape = (problem.w_shape[1], prod(problem.filter), problem.k)
     box = (line_elems(problem.dtype), 1, filters)
-    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), box)
+    return _map(problem, place, shape, box)
 
 
 def filters_last(problem: ConvProblem) -> bool:
@@ -90,14 +90,24 @@ def filters_last_map(problem: ConvProblem, place: int, channels: int) -> TensorM
     each, taps_first = ITEMSIZE[problem.dtype], not is_planar(problem.operands[0])
     tap, channel = (shape[2], 1) if taps_first else (1, shape[1])
     strides = (each * problem.k * tap, each * problem.k * channel)
-    return TensorMap(place, problem.dtype, shape, strides, (line_elems(problem.dtype), 1, channels))
+    return _map(problem, place, shape, (line_elems(problem.dtype), 1, channels), strides)
 
 
 def gradient_map(problem: ConvProblem, place: int) -> TensorMap:
     """Of dy as [pixel][k]: a copy takes 64 channels of 64 pixels."""
     shape = (problem.k, problem.n * prod(problem.out_spatial))
-    return TensorMap(place, problem.dtype, shape, _strides_bytes(problem, shape), (LINE_ELEMS, LINE_ELEMS))
+    return _map(problem, place, shape, (LINE_ELEMS, LINE_ELEMS))
 
 
-def _strides_bytes(problem: ConvProblem, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(ITEMSIZE[problem.dtype] * prod(shape[:axis]) for axis in range(1, len(shape)))
+def _map(
+    problem: ConvProblem,
+    place: int,
+    shape: tuple[int, ...],
+    box: tuple[int, ...],
+    strides_bytes: tuple[int, ...] = (),
+    seen: Window | None = None,
+) -> TensorMap:
+    """Of a tensor that lies as its shape says, unless strides are given."""
+    dense = tuple(ITEMSIZE[problem.dtype] * prod(shape[:axis]) for axis in range(1, len(shape)))
+    rounded = problem.dtype == "f32"
+    return TensorMap(place, problem.dtype, shape, strides_bytes or dense, box, seen, rounded=rounded)

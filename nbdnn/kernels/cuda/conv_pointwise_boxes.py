@@ -1,0 +1,164 @@
+"""1x1 convolutions in IEEE float32, planar or channels-last: pixels and filter by TMA boxes, products on the FMA units.
+
+    y[p, k] = sum over c of  x[p, c] * w[k, c]         conv_fwd; bwd_data: dx[p, c] = sum over k of dy[p, k] * w[k, c]
+
+asks for boxes    32 channels of a tile's pixels, and of its filters: a ring of both    first of the last warp
+multiplies        a lane's elements of the wide factor by its own of the narrow one     the other eight
+stores            a warp its outputs, finished, from registers                          the same
+
+What is contiguous in the output is wide: of planes a warp's pixels, else its output channels, of which lanes have
+neighbours. Blocks stay, and take tile after tile: while one is stored, the boxes of the next ones are on their way.
+Boxes end where the tensors do: what lies beyond is zero.
+
+A forward's filter may be turned first (`turn_filter.py`): its output channels are neighbours then, as a bwd_data's are.
+Traffic: x once for each tile of output channels, of which there is one up to 256 or so; the filter from cache for each
+tile; y once. Accumulates in float32, one rounding a product and sum. Source: own.
+"""
+
+from __future__ import annotations
+
+from nbdnn.candidate import YES, Support
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import boxes_ring, pointwise_tile
+from nbdnn.kernels.cuda import pointwise_boxes_plan as plan
+from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
+from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
+from nbdnn.kernels.cuda.pointwise_boxes_plan import Integers, Tile, Variant
+from nbdnn.kernels.cuda.pointwise_tile import LINE, QUAD, THREADS, WARP, WARPS
+from nbdnn.kernels.cuda.turn_filter import turn_filter, turned_elems
+from nbdnn.problem_conv import ConvProblem
+
+_WORKERS = WARP * WARPS
+
+
+def _kernel(*specialised_on):
+    from nbdnn.kernels.cuda import ptx, ptx_matrix, ptx_pointwise, ptx_tile, ptx_tma
+
+    v = Variant(*specialised_on)
+    integer, word, real = ptx.INTEGER[32], ptx.WORD, ptx.REAL["f32"]
+    tile, planar, products, stages = v.tile, v.planar, v.products, v.tile.stages
+    lanes, (of_warp_wide, of_warp_narrow), (wide_elems, narrow_elems) = tile.lanes, tile.of_warp, tile.elements
+    (wide_words, narrow_words), narrow_warps = [factor.words for factor in products], WARPS // tile.across_wide
+    stage_bytes, narrow_at, copied_bytes = v.stage_bytes, v.narrow_at, sum(v.box_bytes)
+    full_at, free_at = stages * stage_bytes, stages * (stage_bytes + BARRIER_BYTES)
+    image_at, filter_at = (0, narrow_at) if planar else (narrow_at, 0)
+    of_pixels, of_outputs = (wide_elems, narrow_elems) if planar else (narrow_elems, wide_elems)
+    filter_by_rows = v.filter_by_rows
+    copy_image, copy_filter = ptx_tma.COPY_BOX[3 if planar else 2], ptx_tma.COPY_BOX[2]
+    map_of, zeros = ptx_tma.map_of, ptx_matrix.zeros(products.sums)
+    multiply = ptx_pointwise.lane_products(products)
+    stored = ptx_pointwise.stored(products, v.epilogue, not planar)
+    wide_place, narrow_place = map(pointwise_tile.lane_place, products)
+    set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, WARPS)
+    give_back = boxes_ring.give_back()
+
+    @ptx.inline
+    def place_of(number, f):
+        """Image, first pixel and first output channel of a tile."""
+        rest, outputs = ptx.split(number, f.of_outputs, f.of_outputs_by, f.of_outputs_shift)
+        n, pixels = ptx.split(rest, f.of_pixels, f.of_pixels_by, f.of_pixels_shift)
+        return n, integer(pixels * of_pixels), integer(outputs * of_outputs)
+
+    @ptx.inline
+    def ask(image, w, shared, number, f):
+        stage, turn = integer(0), integer(1)
+        while number < f.tiles:
+            n, pixel, output = place_of(number, f)
+            first = integer(0)
+            while first < f.summed:
+                full, to = word(shared + full_at + stage * BARRIER_BYTES), integer(shared + stage * stage_bytes)
+                ptx_tma.wait(word(shared + free_at + stage * BARRIER_BYTES), turn)
+                ptx_tma.expect_bytes(full, integer(copied_bytes))
+                copy_image(word(to + image_at), image, full, (pixel, first, n) if planar else (first, pixel), ())
+                copy_filter(word(to + filter_at), w, full, (output, first) if filter_by_rows else (first, output), ())
+                first, stage = integer(first + LINE), integer(stage + 1)
+                if stage == stages:
+                    stage, turn = integer(0), integer(turn ^ 1)
+            number = integer(number + f.step)
+
+    @ptx.inline
+    def work(thread, shared, number, pointers, scalars, f):
+        warp, lane = integer(thread >> 5), integer(thread & (WARP - 1))
+        own, other = integer(lane % lanes), integer(lane // lanes)
+        wide, narrow = integer(warp // narrow_warps * of_warp_wide), integer(warp % narrow_warps * of_warp_narrow)
+        # The lane's first element of each factor, among the tile's.
+        of_lane_wide, of_lane_narrow = integer(wide + own * wide_words), integer(narrow + other * narrow_words)
+        stage, turn = integer(0), integer(0)
+        while number < f.tiles:
+            sums, first = zeros(), integer(0)
+            while first < f.summed:
+                ptx_tma.wait(word(shared + full_at + stage * BARRIER_BYTES), turn)
+                start = integer(shared + stage * stage_bytes)
+                quad, left = integer(0), integer(f.summed - first)
+                while quad < LINE // QUAD and quad * QUAD < left:
+                    a = wide_place(start, wide, own, quad)
+                    sums = multiply(sums, a, narrow_place(integer(start + narrow_at), narrow, other, quad))
+                    quad = integer(quad + 1)
+                give_back(word(shared + free_at + stage * BARRIER_BYTES), lane)
+                first, stage = integer(first + LINE), integer(stage + 1)
+                if stage == stages:
+                    stage, turn = integer(0), integer(turn ^ 1)
+            n, pixel, output = place_of(number, f)
+            if planar:
+                pixel, output = integer(pixel + of_lane_wide), integer(output + of_lane_narrow)
+                at, step = integer((n * f.outputs + output) * f.pixels + pixel), f.pixels
+                left_of = (integer(f.pixels - pixel), integer(f.outputs - output))
+            else:
+                pixel, output = integer(pixel + of_lane_narrow), integer(output + of_lane_wide)
+                at, step = integer(pixel * f.outputs + output), f.outputs
+                left_of = (integer(f.outputs - output), integer(f.pixels - pixel))
+            stored(sums, pointers, scalars, (at, output), left_of, step)
+            number = integer(number + f.step)
+
+    def pointwise_boxes(maps, out, bias, residual, alpha, beta, f):
+        thread, shared = integer(ptx.thread_x()), ptx_tile.dynamic_shared()
+        if thread == _WORKERS:
+            set_barriers(shared)
+        ptx.cuda.syncthreads()
+        if thread < _WORKERS:
+            work(thread, shared, integer(ptx.block_x()), (out, bias, residual), (alpha, beta), f)
+        elif thread == _WORKERS:
+            ask(map_of(maps, integer(0)), map_of(maps, integer(1)), shared, integer(ptx.block_x()), f)
+
+    data = ptx.pointer("f32")
+    return pointwise_boxes, (ptx_tma.TensorMaps(2), data, data, data, real, real, ptx.record(Integers, 32))
+
+
+class PointwiseBoxes(LaunchedCandidate[Tile]):
+    """One tap, of any number of channels."""
+
+    algorithm = "pointwise_boxes"
+    algo = "small"
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
+        refused = plan.refusal(problem, device)
+        return Support(False, refused) if refused else YES
+
+    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
+        return plan.configs(problem, device)
+
+    def workspace_bytes(self, problem: ConvProblem, config: Tile, device: Gpu) -> int:
+        return 4 * turned_elems(problem) if config.turned else 0
+
+    def estimate(self, problem: ConvProblem, config: Tile, device: Gpu) -> float:
+        return plan.estimate_us(problem, config, device)
+
+    def launches(self, problem: ConvProblem, config: Tile, device: Gpu) -> list[Launch]:
+        v, integers = plan.variant(problem, config), plan.integers(problem, config, device)
+        convolution = Launch(
+            source=Source(_kernel, v, THREADS, config.blocks),
+            grid=(integers.step, 1, 1),
+            pointers=gather_pointers(problem)[2:],
+            scalars="f32",
+            integers=integers,
+            dynamic_shared_bytes=v.shared_bytes,
+            maps=plan.maps(problem, config),
+        )
+        return [turn_filter(problem, 0), convolution] if config.turned else [convolution]
+
+
+FWD, BWD_DATA = PointwiseBoxes("conv_fwd"), PointwiseBoxes("conv_bwd_data")

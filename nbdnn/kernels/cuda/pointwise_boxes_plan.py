@@ -1,0 +1,235 @@
+"""Which tiles 1x1 layers in float32 try whose operands come by TMA boxes, forward and bwd_data, and what these cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from math import ceil, prod
+from typing import NamedTuple
+
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import pointwise_tile
+from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
+from nbdnn.kernels.cuda.division import reciprocal
+from nbdnn.kernels.cuda.launch import WORKSPACE
+from nbdnn.kernels.cuda.peaks import blocks_at_once, shared_bytes
+from nbdnn.kernels.cuda.pointwise_tile import (
+    LANES,
+    LINE,
+    LINE_BYTES,
+    MOST_BOX,
+    MOST_REGISTERS,
+    OF_LANE,
+    QUAD,
+    SWIZZLE,
+    WARP,
+    WARPS,
+    Costs,
+    Products,
+    image_map,
+    spent_us,
+)
+from nbdnn.kernels.cuda.tensor_map import TensorMap
+from nbdnn.kernels.cuda.turn_filter import turned_elems
+from nbdnn.problem_conv import ConvProblem
+
+_STAGES = range(6, 1, -1)
+_PADDED = 1.25  # times the least that tiles are larger than the output
+_SHAPES, _CONFIGS, _WORTH_MEASURING = 40, 8, 1.3
+_COSTS = Costs(1.455, 0.126, 400.0, 1.65, 0.678, 1.1, 3.4, 3.7)
+_STORE_CLOCKS, _TURN_US = 1.85, 1.5
+_KNOWN = 256
+
+
+class Tile(NamedTuple):
+    """What a block computes at a time. The wide factor's elements are neighbours in the output: pixels of a plane, or
+    output channels. lanes: of a warp that have different ones, of_wide each; of_narrow: of the others by each lane. The
+    warps are across_wide times as many as it takes to share the narrow ones. turned: the filter first, so that its
+    output channels are neighbours, as those of a bwd_data are. blocks: of a multiprocessor."""
+
+    lanes: int
+    of_wide: int
+    of_narrow: int
+    across_wide: int
+    turned: bool
+    stages: int
+    blocks: int
+
+    def __str__(self) -> str:
+        lanes, turned = f"{self.lanes}x{WARP // self.lanes}:{self.of_wide}x{self.of_narrow}", "t" * self.turned
+        return f"{lanes}:{self.across_wide}x{WARPS // self.across_wide}{turned}:s{self.stages}b{self.blocks}"
+
+    @property
+    def of_warp(self) -> tuple[int, int]:
+        """Elements of the wide factor and of the narrow one."""
+        return self.lanes * self.of_wide, WARP // self.lanes * self.of_narrow
+
+    @property
+    def elements(self) -> tuple[int, int]:
+        """The same of the block."""
+        wide, narrow = self.of_warp
+        return wide * self.across_wide, narrow * (WARPS // self.across_wide)
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for. filter_by_rows: whether its output channels are neighbours."""
+
+    tile: Tile
+    planar: bool
+    filter_by_rows: bool
+    epilogue: tuple[str, ...]
+
+    @property
+    def by_rows(self) -> tuple[bool, bool]:
+        """Of the wide factor, and of the narrow one."""
+        return (True, self.filter_by_rows) if self.planar else (self.filter_by_rows, False)
+
+    @property
+    def products(self) -> Products:
+        wide, narrow = (4 * count * rows for count, rows in zip(self.tile.elements, self.by_rows, strict=True))
+        return pointwise_tile.products(self.tile.lanes, self.tile.of_wide, self.tile.of_narrow, (wide, narrow))
+
+    @property
+    def box_bytes(self) -> tuple[int, int]:
+        """Of a stage: of the wide factor, and of the narrow one."""
+        wide, narrow = (LINE_BYTES * count for count in self.tile.elements)
+        return wide, narrow
+
+    @property
+    def narrow_at(self) -> int:
+        """From a stage's beginning: where a swizzle may begin."""
+        return -(-self.box_bytes[0] // (SWIZZLE * LINE_BYTES)) * SWIZZLE * LINE_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.narrow_at + -(-self.box_bytes[1] // (SWIZZLE * LINE_BYTES)) * SWIZZLE * LINE_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.tile.stages * (self.stage_bytes + 2 * BARRIER_BYTES)
+
+
+class Integers(NamedTuple):
+    """Those of a kernel. A block takes every step-th of `tiles` tiles: of images, of each `of_pixels` sets of pixels,
+    of each `of_outputs` sets of output channels, with what `ptx.split` takes. summed: channels of the image that is
+    gathered; outputs: of the other one."""
+
+    tiles: int
+    step: int
+    of_pixels: int
+    of_pixels_by: int
+    of_pixels_shift: int
+    of_outputs: int
+    of_outputs_by: int
+    of_outputs_shift: int
+    summed: int
+    outputs: int
+    pixels: int
+
+
+def refusal(problem: ConvProblem, device: Gpu) -> str:
+    """Why the kernel is not correct here, or ''."""
+    if reason := pointwise_tile.refusal(problem, device):
+        return reason
+    if problem.c % QUAD:
+        return f"{problem.c} input channels are not a multiple of {QUAD}"
+    if problem.channels_last and problem.op == "conv_bwd_data" and problem.k % QUAD:
+        return f"{problem.k} output channels are not a multiple of {QUAD}"
+    return ""
+
+
+def channels(problem: ConvProblem) -> tuple[int, int]:
+    """(of what is summed over, of the output)."""
+    return (problem.k, problem.c) if problem.op == "conv_bwd_data" else (problem.c, problem.k)
+
+
+def variant(problem: ConvProblem, tile: Tile) -> Variant:
+    return Variant(tile, not problem.channels_last, filter_by_rows(problem, tile), problem.epilogue)
+
+
+def filter_by_rows(problem: ConvProblem, tile: Tile) -> bool:
+    return tile.turned or problem.op == "conv_bwd_data"
+
+
+def tiles(problem: ConvProblem, tile: Tile) -> tuple[int, int, int]:
+    """(images, sets of pixels of each, sets of output channels): all images are one where channels are neighbours."""
+    pixels, (wide, narrow), (_, outputs) = prod(problem.spatial), tile.elements, channels(problem)
+    if problem.channels_last:
+        return 1, ceil(problem.n * pixels / narrow), ceil(outputs / wide)
+    return problem.n, ceil(pixels / wide), ceil(outputs / narrow)
+
+
+def step(problem: ConvProblem, tile: Tile, device: Gpu) -> int:
+    """Blocks."""
+    return min(prod(tiles(problem, tile)), device.sms * tile.blocks)
+
+
+@lru_cache(_KNOWN)
+def configs(problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
+    """The best guess first."""
+    order = sorted((estimate_us(problem, tile, device), tile) for tile in _fitting(problem, device))
+    return tuple(tile for us, tile in order[:_CONFIGS] if us <= _WORTH_MEASURING * order[0][0])
+
+
+def _fitting(problem: ConvProblem, device: Gpu, most: int = _SHAPES) -> Iterator[Tile]:
+    """Tiles hardly larger than the output that find room in registers and shared memory, of the best shapes."""
+    shapes = {shape: prod(tiles(problem, shape)) * prod(shape.elements) for shape in _shapes(problem)}
+    least = min(shapes.values())
+    good = [shape._replace(blocks=1) for shape, elements in shapes.items() if elements <= _PADDED * least]
+    good = sorted(good, key=lambda shape: estimate_us(problem, shape, device))[:most]
+    for shape, blocks in product(good, MOST_REGISTERS):
+        if variant(problem, shape).products.registers > MOST_REGISTERS[blocks]:
+            continue
+        for stages in _STAGES:
+            tile = shape._replace(stages=stages, blocks=blocks)
+            needed = variant(problem, tile).shared_bytes
+            if needed <= shared_bytes(device) and blocks_at_once(needed, device) >= blocks:
+                yield tile
+                break
+
+
+def _shapes(problem: ConvProblem) -> Iterator[Tile]:
+    """All whose boxes TMA takes, warp by warp from where a swizzle begins."""
+    may_turn = problem.op == "conv_fwd" and (problem.k % QUAD == 0 or not problem.channels_last)
+    ways = (False, True) if may_turn else (False,)
+    for lanes, of_wide, of_narrow, across, turned in product(LANES, OF_LANE, OF_LANE, (1, 2, 4, 8), ways):
+        shape = Tile(lanes, of_wide, of_narrow, across, turned, 0, 0)
+        if shape.of_warp[1] % (SWIZZLE if across < WARPS else QUAD) or max(shape.elements) > MOST_BOX:
+            continue
+        yield shape
+
+
+def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:
+    """Microseconds."""
+    v, summed, every = variant(problem, tile), channels(problem)[0], prod(tiles(problem, tile))
+    blocks = step(problem, tile, device)
+    of_sm = ceil(every / blocks) * (tile.blocks if blocks > device.sms else 1)  # tiles
+    quads, stages = of_sm * WARPS * ceil(summed / QUAD), of_sm * ceil(summed / LINE)
+    stored = of_sm * WARPS * v.products.sums / v.products.wide.words * _STORE_CLOCKS / (device.clock_hz / 1e6)
+    filled = stages * sum(v.box_bytes)
+    us = spent_us(_COSTS, v.products, quads, stages, filled, problem.min_bytes, device)
+    return us + stored + tile.turned * _TURN_US
+
+
+def integers(problem: ConvProblem, tile: Tile, device: Gpu) -> Integers:
+    images, of_pixels, of_outputs = tiles(problem, tile)
+    walk = (*(of_pixels, *reciprocal(of_pixels)), *(of_outputs, *reciprocal(of_outputs)))
+    pixels = prod(problem.spatial) * (problem.n if problem.channels_last else 1)
+    every = images * of_pixels * of_outputs, step(problem, tile, device)
+    return Integers(*every, *walk, *channels(problem), pixels)
+
+
+def maps(problem: ConvProblem, tile: Tile) -> tuple[TensorMap, TensorMap]:
+    """Of the image that is gathered, and of the filter."""
+    (wide, narrow), (summed, outputs) = tile.elements, channels(problem)
+    place, w_place = (1, 0) if problem.op == "conv_bwd_data" else (0, 1)
+    if problem.channels_last:
+        image, of_outputs = image_map(problem, place, summed, (LINE, narrow), plain=False), wide
+    else:
+        image, of_outputs = image_map(problem, place, summed, (wide, LINE), plain=True), narrow
+    if not filter_by_rows(problem, tile):
+        return image, TensorMap(w_place, "f32", (summed, outputs), (4 * summed,), (LINE, of_outputs))
+    row_bytes = 4 * turned_elems(problem) // summed
+    w_place = WORKSPACE if tile.turned else w_place
+    return image, TensorMap(w_place, "f32", (outputs, summed), (row_bytes,), (of_outputs, LINE), plain=True)
