@@ -77,31 +77,31 @@ class Products(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Clocks of a load of lines, of one of rows, of a stage, and of 128 bytes that are copied; the share of the FMA
-    units' rate and of a copy's that is reached, how sharply the slowest of all decides, and what is spent beside it."""
+    """Clocks of a load of lines, of a word of rows, and of a stage; the share of the FMA units' rate that a lone block
+    of a multiprocessor reaches, that two reach, and of a copy's; how sharply the slowest of all decides, and what is
+    spent beside it."""
 
     line: float
-    row: float
+    word: float
     stage: float
-    filled: float
-    rate: float
+    rates: tuple[float, float]
     copy: float
     power: float
     launch_us: float
 
 
 def spent_us(
-    costs: Costs, products: Products, quads: float, stages: float, filled_bytes: float, moved_bytes: float, device: Gpu
+    costs: Costs, products: Products, blocks: int, quads: float, stages: float, moved_bytes: float, device: Gpu
 ) -> float:
-    """Microseconds of memory, shared memory and products beside each other: of a multiprocessor's warps so many quads,
-    stages and bytes that are copied; moved_bytes of all together."""
-    lines = sum(factor.loads for factor in products if not factor.step_bytes)
-    rows = sum(factor.loads for factor in products if factor.step_bytes)
-    shared = quads * (costs.line * lines + costs.row * rows) + costs.filled * filled_bytes / 128
-    multiplied = quads / 4 * (QUAD * products.sums + lines + rows) / costs.rate
-    per_us = device.clock_hz / 1e6
+    """Microseconds of memory, shared memory and products beside each other: of a multiprocessor's warps so many quads
+    and stages; moved_bytes of all together."""
+    lines = sum(factor.held for factor in products if not factor.step_bytes)
+    words = sum(factor.held * QUAD for factor in products if factor.step_bytes)
+    loads, per_us = sum(factor.loads for factor in products), device.clock_hz / 1e6
+    loaded_us = quads * (costs.line * lines + costs.word * words) / per_us
+    multiplied_us = quads / 4 * (QUAD * products.sums + loads) / costs.rates[blocks - 1] / per_us
     moved_us = moved_bytes / (copy_bytes_per_s(device) * costs.copy) * 1e6
-    together = sum(us**costs.power for us in (shared / per_us, multiplied / per_us, moved_us)) ** (1 / costs.power)
+    together = sum(us**costs.power for us in (loaded_us, multiplied_us, moved_us)) ** (1 / costs.power)
     return costs.launch_us + together + stages * costs.stage / per_us
 
 
