@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -173,6 +174,20 @@ def test_configs_are_what_tma_and_blocks_take() -> None:
             assert max(tensor.box) <= pointwise_tile.MOST_BOX and tensor.box[0] * 4 % 16 == 0, f"{problem} {config}"
             assert all(stride % 16 == 0 for stride in tensor.strides_bytes), f"{problem} {config}"
             assert tensor.plain or tensor.box[0] == pointwise_tile.LINE, f"{problem} {config}"
+
+
+def test_what_is_supported_has_a_config() -> None:
+    """Also where the tiles that are guessed to be the best find no room."""
+    draw, supported = Random(5), 0
+    for _ in range(150):
+        c, k = (draw.choice([4 * draw.randint(1, 40), 4 * draw.randint(1, 600), draw.randint(1, 2000)]) for _ in "ck")
+        extents = f"n{draw.choice([1, 2, 32])}c{c}h{draw.randint(1, 120)}w{draw.randint(1, 120)}"
+        problem = parse(text_of(draw.choice(list(CANDIDATES)), f"{extents}:k{k}", draw.choice(["nchw", "nhwc"])))
+        candidate = CANDIDATES[problem.op]
+        if candidate.supports(problem, H200).ok:
+            supported += 1
+            assert candidate.configs(problem, H200), str(problem)
+    assert supported > 50
 
 
 def test_guesses_take_no_tile_that_is_mostly_empty() -> None:

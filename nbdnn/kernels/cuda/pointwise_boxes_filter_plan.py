@@ -37,7 +37,7 @@ _STAGES = range(6, 1, -1)
 _PADDED = 1.25  # times the least that tiles are larger than dw
 _SHAPES, _CONFIGS, _WORTH_MEASURING = 40, 8, 1.3
 # Fitted to 588 tiles of 42 problems on an H200: the guess takes 1.03 of the fastest.
-_COSTS, _ADDED_SHARE = Costs(3.4, 0.6, 108.0, (0.725, 0.778), 1.1, 3.3, 4.0), 0.22
+_COSTS, _ADDED_SHARE = Costs(3.4, 0.6, 108.0, (0.725, 0.778), 1.1, 3.3, 3.1, 1.3), 0.22
 _KNOWN = 256
 
 
@@ -170,7 +170,7 @@ def configs(problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
 
 def _fitting(problem: ConvProblem, device: Gpu, most: int = _SHAPES) -> Iterator[Tile]:
     """Tiles hardly larger than dw or a part of it that find room in registers and shared memory, of the best shapes."""
-    shapes = {shape: prod(tiles(problem, shape)) * prod(shape.channels) for shape in _shapes()}
+    shapes = {shape: prod(tiles(problem, shape)) * prod(shape.channels) for shape in _shapes(problem)}
     least = min(shapes.values())
     good = [shape._replace(pixels=64, blocks=1) for shape, elems in shapes.items() if elems <= _PADDED * least]
     good = sorted(good, key=lambda shape: estimate_us(problem, shape, device))[:most]
@@ -185,13 +185,15 @@ def _fitting(problem: ConvProblem, device: Gpu, most: int = _SHAPES) -> Iterator
                 break
 
 
-def _shapes() -> Iterator[Tile]:
-    """All whose boxes TMA takes, share by share from where a swizzle begins."""
+def _shapes(problem: ConvProblem) -> Iterator[Tile]:
+    """All with registers enough whose boxes TMA takes, share by share from where a swizzle begins."""
     for wide, lanes, of_wide, of_narrow, shares in product(("dy", "x"), LANES, OF_LANE, OF_LANE, _SHARES):
         shape = Tile(wide, lanes, of_wide, of_narrow, shares, 0, 0, 0)
         if shape.of_share % (SWIZZLE if shares > 1 else QUAD):
             continue
-        if max(shape.channels) <= MOST_BOX and shape.channels[0] >= shape.channels[1] // 2:
+        if max(shape.channels) > MOST_BOX or shape.channels[0] < shape.channels[1] // 2:
+            continue
+        if variant(problem, shape).products.registers <= MOST_REGISTERS[1]:
             yield shape
 
 

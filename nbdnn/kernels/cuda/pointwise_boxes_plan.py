@@ -38,7 +38,7 @@ _STAGES = range(6, 1, -1)
 _PADDED = 1.25  # times the least that tiles are larger than the output
 _SHAPES, _CONFIGS, _WORTH_MEASURING = 40, 8, 1.3
 # Fitted to 1,471 tiles of 36 problems on an H200: the guess takes 1.03 of the fastest.
-_COSTS = Costs(2.2, 0.43, 380.0, (0.684, 0.827), 1.1, 3.0, 3.6)
+_COSTS = Costs(2.2, 0.43, 380.0, (0.684, 0.827), 1.1, 3.0, 2.0, 1.6)
 _STORE_CLOCKS, _TURN_US = 1.8, 1.1
 _KNOWN = 256
 
@@ -191,14 +191,15 @@ def _fitting(problem: ConvProblem, device: Gpu, most: int = _SHAPES) -> Iterator
 
 
 def _shapes(problem: ConvProblem) -> Iterator[Tile]:
-    """All whose boxes TMA takes, warp by warp from where a swizzle begins."""
+    """All with registers enough whose boxes TMA takes, warp by warp from where a swizzle begins."""
     may_turn = problem.op == "conv_fwd" and (problem.k % QUAD == 0 or not problem.channels_last)
     ways = (False, True) if may_turn else (False,)
     for lanes, of_wide, of_narrow, across, turned in product(LANES, OF_LANE, OF_LANE, (1, 2, 4, 8), ways):
         shape = Tile(lanes, of_wide, of_narrow, across, turned, 0, 0)
         if shape.of_warp[1] % (SWIZZLE if across < WARPS else QUAD) or max(shape.elements) > MOST_BOX:
             continue
-        yield shape
+        if variant(problem, shape).products.registers <= MOST_REGISTERS[1]:
+            yield shape
 
 
 def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:

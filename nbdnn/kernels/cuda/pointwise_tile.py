@@ -26,6 +26,7 @@ MOST_BOX = 256  # elements of a box on an axis
 MOST_REGISTERS = {1: 140, 2: 58}  # of a thread, for sums and factors, by blocks of a multiprocessor
 OF_LANE, LANES = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16), (8, 16, 32)
 THREADS = WARP * (WARPS + 1)
+_LONG_US = 1.0
 
 
 class Factor(NamedTuple):
@@ -78,8 +79,8 @@ class Products(NamedTuple):
 
 class Costs(NamedTuple):
     """Clocks of a load of lines, of a word of rows, and of a stage; the share of the FMA units' rate that a lone block
-    of a multiprocessor reaches, that two reach, and of a copy's; how sharply the slowest of all decides, and what is
-    spent beside it."""
+    of a multiprocessor reaches, that two reach, and of a copy's; how sharply the slowest of all decides; and what is
+    spent beside it, and as much again of long ones."""
 
     line: float
     word: float
@@ -88,6 +89,7 @@ class Costs(NamedTuple):
     copy: float
     power: float
     launch_us: float
+    long_us: float
 
 
 def spent_us(
@@ -102,7 +104,8 @@ def spent_us(
     multiplied_us = quads / 4 * (QUAD * products.sums + loads) / costs.rates[blocks - 1] / per_us
     moved_us = moved_bytes / (copy_bytes_per_s(device) * costs.copy) * 1e6
     together = sum(us**costs.power for us in (loaded_us, multiplied_us, moved_us)) ** (1 / costs.power)
-    return costs.launch_us + together + stages * costs.stage / per_us
+    beside_us = costs.launch_us + costs.long_us * together / (together + _LONG_US)
+    return beside_us + together + stages * costs.stage / per_us
 
 
 def products(lanes: int, of_wide: int, of_narrow: int, steps_bytes: tuple[int, int]) -> Products:

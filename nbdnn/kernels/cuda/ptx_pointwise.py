@@ -16,6 +16,8 @@ from nbdnn.kernels.cuda.ptx import F32, I32, load_words, packed, unpacked
 from nbdnn.kernels.cuda.ptx_tile import shared_at
 from nbdnn.kernels.cuda.ptx_vector import load_vector, store_vector
 
+_READ_WORDS = 16  # of outputs that are asked for at once
+
 
 class _Loads:
     """A factor's loads. step: the values of one step; steps: of an element those of all."""
@@ -120,24 +122,38 @@ def stored(products: Products, tokens: tuple[str, ...], bias_is_wide: bool):
                 where = builder.gep(pointer, [at])
                 return load_vector(builder, where, wanted, "f32", count, constant=constant)
 
+            runs = []  # (wide element, narrow element, place, whether it exists)
             for j in range(narrow.held):
                 row = builder.add(first, builder.mul(args[5], I32(narrow.place(j))))
                 is_narrow = builder.icmp_signed("<", I32(narrow.place(j)), narrow_left)
-                if has_bias and not bias_is_wide:
-                    at = builder.add(first_bias, I32(narrow.place(j)))
-                    shift = loaded(bias, at, is_narrow, 1) * words
                 for i in range(0, wide.held, words):
                     is_there = builder.and_(is_narrow, builder.icmp_signed("<", I32(wide.place(i)), wide_left))
-                    at = builder.add(row, I32(wide.place(i)))
+                    runs.append((i, j, builder.add(row, I32(wide.place(i))), is_there))
+            # What is read and then written keeps its order: several are asked for before the first is waited for.
+            together = _READ_WORDS // words
+            for group in (runs[at : at + together] for at in range(0, len(runs), together)):
+                read = [
+                    loaded(out, at, alive, words, constant=False) if reads_out else zeros for _, _, at, alive in group
+                ]
+                for (i, j, at, is_there), before in zip(group, read, strict=True):
+                    shift = zeros
                     if has_bias and bias_is_wide:
                         shift = loaded(bias, builder.add(first_bias, I32(wide.place(i))), is_there, words)
-                    before = loaded(out, at, is_there, words, constant=False) if reads_out else zeros
+                    elif has_bias:
+                        shift = loaded(bias, builder.add(first_bias, I32(narrow.place(j))), is_there, 1) * words
                     added = loaded(residual, at, is_there, words) if has_residual else zeros
                     finished = []
                     for lane in range(words):
-                        given = [total[(i + lane) * narrow.held + j], alpha, beta, before[lane]]
-                        given += [shift[lane] if has_bias else F32(0.0), added[lane]]
-                        finished.append(context.compile_internal(builder, finish, signature(real, *[real] * 6), given))
+                        given = [
+                            total[(i + lane) * narrow.held + j],
+                            alpha,
+                            beta,
+                            before[lane],
+                            shift[lane],
+                            added[lane],
+                        ]
+                        value = context.compile_internal(builder, finish, signature(real, *[real] * 6), given)
+                        finished.append(value)
                     store_vector(builder, builder.gep(out, [at]), is_there, "f32", finished)
             return context.get_dummy_value()
 
