@@ -16,7 +16,7 @@ from nbdnn.kernels.cuda.ptx import F32, I32, load_words, packed, unpacked
 from nbdnn.kernels.cuda.ptx_tile import shared_at
 from nbdnn.kernels.cuda.ptx_vector import load_vector, store_vector
 
-_READ_WORDS = 16  # of outputs that are asked for at once
+_READ_WORDS = 8  # of outputs that are asked for at once
 
 
 class _Loads:
