@@ -19,7 +19,7 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_plan as plan
 from nbdnn.kernels.cuda import boxes_ring
-from nbdnn.kernels.cuda.boxes_plan import BARRIER_BYTES, WARP, Boxes, Variant, Walk
+from nbdnn.kernels.cuda.boxes_plan import WARP, Boxes, Variant, Walk
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import unit_stride_gather
 from nbdnn.kernels.cuda.division import reciprocal
@@ -39,7 +39,6 @@ def _kernel(*specialised_on):
     tile_rows, tile_columns, strips = boxes.tile_rows, boxes.tile_columns, boxes.strips_h * boxes.strips_w
     stages, stage_bytes, box_bytes, taps, down_first = boxes.stages, v.stage_bytes, v.box_bytes, v.taps, v.down_first
     pixel_bytes, row_bytes, vector_bytes = v.pixel_bytes, v.pixel_bytes * v.box_columns, lanes * ITEMSIZE[v.dtype]
-    full_at, free_at = stages * stage_bytes, stages * (stage_bytes + BARRIER_BYTES)
     copy_box, map_of, target = ptx_tma.COPY_BOX[4], ptx_tma.map_of, ptx_vector_rows.Target
     load_weights = ptx_vector.load_filters(v.dtype, lanes, taps, v.reversed_)
     scaled = ptx_vector.scaled(lanes * taps)
@@ -51,8 +50,8 @@ def _kernel(*specialised_on):
         row_bytes,
         pixel_bytes,
     )
-    set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, warps)
-    give_back = boxes_ring.give_back()
+    ring = boxes_ring.Ring(stages, stage_bytes, box_bytes, stages * stage_bytes, warps)
+    set_barriers, claim, arrived, give_back, following = boxes_ring.words(ring)
     place = boxes_ring.place_of(1, tile_rows, tile_columns)
 
     @ptx.inline
@@ -60,14 +59,11 @@ def _kernel(*specialised_on):
         stage, turn = integer(0), integer(1)
         while number < f.tiles:
             n, row, column = place(number, f)
-            full = word(shared + full_at + stage * BARRIER_BYTES)
-            ptx_tma.wait(word(shared + free_at + stage * BARRIER_BYTES), turn)
-            ptx_tma.expect_bytes(full, integer(box_bytes))
+            to, full = claim(shared, stage, turn)
             corner = (channel, integer(column - f.pad_w), integer(row - f.pad_h), n)
-            copy_box(word(shared + stage * stage_bytes), source, full, corner, ())
-            number, stage = integer(number + f.step), integer(stage + 1)
-            if stage == stages:
-                stage, turn = integer(0), integer(turn ^ 1)
+            copy_box(to, source, full, corner, ())
+            number = integer(number + f.step)
+            stage, turn = following(stage, turn)
 
     @ptx.inline
     def strip_of(thread):
@@ -90,20 +86,19 @@ def _kernel(*specialised_on):
         channel = channel if alive else integer(0)
         weights = scaled(load_weights(w, integer(channel * taps)), alpha)
         shift = load_bias(bias, channel, integer(1)) if has_bias else zeros()
-        pixels = word(shared + down * row_bytes + along * pixel_bytes + vector * vector_bytes)
+        pixels = word(down * row_bytes + along * pixel_bytes + vector * vector_bytes)
         end_row, row_step = f.out_rows if alive else integer(0), integer(f.out_columns * f.channels)
         stage, turn = integer(0), integer(0)
         while number < f.tiles:
             n, row, column = place(number, f)
             row, column = integer(row + down), integer(column + along)
-            ptx_tma.wait(word(shared + full_at + stage * BARRIER_BYTES), turn)
+            box = arrived(shared, stage, turn)
             at, of_columns = integer(n * f.out_rows * row_step + channel), (column, f.channels, f.out_columns)
             goal = target(out, residual, at, row, row_step, end_row, *of_columns, shift, real(1.0), beta)
-            multiply(weights, word(pixels + stage * stage_bytes), goal)
-            give_back(word(shared + free_at + stage * BARRIER_BYTES), thread & (WARP - 1))
-            number, stage = integer(number + f.step), integer(stage + 1)
-            if stage == stages:
-                stage, turn = integer(0), integer(turn ^ 1)
+            multiply(weights, word(box + pixels), goal)
+            give_back(shared, stage, thread & (WARP - 1))
+            number = integer(number + f.step)
+            stage, turn = following(stage, turn)
 
     def depthwise_boxes(maps, w, out, bias, residual, alpha, beta, f):
         thread, shared = integer(ptx.thread_x()), ptx_tile.dynamic_shared()

@@ -29,7 +29,6 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.grouped_plan import Integers
 from nbdnn.kernels.cuda.grouped_variant import (
     ACROSS,
-    BARRIER_BYTES,
     CHUNKS,
     LINE_BYTES,
     WARP,
@@ -70,8 +69,6 @@ def _kernel(*specialised_on):
     tile_rows, tile_columns, strips, pixels = v.tile_rows, v.tile_columns, boxes.down * along, v.pixels
     row_bytes, stage_bytes, image_bytes = v.row_bytes, v.stage_bytes, v.row_bytes * v.box_rows
     output_bytes, outputs_at = pixels * LINE_BYTES, stages * stage_bytes
-    full_at = outputs_at + 2 * output_bytes
-    free_at = full_at + stages * BARRIER_BYTES
     down_bytes, along_bytes = rows // phases_h * stride_h * row_bytes, ACROSS // images * stride_w * LINE_BYTES
     strip_columns, half_columns = ACROSS // images * phases_w, 8 * phases_w
     width, of_unit, units, splits, shares = v.width, v.unit, v.units, v.splits, v.shares
@@ -85,7 +82,8 @@ def _kernel(*specialised_on):
     part_two = ptx_matrix.part(v.sums, v.sums - of_phase, of_phase)
     load_shared, store = ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
     widen, has_bias = ptx.WIDEN[v.dtype], "bias" in v.epilogue
-    set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, WARPS)
+    ring = boxes_ring.Ring(stages, stage_bytes, stage_bytes, outputs_at + 2 * output_bytes, WARPS, stores=True)
+    set_barriers, claim, arrived, give_back, following = boxes_ring.words(ring)
     place = boxes_ring.place_of(images, tile_rows, tile_columns)
 
     @ptx.inline
@@ -93,16 +91,13 @@ def _kernel(*specialised_on):
         stage, turn = integer(0), integer(1)
         while number < f.tiles:
             n, row, column = place(number, f)
-            full = word(shared + full_at + stage * BARRIER_BYTES)
-            ptx_tma.wait(word(shared + free_at + stage * BARRIER_BYTES), turn)
-            ptx_tma.expect_bytes(full, integer(stage_bytes))
+            to, full = claim(shared, stage, turn)
             first_row, _ = ptx.divided(row, integer(phases_h))
             first_column, _ = ptx.divided(column, integer(phases_w))
             corner = (channel, integer(first_column * stride_w - f.pad_w), integer(first_row * stride_h - f.pad_h), n)
-            copy_box(word(shared + stage * stage_bytes), source, full, corner, ())
-            number, stage = integer(number + f.step), integer(stage + 1)
-            if stage == stages:
-                stage, turn = integer(0), integer(turn ^ 1)
+            copy_box(to, source, full, corner, ())
+            number = integer(number + f.step)
+            stage, turn = following(stage, turn)
 
     @ptx.inline
     def filters(w, first, split, lane, f):
@@ -207,11 +202,11 @@ def _kernel(*specialised_on):
         while number < f.tiles:
             n, row, column = place(number, f)
             outputs = word(shared + outputs_at + flip * output_bytes)
-            ptx_tma.wait(word(shared + full_at + stage * BARRIER_BYTES), turn)
+            start = arrived(shared, stage, turn)
             strip = share if share < shares else integer(strips)  # there may be more warps than units
             while strip < strips:
                 down, across = ptx.divided(strip, integer(along))
-                box = word(shared + stage * stage_bytes + of_image + down * down_bytes + across * along_bytes)
+                box = word(start + of_image + down * down_bytes + across * along_bytes)
                 sums = walked(box, pixel, chunk, mask, weights)
                 p = integer(row + down * rows)
                 lane_of = (g, t, filter, of_line, exists, shift)
@@ -220,14 +215,11 @@ def _kernel(*specialised_on):
                 if phases_w > 1:
                     finish(part_two(sums), integer(1), lane_of, where, given, f)
                 strip = integer(strip + shares)
-            ptx.cuda.syncwarp()  # sums have been stored, so that all of the box was read
-            if lane == 0:
-                ptx_tma.arrive(word(shared + free_at + stage * BARRIER_BYTES))
+            give_back(shared, stage, lane)
             meet()
             store_tile(outputs, thread, slab_first, n, row, column, out, f)
-            number, stage, flip = integer(number + f.step), integer(stage + 1), integer(flip ^ 1)
-            if stage == stages:
-                stage, turn = integer(0), integer(turn ^ 1)
+            number, flip = integer(number + f.step), integer(flip ^ 1)
+            stage, turn = following(stage, turn)
 
     def grouped_boxes(maps, w, out, bias, residual, alpha, beta, f):
         thread, shared = integer(ptx.thread_x()), ptx_tile.dynamic_shared()

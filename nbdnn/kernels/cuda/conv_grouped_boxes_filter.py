@@ -26,7 +26,6 @@ from nbdnn.kernels.cuda.conv_grouped_boxes import GroupedBoxes
 from nbdnn.kernels.cuda.grouped_plan import Integers
 from nbdnn.kernels.cuda.grouped_variant import (
     ACROSS,
-    BARRIER_BYTES,
     LINE_BYTES,
     WARP,
     WARPS,
@@ -48,7 +47,6 @@ def _kernel(*specialised_on):
     images, stages = boxes.images, boxes.stages
     tile_rows, tile_columns, strips = v.tile_rows, v.tile_columns, boxes.down * along
     stage_bytes, dy_at, image_bytes = v.stage_bytes, v.image_bytes, v.row_bytes * v.box_rows
-    full_at, free_at = stages * stage_bytes, stages * (stage_bytes + BARRIER_BYTES)
     across = ACROSS // images
     down_bytes, along_bytes = rows * stride_h * v.row_bytes, across * stride_w * LINE_BYTES
     out_down_bytes, out_image_bytes = rows * tile_columns * LINE_BYTES, tile_rows * tile_columns * LINE_BYTES
@@ -57,8 +55,8 @@ def _kernel(*specialised_on):
     copy_box, map_of = ptx_tma.COPY_BOX[4], ptx_tma.map_of
     zeros, gathered = ptx_matrix.zeros(count), ptx_grouped.gathered(v.gather, count)
     scattered = ptx_grouped.scattered(v.pairs)
-    set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, WARPS)
-    give_back = boxes_ring.give_back()
+    ring = boxes_ring.Ring(stages, stage_bytes, stage_bytes, stages * stage_bytes, WARPS)
+    set_barriers, claim, arrived, give_back, following = boxes_ring.words(ring)
     place = boxes_ring.place_of(images, tile_rows, tile_columns)
 
     @ptx.inline
@@ -66,15 +64,12 @@ def _kernel(*specialised_on):
         stage, turn = integer(0), integer(1)
         while number < f.tiles:
             n, row, column = place(number, f)
-            full = word(shared + full_at + stage * BARRIER_BYTES)
-            ptx_tma.wait(word(shared + free_at + stage * BARRIER_BYTES), turn)
-            ptx_tma.expect_bytes(full, integer(stage_bytes))
+            to, full = claim(shared, stage, turn)
             corner = (channel, integer(column * stride_w - f.pad_w), integer(row * stride_h - f.pad_h), n)
-            copy_box(word(shared + stage * stage_bytes), x, full, corner, ())
-            copy_box(word(shared + stage * stage_bytes + dy_at), dy, full, (channel, column, row, n), ())
-            number, stage = integer(number + f.step), integer(stage + 1)
-            if stage == stages:
-                stage, turn = integer(0), integer(turn ^ 1)
+            copy_box(to, x, full, corner, ())
+            copy_box(word(to + dy_at), dy, full, (channel, column, row, n), ())
+            number = integer(number + f.step)
+            stage, turn = following(stage, turn)
 
     @ptx.inline
     def exists(column, f):
@@ -111,11 +106,10 @@ def _kernel(*specialised_on):
         stage, turn = integer(0), integer(0)
         while number < f.tiles:
             n, row, first_column = place(number, f)
-            ptx_tma.wait(word(shared + full_at + stage * BARRIER_BYTES), turn)
+            start = arrived(shared, stage, turn)
             strip = integer(0) if unit < units else integer(strips)  # there may be more warps than units
             while strip < strips:
                 down, beside = ptx.divided(strip, integer(along))
-                start = integer(shared + stage * stage_bytes)
                 box = word(start + of_image + down * down_bytes + beside * along_bytes)
                 dy = word(start + of_dy + down * out_down_bytes + beside * (across * LINE_BYTES))
                 q = integer(first_column + beside * across + 2 * t)
@@ -125,10 +119,9 @@ def _kernel(*specialised_on):
                     high = word(0)
                 sums = gathered(sums, box, pixel, chunk, dy, (low, high), left)
                 strip = integer(strip + 1)
-            give_back(word(shared + free_at + stage * BARRIER_BYTES), lane)
-            number, stage = integer(number + f.step), integer(stage + 1)
-            if stage == stages:
-                stage, turn = integer(0), integer(turn ^ 1)
+            give_back(shared, stage, lane)
+            number = integer(number + f.step)
+            stage, turn = following(stage, turn)
         c, k = integer(slab_first + channels + g), integer(slab_first + filters + 2 * t)
         c, k = integer(c + unit * of_unit), integer(k + unit * of_unit)
         group, of_group = ptx.divided(c, integer(width))

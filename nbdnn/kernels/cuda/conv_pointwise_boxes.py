@@ -21,7 +21,6 @@ from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_ring, pointwise_tile
 from nbdnn.kernels.cuda import pointwise_boxes_plan as plan
-from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.kernels.cuda.pointwise_boxes_plan import Integers, Tile, Variant
@@ -40,8 +39,7 @@ def _kernel(*specialised_on):
     tile, planar, products, stages = v.tile, v.planar, v.products, v.tile.stages
     lanes, (of_warp_wide, of_warp_narrow), (wide_elems, narrow_elems) = tile.lanes, tile.of_warp, tile.elements
     (wide_words, narrow_words), narrow_warps = [factor.words for factor in products], WARPS // tile.across_wide
-    stage_bytes, narrow_at, copied_bytes = v.stage_bytes, v.narrow_at, sum(v.box_bytes)
-    full_at, free_at = stages * stage_bytes, stages * (stage_bytes + BARRIER_BYTES)
+    stage_bytes, narrow_at = v.stage_bytes, v.narrow_at
     image_at, filter_at = (0, narrow_at) if planar else (narrow_at, 0)
     of_pixels, of_outputs = (wide_elems, narrow_elems) if planar else (narrow_elems, wide_elems)
     filter_by_rows = v.filter_by_rows
@@ -50,8 +48,8 @@ def _kernel(*specialised_on):
     multiply = ptx_pointwise.lane_products(products)
     stored = ptx_pointwise.stored(products, v.epilogue, not planar)
     wide_place, narrow_place = map(pointwise_tile.lane_place, products)
-    set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, WARPS)
-    give_back = boxes_ring.give_back()
+    ring = boxes_ring.Ring(stages, stage_bytes, sum(v.box_bytes), stages * stage_bytes, WARPS)
+    set_barriers, claim, arrived, give_back, following = boxes_ring.words(ring)
 
     @ptx.inline
     def place_of(number, f):
@@ -67,14 +65,11 @@ def _kernel(*specialised_on):
             n, pixel, output = place_of(number, f)
             first = integer(0)
             while first < f.summed:
-                full, to = word(shared + full_at + stage * BARRIER_BYTES), integer(shared + stage * stage_bytes)
-                ptx_tma.wait(word(shared + free_at + stage * BARRIER_BYTES), turn)
-                ptx_tma.expect_bytes(full, integer(copied_bytes))
+                to, full = claim(shared, stage, turn)
                 copy_image(word(to + image_at), image, full, (pixel, first, n) if planar else (first, pixel), ())
                 copy_filter(word(to + filter_at), w, full, (output, first) if filter_by_rows else (first, output), ())
-                first, stage = integer(first + LINE), integer(stage + 1)
-                if stage == stages:
-                    stage, turn = integer(0), integer(turn ^ 1)
+                first = integer(first + LINE)
+                stage, turn = following(stage, turn)
             number = integer(number + f.step)
 
     @ptx.inline
@@ -88,17 +83,15 @@ def _kernel(*specialised_on):
         while number < f.tiles:
             sums, first = zeros(), integer(0)
             while first < f.summed:
-                ptx_tma.wait(word(shared + full_at + stage * BARRIER_BYTES), turn)
-                start = integer(shared + stage * stage_bytes)
+                start = integer(arrived(shared, stage, turn))
                 quad, left = integer(0), integer(f.summed - first)
                 while quad < LINE // QUAD and quad * QUAD < left:
                     a = wide_place(start, wide, own, quad)
                     sums = multiply(sums, a, narrow_place(integer(start + narrow_at), narrow, other, quad))
                     quad = integer(quad + 1)
-                give_back(word(shared + free_at + stage * BARRIER_BYTES), lane)
-                first, stage = integer(first + LINE), integer(stage + 1)
-                if stage == stages:
-                    stage, turn = integer(0), integer(turn ^ 1)
+                give_back(shared, stage, lane)
+                first = integer(first + LINE)
+                stage, turn = following(stage, turn)
             n, pixel, output = place_of(number, f)
             if planar:
                 pixel, output = integer(pixel + of_lane_wide), integer(output + of_lane_narrow)

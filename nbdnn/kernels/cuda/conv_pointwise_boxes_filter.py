@@ -22,7 +22,6 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_ring, pointwise_tile
 from nbdnn.kernels.cuda import pointwise_boxes_filter_plan as plan
 from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
-from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.pointwise_boxes_filter_plan import Integers, Tile, Variant
@@ -42,8 +41,7 @@ def _kernel(*specialised_on):
     others, of_narrow, sums_bytes, products = WARP // lanes, tile.of_narrow, v.sums_bytes, v.products
     wide_words, narrow_words = (factor.words for factor in products)
     (wide_channels, narrow_channels), (wide_bytes, narrow_bytes) = tile.channels, v.box_bytes
-    stage_bytes, copied_bytes, quads = wide_bytes + narrow_bytes, v.copied_bytes, pixels // (QUAD * slices)
-    full_at, free_at = v.barriers_at, v.barriers_at + stages * BARRIER_BYTES
+    quads = pixels // (QUAD * slices)
     lines = pixels // LINE if planar else 1  # boxes of a tensor in a stage
     wide_line_bytes, narrow_line_bytes = wide_bytes // lines, narrow_bytes // lines
     of_dy = tile.wide == "dy"
@@ -53,8 +51,8 @@ def _kernel(*specialised_on):
     zeros, multiply = ptx_matrix.zeros(len(places)), ptx_pointwise.lane_products(products)
     store_sums, load_sum, float_of = ptx_matrix.store_floats_at(places, 1), ptx_tile.LOAD_SHARED[1], ptx_tile.float_of
     wide_place, narrow_place = map(pointwise_tile.lane_place, products)
-    set_barriers = boxes_ring.set_barriers(stages, full_at, free_at, WARPS)
-    give_back = boxes_ring.give_back()
+    ring = boxes_ring.Ring(stages, sum(v.box_bytes), v.copied_bytes, v.barriers_at, WARPS)
+    set_barriers, claim, arrived, give_back, following = boxes_ring.words(ring)
 
     @ptx.inline
     def copy_planes(wide, narrow, to, full, number, first_wide, first_narrow, f):
@@ -77,13 +75,10 @@ def _kernel(*specialised_on):
     def ask(wide, narrow, shared, number, first_wide, first_narrow, f):
         stage, turn = integer(0), integer(1)
         while number < f.chunks:
-            full = word(shared + full_at + stage * BARRIER_BYTES)
-            ptx_tma.wait(word(shared + free_at + stage * BARRIER_BYTES), turn)
-            ptx_tma.expect_bytes(full, integer(copied_bytes))
-            copy_stage(wide, narrow, word(shared + stage * stage_bytes), full, number, first_wide, first_narrow, f)
-            number, stage = integer(number + f.step), integer(stage + 1)
-            if stage == stages:
-                stage, turn = integer(0), integer(turn ^ 1)
+            to, full = claim(shared, stage, turn)
+            copy_stage(wide, narrow, to, full, number, first_wide, first_narrow, f)
+            number = integer(number + f.step)
+            stage, turn = following(stage, turn)
 
     @ptx.inline
     def multiplied(shared, number, slice, share, lane, f):
@@ -91,8 +86,7 @@ def _kernel(*specialised_on):
         sums, own, other = zeros(), integer(lane % lanes), integer(lane // lanes)
         stage, turn = integer(0), integer(0)
         while number < f.chunks:
-            ptx_tma.wait(word(shared + full_at + stage * BARRIER_BYTES), turn)
-            start = integer(shared + stage * stage_bytes)
+            start = integer(arrived(shared, stage, turn))
             for i in range(quads):
                 quad, at, at_narrow = integer(slice + i * slices), start, integer(start + wide_bytes)
                 if planar:
@@ -100,10 +94,9 @@ def _kernel(*specialised_on):
                     at, at_narrow = integer(at + line * wide_line_bytes), integer(at_narrow + line * narrow_line_bytes)
                 a, b = wide_place(at, 0, own, quad), narrow_place(at_narrow, share * of_share, other, quad)
                 sums = multiply(sums, a, b)
-            give_back(word(shared + free_at + stage * BARRIER_BYTES), lane)
-            number, stage = integer(number + f.step), integer(stage + 1)
-            if stage == stages:
-                stage, turn = integer(0), integer(turn ^ 1)
+            give_back(shared, stage, lane)
+            number = integer(number + f.step)
+            stage, turn = following(stage, turn)
         return sums
 
     @ptx.inline
