@@ -250,6 +250,7 @@ EDGES_POINTWISE = (
     Edge("n3c68h10w10:k40r1s1:p0x0:u1x1:d1x1:g1", "channels of two lines and a vector"),
     Edge("n2c16h3w72:k30r1s1:p0x0:u1x1:d1x1:g1", "output channels that are no vectors"),
     Edge("n1c300h4w4:k12r1s1:p0x0:u1x1:d1x1:g1", "more input channels than a box, fewer pixels than a warp has lanes"),
+    Edge("n1c300h4w4:k30r1s1:p0x0:u1x1:d1x1:g1", "the same with output channels that are no vectors"),
     Edge("n1c12h8w37:k280r1s1:p0x0:u1x1:d1x1:g1", "more output channels than a box"),
     Edge("n2c72h32w33:k96r1s1:p0x0:u1x1:d1x1:g1", "more tiles of pixels than one, the last one of a plane in part"),
     Edge("n2c24d3h4w6:k20t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "1x1x1"),
@@ -350,12 +351,12 @@ def _of_groups(op: str) -> list[ConvProblem]:
 
 
 def _of_pointwise(op: str) -> list[ConvProblem]:
-    """In both layouts; of the first two with what follows a result."""
+    """In both layouts; of the first two, and of those of many channels, with what follows a result."""
     plain, ends = [], tuple(_epilogues(op)[-1].split("+"))
     for edge in EDGES_POINTWISE:
         layouts = ("nchw", "nhwc") if _ndim(edge) == 2 else ("ncdhw", "ndhwc")
         plain += [_posed(op, "f32", edge, layout) for layout in layouts]
-    return [*plain, *(replace(posed, epilogue=ends) for posed in plain[:4])]
+    return [*plain, *(replace(posed, epilogue=ends) for posed in plain if posed in plain[:4] or posed.c == 300)]
 
 
 def _of_folds(op: str) -> list[ConvProblem]:

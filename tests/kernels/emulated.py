@@ -167,7 +167,9 @@ class Block:
         self.collectives: dict[str, Callable[[list], Sequence]] = {}
         self.shared: list[Word] = []
         self.moved = False
-        self.reading: defaultdict[int, set[int]] = defaultdict(set)  # of a warp, places whose loads may be on their way
+        # Of a block's warp, places whose loads may be on their way, and lanes that have waited for theirs.
+        self.reading: defaultdict[tuple, set[int]] = defaultdict(set)
+        self.waited: defaultdict[tuple, set[int]] = defaultdict(set)
         self.together: list[tuple[tuple[int, int, int], list[Word], list[Thread]]] = []  # place, shared memory, threads
         self.arrivals = 0  # of all threads at barriers of clusters
         self._dynamic_words = 0
@@ -224,6 +226,11 @@ class Block:
                 self.moved = True
                 for thread in party:
                     thread.waits_for = ""
+
+    @property
+    def warp(self) -> tuple:
+        """The one that runs now."""
+        return self.place, self.now.number // 32
 
     def dynamic_shared(self) -> int:
         return _SHARED_AT

@@ -137,7 +137,7 @@ class GroupedWords:
                             finish(sums[start + i], target.alpha, target.beta, before[i], shift[i], added[i])
                             for i in range(2)
                         )
-                        self._block.reading[self._block.now.number // 32].clear()  # a sum waits for all it is made of
+                        self._block.reading[self._block.warp].clear()  # a sum waits for all it is made of
                         if exists:
                             where = addresses[tile] + row * end.row_bytes + half * end.half_bytes
                             store(where, pack(low, high))

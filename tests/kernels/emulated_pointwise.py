@@ -59,9 +59,10 @@ class PointwiseWords:
                 at = first + narrow.place(j) * step + wide.place(i)
                 shift = [0.0] * wide.words
                 if "bias" in tokens:
-                    along = range(wide.place(i), wide.place(i) + wide.words)
-                    channels = along if bias_is_wide else [narrow.place(j)] * wide.words
-                    shift = [bias[first_bias + channel] for channel in channels]
+                    if bias_is_wide:
+                        shift = bias.load(first_bias + wide.place(i), wide.words)
+                    else:
+                        shift = [bias[first_bias + narrow.place(j)]] * wide.words
                 before, added = row(out, at, "beta" in tokens), row(residual, at, "res" in tokens)
                 finished = [
                     finish(sums[(i + lane) * narrow.held + j], *scalars, before[lane], shift[lane], added[lane])

@@ -249,7 +249,7 @@ class Words:
 
         def load(address: int) -> Word | tuple[Word, ...]:
             at = block.place_of(address, count)
-            block.reading[block.now.number // 32].add(at)
+            block.reading[block.warp].add(at)
             return _as_words(block.shared[at : at + count])
 
         return load

@@ -64,7 +64,11 @@ class TmaWords:
         pass
 
     def reads_before_copies(self) -> None:
-        self._block.reading[self._block.now.number // 32].clear()
+        warp, waited = self._block.warp, self._block.waited
+        waited[warp].add(self._block.now.number)
+        if len(waited[warp]) == 32:
+            self._block.reading[warp].clear()
+            waited[warp].clear()
 
     def _barrier(self, address: int) -> _Barrier:
         found = self._block.shared[self._block.place_of(address, 2)]
@@ -127,10 +131,11 @@ class TmaWords:
         tensor, _ = source
         line_bytes = tensor.box[0] * ITEMSIZE[tensor.dtype] if tensor.plain else _LINE_BYTES
         assert shared % (128 if tensor.plain else 1024) == line_bytes % 16 == 0 and max(tensor.box) <= 256
-        target = self._block.place_of(shared, 1)
-        target = range(target, target + len(lines) * line_bytes // 4)
-        for warp, places in self._block.reading.items():
-            assert not places.intersection(target), f"a copy overwrites what warp {warp} may still be reading"
+        first = self._block.place_of(shared, 1)
+        filled = range(first, first + len(lines) * line_bytes // 4)
+        for (place, warp), read in self._block.reading.items():
+            overwritten = place == self._block.place and read.intersection(filled)
+            assert not overwritten, f"a copy overwrites what warp {warp} may still be reading"
 
         def arrive() -> None:
             for i, line in enumerate(lines):

@@ -159,7 +159,7 @@ def _every(most: int = 100) -> list[tuple[ConvProblem, Any]]:
 def test_configs_stay_within_their_means(most: int) -> None:
     """No spills, no stack (so that the maps are not copied there), and registers for all blocks."""
     for problem, config in _every(most):
-        launch = CANDIDATES[problem.op].launches(problem, config, H200)[1 if getattr(config, "turned", False) else 0]
+        launch = next(each for each in CANDIDATES[problem.op].launches(problem, config, H200) if each.maps)
         kernel = compile_kernel(launch.source, "sm_90a")
         what = f"{problem} {config}: {kernel._replace(cubin=b'')}"
         assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
@@ -168,7 +168,7 @@ def test_configs_stay_within_their_means(most: int) -> None:
 
 def test_configs_are_what_tma_and_blocks_take() -> None:
     for problem, config in _every():
-        launch = CANDIDATES[problem.op].launches(problem, config, H200)[1 if getattr(config, "turned", False) else 0]
+        launch = next(each for each in CANDIDATES[problem.op].launches(problem, config, H200) if each.maps)
         assert blocks_at_once(launch.dynamic_shared_bytes, H200) >= config.blocks, f"{problem} {config}"
         for tensor in launch.maps:
             assert max(tensor.box) <= pointwise_tile.MOST_BOX and tensor.box[0] * 4 % 16 == 0, f"{problem} {config}"
@@ -212,6 +212,7 @@ def test_guesses_take_no_tile_that_is_mostly_empty() -> None:
         ("f32:n1c16h7w7:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nchw", "planes of 49 pixels"),
         ("f32:n1c18h8w8:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc", "18 input"),
         ("f32:n0c16h8w8:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc", "0 images"),
+        ("f32:n600c64h256w256:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc", "2516582400 elements"),
     ],
 )
 @pytest.mark.parametrize("op", CANDIDATES)
@@ -224,6 +225,18 @@ def test_other_generations_are_refused() -> None:
     problem = parse(text_of("conv_fwd", "n1c16h8w8:k32", "nhwc"))
     support = CANDIDATES["conv_fwd"].supports(problem, replace(H200, capability=(10, 0)))
     assert not support.ok and "(10, 0)" in support.reason
+
+
+@pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data"])
+def test_planes_need_whole_vectors_of_input_channels(op: str) -> None:
+    assert "18 input channels" in plan.refusal(parse(text_of(op, "n1c18h8w8:k32", "nchw")), H200)
+    assert filter_plan.refusal(parse(text_of("conv_bwd_filter", "n1c18h8w8:k31", "nchw")), H200) == ""
+
+
+def test_a_filter_whose_padded_rows_int32_does_not_count_is_not_turned() -> None:
+    problem = parse(text_of("conv_fwd", "n1c429000000h2w2:k5", "nchw"))
+    found = plan.configs(problem, H200)
+    assert found and not any(config.turned for config in found)
 
 
 def test_a_gradient_of_rows_needs_whole_vectors() -> None:

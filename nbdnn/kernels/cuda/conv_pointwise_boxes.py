@@ -24,11 +24,9 @@ from nbdnn.kernels.cuda import pointwise_boxes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.kernels.cuda.pointwise_boxes_plan import Integers, Tile, Variant
-from nbdnn.kernels.cuda.pointwise_tile import LINE, QUAD, THREADS, WARP, WARPS
+from nbdnn.kernels.cuda.pointwise_tile import LINE, QUAD, THREADS, WARP, WARPS, WORKERS
 from nbdnn.kernels.cuda.turn_filter import turn_filter, turned_elems
 from nbdnn.problem_conv import ConvProblem
-
-_WORKERS = WARP * WARPS
 
 
 def _kernel(*specialised_on):
@@ -106,12 +104,12 @@ def _kernel(*specialised_on):
 
     def pointwise_boxes(maps, out, bias, residual, alpha, beta, f):
         thread, shared = integer(ptx.thread_x()), ptx_tile.dynamic_shared()
-        if thread == _WORKERS:
+        if thread == WORKERS:
             set_barriers(shared)
         ptx.cuda.syncthreads()
-        if thread < _WORKERS:
+        if thread < WORKERS:
             work(thread, shared, integer(ptx.block_x()), (out, bias, residual), (alpha, beta), f)
-        elif thread == _WORKERS:
+        elif thread == WORKERS:
             ask(map_of(maps, integer(0)), map_of(maps, integer(1)), shared, integer(ptx.block_x()), f)
 
     data = ptx.pointer("f32")
@@ -119,7 +117,7 @@ def _kernel(*specialised_on):
 
 
 class PointwiseBoxes(LaunchedCandidate[Tile]):
-    """One tap, of any number of channels."""
+    """One tap, of whole vectors of input channels."""
 
     algorithm = "pointwise_boxes"
     algo = "small"

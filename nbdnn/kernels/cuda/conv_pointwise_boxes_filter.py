@@ -25,10 +25,8 @@ from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
 from nbdnn.kernels.cuda.pointwise_boxes_filter_plan import Integers, Tile, Variant
-from nbdnn.kernels.cuda.pointwise_tile import LINE, QUAD, THREADS, WARP, WARPS
+from nbdnn.kernels.cuda.pointwise_tile import LINE, QUAD, THREADS, WARP, WARPS, WORKERS
 from nbdnn.problem_conv import ConvProblem
-
-_WORKERS = WARP * WARPS
 
 
 def _kernel(*specialised_on):
@@ -47,7 +45,7 @@ def _kernel(*specialised_on):
     of_dy = tile.wide == "dy"
     rows, columns = (wide_channels, narrow_channels) if of_dy else (narrow_channels, wide_channels)
     places = tuple((0, 4 * WARP * i) for i in range(products.sums))
-    copy_box, map_of, meet = ptx_tma.COPY_BOX[3 if planar else 2], ptx_tma.map_of, ptx_tma.MEET[_WORKERS]
+    copy_box, map_of, meet = ptx_tma.COPY_BOX[3 if planar else 2], ptx_tma.map_of, ptx_tma.MEET[WORKERS]
     zeros, multiply = ptx_matrix.zeros(len(places)), ptx_pointwise.lane_products(products)
     store_sums, load_sum, float_of = ptx_matrix.store_floats_at(places, 1), ptx_tile.LOAD_SHARED[1], ptx_tile.float_of
     wide_place, narrow_place = map(pointwise_tile.lane_place, products)
@@ -81,14 +79,14 @@ def _kernel(*specialised_on):
             stage, turn = following(stage, turn)
 
     @ptx.inline
-    def multiplied(shared, number, slice, share, lane, f):
+    def multiplied(shared, number, slice_, share, lane, f):
         """The warp's sums over its pixels of the block's chunks."""
         sums, own, other = zeros(), integer(lane % lanes), integer(lane // lanes)
         stage, turn = integer(0), integer(0)
         while number < f.chunks:
             start = integer(arrived(shared, stage, turn))
             for i in range(quads):
-                quad, at, at_narrow = integer(slice + i * slices), start, integer(start + wide_bytes)
+                quad, at, at_narrow = integer(slice_ + i * slices), start, integer(start + wide_bytes)
                 if planar:
                     line, quad = integer(quad >> 3), integer(quad & 7)
                     at, at_narrow = integer(at + line * wide_line_bytes), integer(at_narrow + line * narrow_line_bytes)
@@ -115,34 +113,34 @@ def _kernel(*specialised_on):
         while at < rows * columns:
             row, column = integer(at // columns), integer(at % columns)
             if of_dy:
-                found, filter, channel = place_of_sum(row, column), first_wide, first_narrow
+                found, k, c = place_of_sum(row, column), first_wide, first_narrow
             else:
-                found, filter, channel = place_of_sum(column, row), first_narrow, first_wide
+                found, k, c = place_of_sum(column, row), first_narrow, first_wide
             total = real(0.0)
             for i in range(slices):
                 total = real(total + float_of(load_sum(word(shared + found + i * shares * sums_bytes))))
-            filter, channel = integer(filter + row), integer(channel + column)
-            if filter < f.filters and channel < f.channels:
-                parts[integer(first + filter * f.channels + channel)] = total
-            at = integer(at + _WORKERS)
+            k, c = integer(k + row), integer(c + column)
+            if k < f.filters and c < f.channels:
+                parts[integer(first + k * f.channels + c)] = total
+            at = integer(at + WORKERS)
 
     def pointwise_boxes_filter(maps, parts, f):
         thread, shared = integer(ptx.thread_x()), ptx_tile.dynamic_shared()
         part, number = ptx.divided(integer(ptx.block_x()), f.tiles)
         tile_narrow, tile_wide = ptx.divided(number, f.tiles_wide)
         first_wide, first_narrow = integer(tile_wide * wide_channels), integer(tile_narrow * narrow_channels)
-        if thread == _WORKERS:
+        if thread == WORKERS:
             set_barriers(shared)
         ptx.cuda.syncthreads()
-        if thread < _WORKERS:
+        if thread < WORKERS:
             warp, lane = integer(thread >> 5), integer(thread & (WARP - 1))
-            slice, share = ptx.divided(warp, integer(shares))
-            sums = multiplied(shared, part, slice, share, lane, f)
+            slice_, share = ptx.divided(warp, integer(shares))
+            sums = multiplied(shared, part, slice_, share, lane, f)
             meet()  # all boxes have been read: their memory is the sums' now
             store_sums(word(shared + warp * sums_bytes + lane * 4), sums)
             meet()
             store_tile(shared, thread, parts, integer(part * f.part_elems), first_wide, first_narrow, f)
-        elif thread == _WORKERS:
+        elif thread == WORKERS:
             wide, narrow = map_of(maps, integer(0)), map_of(maps, integer(1))
             ask(wide, narrow, shared, part, first_wide, first_narrow, f)
 
@@ -150,7 +148,7 @@ def _kernel(*specialised_on):
 
 
 class PointwiseBoxesFilter(LaunchedCandidate[Tile]):
-    """One tap, of any number of channels."""
+    """One tap; channels-last of whole vectors of channels."""
 
     op, algorithm, algo = "conv_bwd_filter", "pointwise_boxes", "small"
 

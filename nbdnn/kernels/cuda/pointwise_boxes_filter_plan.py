@@ -13,7 +13,7 @@ from nbdnn.kernels.cuda import pointwise_tile
 from nbdnn.kernels.cuda.add_parts import part_elems
 from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
 from nbdnn.kernels.cuda.division import reciprocal
-from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, shared_bytes
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pointwise_tile import (
     LANES,
     LINE,
@@ -26,16 +26,16 @@ from nbdnn.kernels.cuda.pointwise_tile import (
     WARPS,
     Costs,
     Products,
+    deepest,
+    good_shapes,
     image_map,
     spent_us,
+    worth_measuring,
 )
 from nbdnn.kernels.cuda.tensor_map import TensorMap
 from nbdnn.problem_conv import ConvProblem
 
 _SHARES, _PIXELS = (1, 2, 4, 8), (32, 64, 128)
-_STAGES = range(6, 1, -1)
-_PADDED = 1.25  # times the least that tiles are larger than dw
-_SHAPES, _CONFIGS, _WORTH_MEASURING = 40, 8, 1.3
 # Fitted to 588 tiles of 42 problems on an H200: the guess takes 1.03 of the fastest.
 _COSTS, _ADDED_SHARE = Costs(3.4, 0.6, 108.0, (0.725, 0.778), 1.1, 3.3, 3.1, 1.3), 0.22
 _KNOWN = 256
@@ -164,34 +164,32 @@ def step(problem: ConvProblem, tile: Tile, device: Gpu) -> int:
 @lru_cache(_KNOWN)
 def configs(problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
     """The best guess first."""
-    order = sorted((estimate_us(problem, tile, device), tile) for tile in set(_fitting(problem, device)))
-    return tuple(tile for us, tile in order[:_CONFIGS] if us <= _WORTH_MEASURING * order[0][0])
+    return worth_measuring(_fitting(problem, device), lambda tile: estimate_us(problem, tile, device))
 
 
-def _fitting(problem: ConvProblem, device: Gpu, most: int = _SHAPES) -> Iterator[Tile]:
-    """Tiles hardly larger than dw or a part of it that find room in registers and shared memory, of the best shapes."""
-    shapes = {shape: prod(tiles(problem, shape)) * prod(shape.channels) for shape in _shapes(problem)}
-    least = min(shapes.values())
-    good = [shape._replace(pixels=64, blocks=1) for shape, elems in shapes.items() if elems <= _PADDED * least]
-    good = sorted(good, key=lambda shape: estimate_us(problem, shape, device))[:most]
-    for shape, pixels, blocks in product(good, _PIXELS, MOST_REGISTERS):
+def _fitting(problem: ConvProblem, device: Gpu) -> Iterator[Tile]:
+    """All that find room in registers and shared memory, of good shapes."""
+    shapes = good_shapes(
+        _shapes(problem),
+        lambda shape: prod(tiles(problem, shape)) * prod(shape.channels),
+        lambda shape: estimate_us(problem, shape, device),
+    )
+    for shape, pixels, blocks in product(shapes, _PIXELS, MOST_REGISTERS):
         if pixels % (QUAD * shape.slices) or variant(problem, shape).products.registers > MOST_REGISTERS[blocks]:
             continue
-        for stages in _STAGES:
-            tile = shape._replace(pixels=pixels, stages=stages, blocks=blocks)
-            needed = variant(problem, tile).shared_bytes
-            if needed <= shared_bytes(device) and blocks_at_once(needed, device) >= blocks:
-                yield tile
-                break
+        tile = shape._replace(pixels=pixels, blocks=blocks)
+        yield from deepest(tile, lambda deep: variant(problem, deep).shared_bytes, device)
 
 
 def _shapes(problem: ConvProblem) -> Iterator[Tile]:
     """All with registers enough whose boxes TMA takes, share by share from where a swizzle begins."""
     for wide, lanes, of_wide, of_narrow, shares in product(("dy", "x"), LANES, OF_LANE, OF_LANE, _SHARES):
-        shape = Tile(wide, lanes, of_wide, of_narrow, shares, 0, 0, 0)
+        shape = Tile(wide, lanes, of_wide, of_narrow, shares, pixels=64, stages=0, blocks=1)
         if shape.of_share % (SWIZZLE if shares > 1 else QUAD):
             continue
-        if max(shape.channels) > MOST_BOX or shape.channels[0] < shape.channels[1] // 2:
+        if max(shape.channels) > MOST_BOX:
+            continue
+        if shape.channels[0] < shape.channels[1] // 2:  # the other tensor is the wide one of another shape
             continue
         if variant(problem, shape).products.registers <= MOST_REGISTERS[1]:
             yield shape
@@ -202,7 +200,8 @@ def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:
     every, of_tile = prod(tiles(problem, tile)), step(problem, tile, device)
     stages = ceil(chunks(problem, tile)[0] / of_tile) * ceil(every * of_tile / device.sms)  # of a multiprocessor
     v, quads = variant(problem, tile), stages * tile.pixels / QUAD * tile.shares
-    us = spent_us(_COSTS, v.products, tile.blocks, quads, stages, problem.min_bytes, device)
+    at_once = tile.blocks if every * of_tile > device.sms else 1
+    us = spent_us(_COSTS, v.products, at_once, quads, stages, problem.min_bytes, device)
     return us + 8 * of_tile * part_elems(problem) / (copy_bytes_per_s(device) * _ADDED_SHARE) * 1e6
 
 

@@ -13,7 +13,6 @@ from nbdnn.kernels.cuda import pointwise_tile
 from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
 from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import WORKSPACE
-from nbdnn.kernels.cuda.peaks import blocks_at_once, shared_bytes
 from nbdnn.kernels.cuda.pointwise_tile import (
     LANES,
     LINE,
@@ -27,16 +26,17 @@ from nbdnn.kernels.cuda.pointwise_tile import (
     WARPS,
     Costs,
     Products,
+    deepest,
+    good_shapes,
     image_map,
     spent_us,
+    worth_measuring,
 )
 from nbdnn.kernels.cuda.tensor_map import TensorMap
 from nbdnn.kernels.cuda.turn_filter import turned_elems
 from nbdnn.problem_conv import ConvProblem
 
-_STAGES = range(6, 1, -1)
-_PADDED = 1.25  # times the least that tiles are larger than the output
-_SHAPES, _CONFIGS, _WORTH_MEASURING = 40, 8, 1.3
+_INT32_END = 2**31
 # Fitted to 1,471 tiles of 36 problems on an H200: the guess takes 1.03 of the fastest.
 _COSTS = Costs(2.2, 0.43, 380.0, (0.684, 0.827), 1.1, 3.0, 2.0, 1.6)
 _STORE_CLOCKS, _TURN_US = 1.8, 1.1
@@ -45,9 +45,10 @@ _KNOWN = 256
 
 class Tile(NamedTuple):
     """What a block computes at a time. The wide factor's elements are neighbours in the output: pixels of a plane, or
-    output channels. lanes: of a warp that have different ones, of_wide each; of_narrow: of the others by each lane. The
-    warps are across_wide times as many as it takes to share the narrow ones. turned: the filter first, so that its
-    output channels are neighbours, as those of a bwd_data are. blocks: of a multiprocessor."""
+    output channels. lanes: of a warp that have different ones, of_wide each; of_narrow: elements of the narrow factor
+    of each lane. across_wide warps lie side by side along the wide factor, the others along the narrow one. turned: the
+    filter first, so that its output channels are neighbours, as those of a bwd_data are. blocks: of a multiprocessor.
+    """
 
     lanes: int
     of_wide: int
@@ -99,8 +100,8 @@ class Variant(NamedTuple):
 
     @property
     def narrow_at(self) -> int:
-        """From a stage's beginning: where a swizzle may begin."""
-        return -(-self.box_bytes[0] // (SWIZZLE * LINE_BYTES)) * SWIZZLE * LINE_BYTES
+        """From a stage's beginning: where a swizzle may begin, since a warp's wide elements are eight or a multiple."""
+        return self.box_bytes[0]
 
     @property
     def stage_bytes(self) -> int:
@@ -169,33 +170,29 @@ def step(problem: ConvProblem, tile: Tile, device: Gpu) -> int:
 @lru_cache(_KNOWN)
 def configs(problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
     """The best guess first."""
-    order = sorted((estimate_us(problem, tile, device), tile) for tile in _fitting(problem, device))
-    return tuple(tile for us, tile in order[:_CONFIGS] if us <= _WORTH_MEASURING * order[0][0])
+    return worth_measuring(_fitting(problem, device), lambda tile: estimate_us(problem, tile, device))
 
 
-def _fitting(problem: ConvProblem, device: Gpu, most: int = _SHAPES) -> Iterator[Tile]:
-    """Tiles hardly larger than the output that find room in registers and shared memory, of the best shapes."""
-    shapes = {shape: prod(tiles(problem, shape)) * prod(shape.elements) for shape in _shapes(problem)}
-    least = min(shapes.values())
-    good = [shape._replace(blocks=1) for shape, elements in shapes.items() if elements <= _PADDED * least]
-    good = sorted(good, key=lambda shape: estimate_us(problem, shape, device))[:most]
-    for shape, blocks in product(good, MOST_REGISTERS):
-        if variant(problem, shape).products.registers > MOST_REGISTERS[blocks]:
-            continue
-        for stages in _STAGES:
-            tile = shape._replace(stages=stages, blocks=blocks)
-            needed = variant(problem, tile).shared_bytes
-            if needed <= shared_bytes(device) and blocks_at_once(needed, device) >= blocks:
-                yield tile
-                break
+def _fitting(problem: ConvProblem, device: Gpu) -> Iterator[Tile]:
+    """All that find room in registers and shared memory, of good shapes."""
+    shapes = good_shapes(
+        _shapes(problem),
+        lambda shape: prod(tiles(problem, shape)) * prod(shape.elements),
+        lambda shape: estimate_us(problem, shape, device),
+    )
+    for shape, blocks in product(shapes, MOST_REGISTERS):
+        if variant(problem, shape).products.registers <= MOST_REGISTERS[blocks]:
+            tile = shape._replace(blocks=blocks)
+            yield from deepest(tile, lambda deep: variant(problem, deep).shared_bytes, device)
 
 
 def _shapes(problem: ConvProblem) -> Iterator[Tile]:
     """All with registers enough whose boxes TMA takes, warp by warp from where a swizzle begins."""
-    may_turn = problem.op == "conv_fwd" and (problem.k % QUAD == 0 or not problem.channels_last)
+    whole_rows = problem.k % QUAD == 0 or not problem.channels_last
+    may_turn = problem.op == "conv_fwd" and whole_rows and turned_elems(problem) < _INT32_END
     ways = (False, True) if may_turn else (False,)
     for lanes, of_wide, of_narrow, across, turned in product(LANES, OF_LANE, OF_LANE, (1, 2, 4, 8), ways):
-        shape = Tile(lanes, of_wide, of_narrow, across, turned, 0, 0)
+        shape = Tile(lanes, of_wide, of_narrow, across, turned, stages=0, blocks=1)
         if shape.of_warp[1] % (SWIZZLE if across < WARPS else QUAD) or max(shape.elements) > MOST_BOX:
             continue
         if variant(problem, shape).products.registers <= MOST_REGISTERS[1]:
