@@ -22,7 +22,7 @@ _WORKSPACE_ALIGN = {"cpu": 64, "cuda": 256}
 
 def is_for(candidate: Candidate, device: Cpu) -> bool:
     """Whether a machine has the instructions that a candidate is made of."""
-    if candidate.algorithm == "amx":
+    if candidate.algorithm.endswith("amx"):
         return device.multiplies_tiles
     return device.multiplies_bf16 or not candidate.algorithm.endswith("_dot")
 

@@ -186,8 +186,8 @@ class TestTimeOnShapeChange:
         assert ids(log, "selected") == ["fast"] and not ids(log, "measured")
 
     def test_wider_filters_measure_only_what_is_missing(self, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
-        big = Fake("big", FAST / 2, workspace_bytes=4096)
-        register(monkeypatch, Fake("atomic", FAST, deterministic=False), Fake("ordered", SLOW), big)
+        atomic, big = Fake("atomic", SLOW / 4, deterministic=False), Fake("big", FAST, workspace_bytes=4096)
+        register(monkeypatch, atomic, Fake("ordered", SLOW), big)
         with events() as log:
             call(SMALL, algo="time_on_shape_change", deterministic=True, workspace_limit=0)
             call(SMALL, algo="time_on_shape_change", workspace_limit=0)
