@@ -15,7 +15,6 @@ cache. Accumulates in float32, one rounding a product and sum. Source: own.
 
 from __future__ import annotations
 
-from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_plan as plan
 from nbdnn.kernels.cuda import boxes_ring
@@ -23,7 +22,8 @@ from nbdnn.kernels.cuda.boxes_plan import WARP, Boxes, Variant, Walk
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.depthwise_plan import unit_stride_gather
 from nbdnn.kernels.cuda.division import reciprocal
-from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
+from nbdnn.kernels.cuda.launch import Launch, gather_pointers
+from nbdnn.kernels.cuda.planned import Planned
 from nbdnn.kernels.cuda.tensor_map import TensorMap
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -133,23 +133,14 @@ def _image_map(problem: ConvProblem, v: Variant) -> TensorMap:
     return TensorMap(gather_pointers(problem)[0], problem.dtype, extents, strides_bytes, v.box, plain=True)
 
 
-class DepthwiseBoxes(LaunchedCandidate[Boxes]):
+class DepthwiseBoxes(Planned[Boxes]):
     """One filter a channel, its pixels by TMA; forward and bwd_data."""
 
     algorithm = "depthwise_boxes"
+    plan = plan
 
     def __init__(self, op: str) -> None:
         self.op = op
-
-    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        refused = plan.refusal(problem, device)
-        return Support(False, refused) if refused else YES
-
-    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Boxes, ...]:
-        return plan.configs(problem, device)
-
-    def estimate(self, problem: ConvProblem, config: Boxes, device: Gpu) -> float:
-        return plan.estimate_us(problem, config, device)
 
     def launches(self, problem: ConvProblem, config: Boxes, device: Gpu) -> list[Launch]:
         v, walk = plan.variant(problem, config), _walk(problem, config, device)

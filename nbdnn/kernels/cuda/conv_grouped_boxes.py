@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_ring
 from nbdnn.kernels.cuda import grouped_plan as plan
@@ -36,7 +35,8 @@ from nbdnn.kernels.cuda.grouped_variant import (
     Boxes,
     Variant,
 )
-from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
+from nbdnn.kernels.cuda.launch import Launch, gather_pointers
+from nbdnn.kernels.cuda.planned import Planned
 from nbdnn.problem_conv import ConvProblem
 
 _WORKERS = WARP * WARPS
@@ -237,23 +237,14 @@ def _kernel(*specialised_on):
     return grouped_boxes, (ptx_tma.TensorMaps(1), data, data, data, data, real, real, ptx.record(Integers, 32))
 
 
-class GroupedBoxes(LaunchedCandidate[Boxes]):
+class GroupedBoxes(Planned[Boxes]):
     """As many channels in as out a group, 4 to 64, by TMA."""
 
     algorithm = "grouped_boxes"
+    plan = plan
 
     def __init__(self, op: str) -> None:
         self.op = op
-
-    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        refused = plan.refusal(problem, device)
-        return Support(False, refused) if refused else YES
-
-    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Boxes, ...]:
-        return plan.configs(problem, device)
-
-    def estimate(self, problem: ConvProblem, config: Boxes, device: Gpu) -> float:
-        return plan.estimate_us(problem, config, device)
 
     def launches(self, problem: ConvProblem, config: Boxes, device: Gpu) -> list[Launch]:
         v, integers = plan.variant(problem, config), plan.integers(problem, config, device)

@@ -17,12 +17,12 @@ tile; y once. Accumulates in float32, one rounding a product and sum. Source: ow
 
 from __future__ import annotations
 
-from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_ring, pointwise_tile
 from nbdnn.kernels.cuda import pointwise_boxes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
+from nbdnn.kernels.cuda.launch import Launch, gather_pointers
+from nbdnn.kernels.cuda.planned import Planned
 from nbdnn.kernels.cuda.pointwise_boxes_plan import Integers, Tile, Variant
 from nbdnn.kernels.cuda.pointwise_tile import LINE, QUAD, THREADS, WARP, WARPS, WORKERS
 from nbdnn.kernels.cuda.turn_filter import turn_filter, turned_elems
@@ -116,27 +116,18 @@ def _kernel(*specialised_on):
     return pointwise_boxes, (ptx_tma.TensorMaps(2), data, data, data, real, real, ptx.record(Integers, 32))
 
 
-class PointwiseBoxes(LaunchedCandidate[Tile]):
+class PointwiseBoxes(Planned[Tile]):
     """One tap, of whole vectors of input channels."""
 
     algorithm = "pointwise_boxes"
+    plan = plan
     algo = "small"
 
     def __init__(self, op: str) -> None:
         self.op = op
 
-    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        refused = plan.refusal(problem, device)
-        return Support(False, refused) if refused else YES
-
-    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
-        return plan.configs(problem, device)
-
     def workspace_bytes(self, problem: ConvProblem, config: Tile, device: Gpu) -> int:
         return 4 * turned_elems(problem) if config.turned else 0
-
-    def estimate(self, problem: ConvProblem, config: Tile, device: Gpu) -> float:
-        return plan.estimate_us(problem, config, device)
 
     def launches(self, problem: ConvProblem, config: Tile, device: Gpu) -> list[Launch]:
         v, integers = plan.variant(problem, config), plan.integers(problem, config, device)

@@ -17,13 +17,13 @@ a block once. Accumulates in float32, one rounding a product and sum. Source: ow
 
 from __future__ import annotations
 
-from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_ring, pointwise_tile
 from nbdnn.kernels.cuda import pointwise_boxes_filter_plan as plan
 from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, LaunchedCandidate
+from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
+from nbdnn.kernels.cuda.planned import Planned
 from nbdnn.kernels.cuda.pointwise_boxes_filter_plan import Integers, Tile, Variant
 from nbdnn.kernels.cuda.pointwise_tile import LINE, QUAD, THREADS, WARP, WARPS, WORKERS
 from nbdnn.problem_conv import ConvProblem
@@ -147,23 +147,14 @@ def _kernel(*specialised_on):
     return pointwise_boxes_filter, (ptx_tma.TensorMaps(2), ptx.pointer("f32"), ptx.record(Integers, 32))
 
 
-class PointwiseBoxesFilter(LaunchedCandidate[Tile]):
+class PointwiseBoxesFilter(Planned[Tile]):
     """One tap; channels-last of whole vectors of channels."""
 
     op, algorithm, algo = "conv_bwd_filter", "pointwise_boxes", "small"
-
-    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        refused = plan.refusal(problem, device)
-        return Support(False, refused) if refused else YES
-
-    def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
-        return plan.configs(problem, device)
+    plan = plan
 
     def workspace_bytes(self, problem: ConvProblem, config: Tile, device: Gpu) -> int:
         return plan.step(problem, config, device) * part_elems(problem) * 4
-
-    def estimate(self, problem: ConvProblem, config: Tile, device: Gpu) -> float:
-        return plan.estimate_us(problem, config, device)
 
     def launches(self, problem: ConvProblem, config: Tile, device: Gpu) -> list[Launch]:
         v, integers = plan.variant(problem, config), plan.integers(problem, config, device)
