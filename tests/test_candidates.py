@@ -25,7 +25,7 @@ from nbdnn import reference_conv
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
 from nbdnn.device import Cpu, cpu_device
 from nbdnn.dispatch import registry
-from nbdnn.edges_conv import CORE_2D
+from nbdnn.edges_conv_shapes import CORE_2D
 from nbdnn.kernels.cpu import conv_fft, conv_im2col, fft_plan
 from nbdnn.problem import OPS, Problem
 from nbdnn.problem_conv import CONV_OPS, ConvProblem, conv
