@@ -369,11 +369,17 @@ def _cuda_pool() -> _Lists:
 
 def _cuda_rnn() -> _Lists:
     from nbdnn.cudnn import rnn as cudnn_rnn
-    from nbdnn.kernels.cuda import rnn_direct, rnn_persistent, rnn_persistent_gradient
+    from nbdnn.kernels.cuda import rnn_direct, rnn_grid, rnn_grid_gradient, rnn_persistent, rnn_persistent_gradient
 
     return {
-        "rnn_fwd": (rnn_persistent.FWD, cudnn_rnn.FWD, cudnn_rnn.FWD_TF32, rnn_direct.FWD),
-        "rnn_bwd": (rnn_persistent_gradient.BWD, cudnn_rnn.BWD, cudnn_rnn.BWD_TF32, rnn_direct.BWD),
+        "rnn_fwd": (rnn_persistent.FWD, rnn_grid.FWD, cudnn_rnn.FWD, cudnn_rnn.FWD_TF32, rnn_direct.FWD),
+        "rnn_bwd": (
+            rnn_persistent_gradient.BWD,
+            rnn_grid_gradient.BWD,
+            cudnn_rnn.BWD,
+            cudnn_rnn.BWD_TF32,
+            rnn_direct.BWD,
+        ),
     }
 
 

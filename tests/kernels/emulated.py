@@ -194,7 +194,7 @@ class Block:
         """Until its lanes are at a barrier or at their end."""
         while True:
             for self.now in warp:
-                if not self.now.finished and self.now.waits_for in ("", "turn", *self.collectives):
+                if not self.now.finished and self.now.waits_for in ("", "turn"):
                     self.now.resume()
                     self.moved |= self.now.waits_for != "turn"
             waits = {thread.waits_for for thread in warp if not thread.finished}
@@ -206,12 +206,12 @@ class Block:
                 return
             answers = self.collectives[what]([thread.brought for thread in warp])
             for thread, answer in zip(warp, answers, strict=True):
-                thread.answer = answer
+                thread.answer, thread.waits_for = answer, ""
 
     def _release(self, threads: list[Thread]) -> None:
         """Those that have all met."""
         waits = {thread.waits_for for thread in threads}
-        for what in waits - {"", "turn"}:
+        for what in waits - {"", "turn", *self.collectives}:
             if " at " in what:
                 party = [thread for thread in threads if thread.waits_for == what]
                 count = int(what.split()[0])

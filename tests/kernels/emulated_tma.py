@@ -84,6 +84,20 @@ class TmaWords:
         barrier.missing -= 1
         barrier.settle()
 
+    def arrive_after_copies(self, address: int) -> None:
+        now = self._block.now
+        started, now.started = now.started, []
+
+        def arrive() -> None:
+            for copy in started:
+                copy()
+            self.arrive(address)
+
+        if self._block.early:
+            arrive()
+        else:
+            self._barrier(address).copies.append(arrive)
+
     def wait(self, address: int, phase: int) -> None:
         while True:
             barrier = self._barrier(address)
@@ -171,6 +185,11 @@ class WgmmaWords:
 
     def fence(self) -> None:
         pass
+
+    @staticmethod
+    def registers(count: int, more: bool) -> Callable:
+        assert count % 8 == 0 and 24 <= count <= 256
+        return lambda: None
 
     commit = wait = wait_for_all_but_last = fence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from guarded import values
 
 import nbdnn.kernels.cuda
 from nbdnn.candidate import NoConfig
+from nbdnn.dispatch import registry
+from nbdnn.kernels.cuda.rnn_grid_plan import Config
 from nbdnn.kernels.cuda.rnn_product import Kind, product_kernel
 from nbdnn.problem import ITEMSIZE, parse
 from nbdnn.problem_rnn import RnnProblem
@@ -94,7 +97,9 @@ def _store(words: Any):
     def of(dtype: str, lanes: int):
         def store(base: Memory, index: int, array: list, place: int) -> None:
             values = array[place : place + lanes]
-            if dtype == "f32":
+            if lanes == 1:
+                base[index] = words.NARROW[dtype](*values)
+            elif dtype == "f32":
                 words.STORE[lanes](base, index, values)
             else:
                 words.STORE[lanes // 2](base, index, words.PACK[dtype](*values))
@@ -130,6 +135,21 @@ WORDS = SimpleNamespace(
 )
 
 
+def _rows_by_images(words: Any):
+    def of(units: int, gates: int, quads: int, images: int, pitch_bytes: int):
+        def multiply(weights: list, found: list, address: int) -> None:
+            for unit, image, gate in product(range(units), range(images), range(gates)):
+                total, row = 0.0, (unit * gates + gate) * quads
+                for quad in range(quads):
+                    values = words.LOAD_SHARED[4](address + image * pitch_bytes + quad * 512)
+                    total += sum(weights[(row + quad) * 4 + j] * value for j, value in enumerate(values))
+                found[(unit * images + image) * gates + gate] = total
+
+        return multiply
+
+    return of
+
+
 def run(problem: RnnProblem, candidate: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All launches in plain Python, thread by thread; the outputs are the reference's."""
     block = emulated_ptx.install(monkeypatch)
@@ -143,6 +163,7 @@ def run(problem: RnnProblem, candidate: Any, config: Any, monkeypatch: pytest.Mo
     )
     monkeypatch.setitem(package, "ptx_local", local)
     monkeypatch.setitem(package, "ptx_rnn", WORDS)
+    monkeypatch.setitem(package, "ptx_products", SimpleNamespace(rows_by_images=_rows_by_images(words)))
     monkeypatch.setitem(package, "ptx_cluster", SimpleNamespace())  # one block at a time has none
     emulated.assert_near(candidate, problem, config, values(problem, "normal"), H200, block)
 
@@ -168,6 +189,36 @@ def test_kernels_compute_what_the_reference_does(op: str, text: str, monkeypatch
             run(problem, candidate, config, monkeypatch)
             if op == "rnn_fwd":
                 run(replace(problem, training=True), candidate, config, monkeypatch)
+
+
+# Units of a warp (of a warpgroup back), warps of a block, pieces of its images: of every mode and dtype, with groups
+# that are not full.
+GRIDS = {
+    "rnn_fwd": (
+        ("f32:t5b3i5h6l2:lstm:bi:linear", (1, 2, 1)),
+        ("f32:t5b9i4h7l1:lstm:uni:linear", (2, 2, 2)),
+        ("f16:t3b11i3h9l1:gru:bi:linear", (4, 1, 4)),
+        ("bf16:t4b9i4h4l1:rnn_tanh:uni:skip", (1, 1, 2)),
+        ("f32:t7b2i3h131l1:gru:uni:linear", (4, 8, 1)),
+        ("f32:t1b5i3h10l1:rnn_relu:uni:linear", (2, 1, 2)),
+    ),
+    "rnn_bwd": (
+        ("f32:t5b3i5h6l2:lstm:bi:linear", (8, 4, 1)),
+        ("f32:t5b9i4h7l1:lstm:uni:linear", (4, 4, 2)),
+        ("f16:t3b11i3h9l1:gru:bi:linear", (16, 4, 4)),
+        ("bf16:t4b9i4h5l1:rnn_tanh:uni:linear", (8, 4, 2)),
+        ("f32:t7b2i3h131l1:gru:uni:linear", (16, 8, 1)),
+        ("f32:t1b5i3h10l1:rnn_relu:uni:linear", (4, 4, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("op", "text", "config"), [(op, *case) for op, cases in GRIDS.items() for case in cases])
+def test_blocks_pass_what_a_step_needs(op: str, text: str, config: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, candidate = parse(f"{op}:{text}"), registry.candidate(f"{op}/numba/persistent_grid")
+    assert isinstance(problem, RnnProblem)
+    for each in (problem, replace(problem, training=True)) if op == "rnn_fwd" else (problem,):
+        run(each, candidate, Config(*config), monkeypatch)
 
 
 # Several tiles and stages of products; loaded four elements at once, one by one, and as the operand allows.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 from numba.cuda import types
@@ -124,3 +125,36 @@ def sandwich(matrix: tuple[tuple[float, ...], ...]):
         return signature(types.none, source, target), codegen
 
     return transform
+
+
+@cache
+def rows_by_images(units: int, gates: int, quads: int, images: int, pitch_bytes: int):
+    """Intrinsic (weights, found, shared address): what a lane's part of rows and of images comes to, both local arrays.
+
+        found[unit, image, gate] = sum over k of weights[unit, gate, k] * image[k]
+
+    Of an image, which begin `pitch_bytes` apart, a lane has `quads` of 4 k, 32 lanes side by side; so has it of a row.
+    """
+
+    @intrinsic
+    def multiply(typingctx, weights, found, address):
+        def codegen(context, builder, sig, args):
+            of_array = lambda i: context.make_array(sig.args[i])(context, builder, args[i]).data  # noqa: E731
+            row, result = of_array(0), of_array(1)
+            for image in range(images):
+                sums = [F32(0.0)] * (units * gates)
+                for quad in range(quads):
+                    at = builder.add(args[2], I32(image * pitch_bytes + quad * 32 * 16))
+                    words = load_words(builder, builder.inttoptr(at, I32.as_pointer(3)), 4)
+                    values = [builder.bitcast(word, F32) for word in unpacked(builder, words, 4)]
+                    for i, j in product(range(units * gates), range(4)):
+                        weight = builder.load(builder.gep(row, [I32((i * quads + quad) * 4 + j)]))
+                        sums[i] = builder.fma(weight, values[j], sums[i])
+                for i, total in enumerate(sums):
+                    place = (i // gates * images + image) * gates + i % gates
+                    builder.store(total, builder.gep(result, [I32(place)]))
+            return context.get_dummy_value()
+
+        return signature(types.none, weights, found, types.uint32), codegen
+
+    return multiply

@@ -99,6 +99,8 @@ def _on_barrier(text, *operands):
 initialise = _on_barrier("mbarrier.init.shared::cta.b64 [$0], $1;", types.uint32, types.int32)
 expect_bytes = _on_barrier("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", types.uint32, types.int32)
 arrive = _on_barrier("mbarrier.arrive.shared::cta.b64 _, [$0];", types.uint32)
+# When all copies have arrived that the thread started before, by `COPY_ASYNC`, and did not commit.
+arrive_after_copies = _on_barrier("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", types.uint32)
 wait = _on_barrier(
     "{ .reg .pred over; again_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1; "
     "@!over bra again_${:uid}; }",

@@ -86,3 +86,10 @@ def multiply(dtype: str, n: int, steps: int, a_turned: bool, b_turned: bool):
         return signature(sums_type, sums_type, types.uint64, types.uint64), codegen
 
     return add_products
+
+
+@cache
+def registers(count: int, more: bool):
+    """Intrinsic: the threads of a warpgroup have so many registers from here on, a multiple of 8, more or fewer than
+    before; more only when others gave some away."""
+    return effect(f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};")

@@ -38,6 +38,33 @@ def sums_of_threads(lanes: int, count: int):
 
 
 @cache
+def sums_of_warp(gates: int):
+    """Device function (sums, lane) -> the sum over a warp's threads of sums[8 values of so many gates], in thread
+    4 * value + gate; of one gate in all four. The sums are changed."""
+    from nbdnn.kernels.cuda import ptx, ptx_rnn
+
+    small, select, of_four = ptx.INTEGER[32], ptx_rnn.select, sums_of_threads(4, gates)
+
+    @ptx.inline
+    def halved(sums, count, lane, bit):
+        """Of twice as many each thread keeps half, and gives its neighbour's half away."""
+        is_high = (lane & bit) != 0
+        for i in range(count):
+            low, high = sums[i], sums[i + count]
+            given = ptx.shuffle_xor(select(is_high, low, high), small(bit))
+            sums[i] = select(is_high, high, low) + given
+
+    @ptx.inline
+    def added(sums, lane):
+        halved(sums, 4 * gates, lane, 16)
+        halved(sums, 2 * gates, lane, 8)
+        halved(sums, gates, lane, 4)
+        return of_four(sums, lane)
+
+    return added
+
+
+@cache
 def barrier(cluster: int):
     """Device functions: a thread arrives; it leaves when all of the cluster, or of a block alone, have arrived."""
     from nbdnn.kernels.cuda import ptx, ptx_cluster

@@ -79,3 +79,27 @@ def only_gate(mode: str, compute: str):
         return real(0.0) if x < real(0.0) else x  # NaN stays
 
     return tanh if mode == "rnn_tanh" else relu
+
+
+@cache
+def back_of_gate(mode: str):
+    """Device function (dh of R and dy, dc, the thread's multiple, the others of the record, gate) -> (gradient, dc,
+    what is added to dh of the step before)."""
+    from nbdnn.kernels.cuda import ptx, ptx_rnn
+
+    zero = ptx.REAL["f32"](0.0)
+
+    @ptx.inline
+    def lstm(dh, dc, own, others, gate):
+        dc = ptx.fma(dh, others[0], dc)
+        return own * ptx_rnn.select(gate == 3, dh, dc), dc * others[1], zero
+
+    @ptx.inline
+    def gru(dh, dc, own, others, gate):
+        return own * dh, zero, dh * others[0]
+
+    @ptx.inline
+    def plain(dh, dc, own, others, gate):
+        return own * dh, zero, zero
+
+    return {"lstm": lstm, "gru": gru}.get(mode, plain)

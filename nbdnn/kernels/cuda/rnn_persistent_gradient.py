@@ -83,34 +83,11 @@ class Fields(NamedTuple):
     state: int
 
 
-def _back(mode: str):
-    """Device function (dh of R and dy, dc, the thread's multiple, the others of the record, gate) -> (gradient, dc,
-    what is added to dh of the step before)."""
-    from nbdnn.kernels.cuda import ptx, ptx_rnn
-
-    zero = ptx.REAL["f32"](0.0)
-
-    @ptx.inline
-    def lstm(dh, dc, own, others, gate):
-        dc = ptx.fma(dh, others[0], dc)
-        return own * ptx_rnn.select(gate == 3, dh, dc), dc * others[1], zero
-
-    @ptx.inline
-    def gru(dh, dc, own, others, gate):
-        return own * dh, zero, dh * others[0]
-
-    @ptx.inline
-    def plain(dh, dc, own, others, gate):
-        return own * dh, zero, zero
-
-    return {"lstm": lstm, "gru": gru}.get(mode, plain)
-
-
 def back_kernel(*specialised_on):
     """Pointers: records, w, dhy, dcy, dhx, dcx."""
     from nbdnn.kernels.cuda import ptx, ptx_cluster, ptx_local, ptx_rnn, ptx_tile
     from nbdnn.kernels.cuda.rnn_exchange import barrier, cleared, sums_of_threads
-    from nbdnn.kernels.cuda.rnn_gates import given_or_zero
+    from nbdnn.kernels.cuda.rnn_gates import back_of_gate, given_or_zero
 
     v = Variant(*specialised_on)
     gates, gradients, record, slots = gates_of(v.mode), GRADIENTS[v.mode], RECORD[v.mode], v.slots
@@ -121,7 +98,7 @@ def back_kernel(*specialised_on):
     load_quad, store, bits_of = ptx_local.load_shared("f32", 4), ptx_tile.STORE_SHARED[1], ptx_tile.word_of
     load, copy, commit = ptx_tile.LOAD_SHARED[1], ptx_tile.COPY_ASYNC[4], ptx_tile.copy_async_commit
     wait, float_of = ptx_tile.copy_async_wait(RING - 2), ptx_tile.float_of
-    sums_of_columns, gate_back = sums_of_threads(lanes, _COLUMNS), _back(v.mode)
+    sums_of_columns, gate_back = sums_of_threads(lanes, _COLUMNS), back_of_gate(v.mode)
     (arrive, leave), clear = barrier(cluster), cleared(threads, cluster, v.shared_bytes)
     state_of = given_or_zero(v.dtype)
     count, first_slot, words = len(slots), slots[0], 1 + len(slots)

@@ -1,0 +1,172 @@
+"""How blocks that share the steps of some images pass vectors to each other, through global memory.
+
+    counters   one for each group of blocks and each of its pieces, in lines of their own: how many blocks have told
+    passed     (group, piece, 2, image, pitch)   what they told, of a step in the one and of the next in the other
+
+Nobody who computes waits for memory: one warp of a block tells a piece when all that compute have written their part of
+it (a barrier `done` of the block's), another waits until all blocks of the group have told it, and copies the whole to
+shared memory (a barrier `full`). Those that compute wait for what they want to read alone, so that they are not all at
+the same place of a step. Who tells what a step needs has copied what the step before needed, so two buffers are enough.
+Blocks wait for each other: all are on the GPU at once. Source: own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from nbdnn.kernels.cuda.launch import Launch
+from nbdnn.kernels.cuda.rnn_plan import Place, Workspace
+from nbdnn.kernels.cuda.zeros import zeros
+
+_LINE_WORDS = 32
+_CLEAR_THREADS = 128
+_LANES = 32
+HELPERS = 4  # warps of a block that compute nothing: as many as share out registers, of which two do something
+BARRIER_BYTES = 8
+_REGISTERS_OF_LANE, _MOST_REGISTERS, _HELPERS_REGISTERS = 512, 255, 40  # of a scheduler's lane; of a thread
+
+
+class Passing(NamedTuple):
+    """The memory of all groups: both together so many elements."""
+
+    counters: Place
+    passed: Place
+    elements: int
+
+    @classmethod
+    def take(cls, workspace: Workspace, groups: int, pieces: int, piece_elems: int) -> Passing:
+        """piece_elems: what a group passes of a piece."""
+        count, before = groups * pieces, workspace.size_bytes
+        counters = workspace.take(count * _LINE_WORDS, "f32")
+        passed = workspace.take(2 * count * piece_elems, "f32")
+        return cls(counters, passed, (workspace.size_bytes - before) // 4)
+
+    def clear(self) -> Launch:
+        """Sets the counters to 0, the bits of 0.0, and what lies behind a vector, which is copied with its end."""
+        return zeros(self.counters.pointer, self.elements, "f32", 32, _CLEAR_THREADS, 4)
+
+
+def registers_of(warps: int) -> tuple[int, int]:
+    """Of a thread, as a kernel with so many computing warps and the helpers is compiled, and as it computes: what the
+    helpers do not need is shared out among the others, by fours."""
+    groups = (warps + HELPERS) / 4
+    compiled = min(_MOST_REGISTERS, int(_REGISTERS_OF_LANE / groups) // 8 * 8)
+    given = int((compiled * groups - _HELPERS_REGISTERS) / (warps / 4)) // 8 * 8
+    return (compiled, given) if given < _MOST_REGISTERS else (compiled, compiled)
+
+
+@cache
+def registers(warps: int):
+    """Device functions of a warp that computes, and of a helper: takes or gives registers."""
+    from nbdnn.kernels.cuda import ptx, ptx_wgmma
+
+    compiled, given = registers_of(warps)
+    takes = given > compiled
+    increase = ptx_wgmma.registers(given, True) if takes else None
+    decrease = ptx_wgmma.registers(_HELPERS_REGISTERS, False)
+
+    @ptx.inline
+    def more():
+        if takes:
+            increase()
+
+    @ptx.inline
+    def fewer():
+        if takes:
+            decrease()
+
+    return more, fewer
+
+
+class Barriers(NamedTuple):
+    """Of a block, a pair for each of its pieces: shared bytes before them, and how many warps compute."""
+
+    at: int
+    pieces: int
+    warps: int
+
+    @property
+    def end(self) -> int:
+        return self.at + 2 * BARRIER_BYTES * self.pieces
+
+
+@cache
+def helpers(barriers: Barriers, images: int, pitch: int):
+    """Device functions (shared) initialises the barriers; (counters, group, shared, steps), of one thread, tells what
+    was written; and (counters, passed, group, peers, shared, steps, length, lane), of a warp, copies `length` elements
+    of each image, to shared memory's beginning. images: of a piece. pitch: of their elements, in both.
+    """
+    from nbdnn.kernels.cuda import ptx, ptx_grid, ptx_tile, ptx_tma
+
+    integer, u32, copy = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx_tile.COPY_ASYNC[16]
+    pieces, warps, piece_elems = barriers.pieces, barriers.warps, images * pitch
+    full_at, done_at = barriers.at, barriers.at + BARRIER_BYTES * pieces
+
+    @ptx.inline
+    def prepare(shared):
+        piece = integer(0)
+        while piece < pieces:
+            ptx_tma.initialise(u32(shared + u32(full_at + piece * BARRIER_BYTES)), integer(_LANES))
+            ptx_tma.initialise(u32(shared + u32(done_at + piece * BARRIER_BYTES)), integer(warps))
+            piece = integer(piece + 1)
+        ptx_tma.publish_barriers()
+
+    @ptx.inline
+    def tell(counters, group, shared, steps):
+        step = integer(0)
+        while step + 1 < steps:
+            piece = integer(0)
+            while piece < pieces:
+                ptx_tma.wait(u32(shared + u32(done_at + piece * BARRIER_BYTES)), integer(step & 1))
+                ptx_grid.arrive(counters, integer((group * pieces + piece) * _LINE_WORDS))
+                piece = integer(piece + 1)
+            step = integer(step + 1)
+
+    @ptx.inline
+    def fetch(counters, passed, group, peers, shared, steps, length, lane):
+        step = integer(1)
+        while step < steps:
+            piece = integer(0)
+            while piece < pieces:
+                number = integer(group * pieces + piece)
+                if lane == 0:
+                    while ptx_grid.arrived(counters, integer(number * _LINE_WORDS)) < peers * step:
+                        pass
+                ptx.cuda.syncwarp()
+                first, to = integer((number * 2 + (step & 1)) * piece_elems), integer(piece * piece_elems)
+                for image in range(images):
+                    at = integer(4 * lane)
+                    while at < length:
+                        here = integer(image * pitch + at)
+                        source = ptx.address(passed, integer(first + here))
+                        copy(u32(shared + u32((to + here) * 4)), source, integer(16))
+                        at = integer(at + 4 * _LANES)
+                ptx_tma.arrive_after_copies(u32(shared + u32(full_at + piece * BARRIER_BYTES)))
+                piece = integer(piece + 1)
+            step = integer(step + 1)
+
+    return prepare, tell, fetch
+
+
+@cache
+def words(barriers: Barriers):
+    """Device functions (shared, piece, step) waits for what others told for a step, which the first has; and (shared,
+    piece, lane): a warp has read it, and written what it passes."""
+    from nbdnn.kernels.cuda import ptx, ptx_tma
+
+    integer, u32 = ptx.INTEGER[32], ptx.cuda.types.uint32
+    full_at, done_at = barriers.at, barriers.at + BARRIER_BYTES * barriers.pieces
+
+    @ptx.inline
+    def wait_for(shared, piece, step):
+        if step > 0:
+            ptx_tma.wait(u32(shared + u32(full_at + piece * BARRIER_BYTES)), integer((step - 1) & 1))
+
+    @ptx.inline
+    def have_done(shared, piece, lane):
+        ptx.cuda.syncwarp()
+        if lane == 0:
+            ptx_tma.arrive(u32(shared + u32(done_at + piece * BARRIER_BYTES)))
+
+    return wait_for, have_done
