@@ -25,6 +25,8 @@ _NETWORKS = (
     *(("t50b32i128h128l1", mode) for mode in ("lstm", "gru")),
     *(("t50b64i512h512l2", mode) for mode in ("lstm", "gru")),
     ("t256b8i64h64l1", "rnn_tanh"),
+    *(("t100b16i512h512l1", mode) for mode in ("lstm", "gru")),
+    ("t50b32i1024h1024l1", "lstm"),
 )
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cuDNN's numbers
 

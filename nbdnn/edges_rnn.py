@@ -20,6 +20,7 @@ _MORE = (
     (2, 17, 3, 20, 1),  # a batch of several tiles and a rest
     (3, 4, 12, 70, 1),  # several vectors of units and a rest
     (2, 7, 33, 130, 1),  # several panels of units, and chunks for two threads
+    (5, 33, 6, 162, 1),  # units that a cluster does not hold, several pieces of a batch and a rest
     (37, 2, 4, 6, 1),  # many steps
     (70, 16, 6, 8, 1),  # more rows (steps x batch) than a gradient of parameters sums at once
 )

@@ -267,6 +267,7 @@ _EVERY_END = "uni:linear uni:skip bi:linear bi:linear:a8"
 _OF_RNN = {
     "numba/direct": (_EVERY_DTYPE, (1, 70, 2000), _EVERY_END),
     "numba/persistent": ("f16 bf16 f32", (1, 70, 128, 256), _EVERY_END),
+    "numba/persistent_grid": ("f16 bf16 f32", (129, 256, 301, 512), _EVERY_END),
     "cpu/direct": (_EVERY_DTYPE, (1, 70, 2000), _EVERY_END),
     "cpu/packed": (_EVERY_DTYPE, (1, 70, 2000), _EVERY_END),
 }

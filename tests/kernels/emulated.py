@@ -133,6 +133,7 @@ class Thread:
         self.started: list[Callable[[], None]] = []  # copies, and those of each group that was committed
         self.groups: list[list[Callable[[], None]]] = []
         self.arrivals = 0  # at barriers of its cluster
+        self.sees_writes = False  # of others, when it starts a bulk copy
         self.static_words = 0  # of shared memory, that its arrays took
         self._others = greenlet.getcurrent()
         self._own = greenlet.greenlet(body)

@@ -107,9 +107,9 @@ class GridWords:
         while (before ^ self._met) < 2**31:
             self._block.now.wait("turn")
 
-    @staticmethod
-    def arrive(base: Memory, index: int) -> None:
+    def arrive(self, base: Memory, index: int) -> None:
         base[index] = int(base[index]) + 1
+        self._block.moved = True
 
     def arrived(self, base: Memory, index: int) -> int:
         self._block.now.wait("turn")

@@ -83,20 +83,29 @@ class TmaWords:
         barrier = self._barrier(address)
         barrier.missing -= 1
         barrier.settle()
+        self._block.moved = True
 
-    def arrive_after_copies(self, address: int) -> None:
-        now = self._block.now
-        started, now.started = now.started, []
+    def writes_before_copies(self) -> None:
+        self._block.now.sees_writes = True
+
+    def copy_bytes(self, shared: int, source: tuple[Memory, int], count: int, barrier: int) -> None:
+        assert shared % 16 == count % 16 == 0
+        assert self._block.now.sees_writes, "a copy of what others wrote, without a fence"
+        self._block.now.sees_writes = False
+        base, index = source
+        first = self._block.place_of(shared, 1)
+        self._refuse_reads(range(first, first + count // 4))
 
         def arrive() -> None:
-            for copy in started:
-                copy()
-            self.arrive(address)
+            self._block.shared[first : first + count // 4] = base.load(index, count // 4, 4)
+            waited = self._barrier(barrier)
+            waited.missing_bytes -= count
+            waited.settle()
 
         if self._block.early:
             arrive()
         else:
-            self._barrier(address).copies.append(arrive)
+            self._barrier(barrier).copies.append(arrive)
 
     def wait(self, address: int, phase: int) -> None:
         while True:
@@ -146,10 +155,7 @@ class TmaWords:
         line_bytes = tensor.box[0] * ITEMSIZE[tensor.dtype] if tensor.plain else _LINE_BYTES
         assert shared % (128 if tensor.plain else 1024) == line_bytes % 16 == 0 and max(tensor.box) <= 256
         first = self._block.place_of(shared, 1)
-        filled = range(first, first + len(lines) * line_bytes // 4)
-        for (place, warp), read in self._block.reading.items():
-            overwritten = place == self._block.place and read.intersection(filled)
-            assert not overwritten, f"a copy overwrites what warp {warp} may still be reading"
+        self._refuse_reads(range(first, first + len(lines) * line_bytes // 4))
 
         def arrive() -> None:
             for i, line in enumerate(lines):
@@ -162,6 +168,11 @@ class TmaWords:
             arrive()
         else:
             self._barrier(barrier).copies.append(arrive)
+
+    def _refuse_reads(self, filled: range) -> None:
+        for (place, warp), read in self._block.reading.items():
+            overwritten = place == self._block.place and read.intersection(filled)
+            assert not overwritten, f"a copy overwrites what warp {warp} may still be reading"
 
     def _store_line(self, at: int, count_bytes: int, source: _Map, place: tuple[int, ...]) -> None:
         """So many bytes from a place on, zeros outside of the tensor."""

@@ -18,6 +18,7 @@ from guarded import values
 
 import nbdnn.kernels.cuda
 from nbdnn.candidate import NoConfig
+from nbdnn.device import Gpu
 from nbdnn.dispatch import registry
 from nbdnn.kernels.cuda.rnn_grid_plan import Config
 from nbdnn.kernels.cuda.rnn_product import Kind, product_kernel
@@ -34,6 +35,8 @@ NETWORKS = (
     "f64:t9b3i7h9l2:gru:bi:linear:a8",
     "f32:t20000b200i32h600l1:rnn_relu:uni:linear",  # 64-bit integers
     "f16:t9b7i33h35l2:gru:bi:linear",
+    "f32:t50b64i512h512l1:lstm:uni:linear",
+    "f16:t50b12i300h300l1:gru:bi:linear",
 )
 
 
@@ -150,7 +153,7 @@ def _rows_by_images(words: Any):
     return of
 
 
-def run(problem: RnnProblem, candidate: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(problem: RnnProblem, candidate: Any, config: Any, monkeypatch: pytest.MonkeyPatch, device: Gpu = H200) -> None:
     """All launches in plain Python, thread by thread; the outputs are the reference's."""
     block = emulated_ptx.install(monkeypatch)
     package = nbdnn.kernels.cuda.__dict__
@@ -163,9 +166,12 @@ def run(problem: RnnProblem, candidate: Any, config: Any, monkeypatch: pytest.Mo
     )
     monkeypatch.setitem(package, "ptx_local", local)
     monkeypatch.setitem(package, "ptx_rnn", WORDS)
-    monkeypatch.setitem(package, "ptx_products", SimpleNamespace(rows_by_images=_rows_by_images(words)))
+    products = SimpleNamespace(
+        rows_by_images=_rows_by_images(words), outer_products=words.outer_products, Factor=words.Factor
+    )
+    monkeypatch.setitem(package, "ptx_products", products)
     monkeypatch.setitem(package, "ptx_cluster", SimpleNamespace())  # one block at a time has none
-    emulated.assert_near(candidate, problem, config, values(problem, "normal"), H200, block)
+    emulated.assert_near(candidate, problem, config, values(problem, "normal"), device, block)
 
 
 SMALL = (
@@ -192,7 +198,7 @@ def test_kernels_compute_what_the_reference_does(op: str, text: str, monkeypatch
 
 
 # Units of a warp (of a warpgroup back), warps of a block, pieces of its images: of every mode and dtype, with groups
-# that are not full.
+# that are not full; and multiprocessors, where they are too few for all images at once.
 GRIDS = {
     "rnn_fwd": (
         ("f32:t5b3i5h6l2:lstm:bi:linear", (1, 2, 1)),
@@ -201,6 +207,7 @@ GRIDS = {
         ("bf16:t4b9i4h4l1:rnn_tanh:uni:skip", (1, 1, 2)),
         ("f32:t7b2i3h131l1:gru:uni:linear", (4, 8, 1)),
         ("f32:t1b5i3h10l1:rnn_relu:uni:linear", (2, 1, 2)),
+        ("f32:t3b11i4h7l1:lstm:bi:linear", (2, 2, 1), 8),
     ),
     "rnn_bwd": (
         ("f32:t5b3i5h6l2:lstm:bi:linear", (8, 4, 1)),
@@ -209,16 +216,19 @@ GRIDS = {
         ("bf16:t4b9i4h5l1:rnn_tanh:uni:linear", (8, 4, 2)),
         ("f32:t7b2i3h131l1:gru:uni:linear", (16, 8, 1)),
         ("f32:t1b5i3h10l1:rnn_relu:uni:linear", (4, 4, 2)),
+        ("f32:t3b11i4h7l1:lstm:bi:linear", (8, 4, 1), 4),
     ),
 }
 
 
-@pytest.mark.parametrize(("op", "text", "config"), [(op, *case) for op, cases in GRIDS.items() for case in cases])
-def test_blocks_pass_what_a_step_needs(op: str, text: str, config: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("op", "case"), [(op, case) for op, cases in GRIDS.items() for case in cases])
+def test_blocks_pass_what_a_step_needs(op: str, case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, config, *sms = case
+    device = replace(H200, sms=sms[0]) if sms else H200
     problem, candidate = parse(f"{op}:{text}"), registry.candidate(f"{op}/numba/persistent_grid")
     assert isinstance(problem, RnnProblem)
     for each in (problem, replace(problem, training=True)) if op == "rnn_fwd" else (problem,):
-        run(each, candidate, Config(*config), monkeypatch)
+        run(each, candidate, Config(*config), monkeypatch, device)
 
 
 # Several tiles and stages of products; loaded four elements at once, one by one, and as the operand allows.
@@ -227,6 +237,22 @@ MATRICES = (
     "bf16:t3b6i19h23l2:gru:bi:linear",
     "f16:t3b6i8h68l1:rnn_tanh:uni:linear:a4",
 )
+
+
+# The same on the FMA units, of a tile and a part; copied four at once, and one by one.
+TILES = (
+    "f32:t5b14i20h24l2:gru:bi:linear",
+    "f32:t3b23i19h23l1:lstm:uni:linear",
+    "f32:t3b23i24h24l1:rnn_tanh:bi:skip:a4",
+)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("text", TILES)
+def test_tiles_of_the_fma_units(op: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse(f"{op}:{text}")
+    assert isinstance(problem, RnnProblem)
+    run(replace(problem, training=op == "rnn_fwd"), CANDIDATES[op][-1], NoConfig(), monkeypatch)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -257,4 +283,6 @@ def test_nothing_but_16_bits_is_rounded_to_tf32(text: str, roundings: int, matri
             assert candidate.roundings(problem, device) == (roundings if new_enough else 1)
             launches = candidate.launches(problem, candidate.configs(problem, device)[0], device)
             kinds = [each.source.specialised_on for each in launches if each.source.builder is product_kernel]
-            assert kinds and {Kind(*kind).matrix for kind in kinds} == {matrix and new_enough}
+            by_tiles = problem.dtype == "f32" and new_enough
+            assert bool(kinds) != by_tiles
+            assert {Kind(*kind).matrix for kind in kinds} == (set() if by_tiles else {matrix and new_enough})

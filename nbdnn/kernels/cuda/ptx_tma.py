@@ -71,6 +71,10 @@ publish_barriers = effect("fence.mbarrier_init.release.cluster;")
 reads_before_copies = effect("fence.proxy.async.shared::cta;")
 
 
+# To be called by who has seen that others wrote global memory, before a copy of it.
+writes_before_copies = effect("fence.proxy.async.global;")
+
+
 def _on_barrier(text, *operands):
     """An intrinsic of shared addresses and integers that is one piece of PTX."""
     letters = ",".join("r" for _ in operands)
@@ -99,8 +103,6 @@ def _on_barrier(text, *operands):
 initialise = _on_barrier("mbarrier.init.shared::cta.b64 [$0], $1;", types.uint32, types.int32)
 expect_bytes = _on_barrier("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", types.uint32, types.int32)
 arrive = _on_barrier("mbarrier.arrive.shared::cta.b64 _, [$0];", types.uint32)
-# When all copies have arrived that the thread started before, by `COPY_ASYNC`, and did not commit.
-arrive_after_copies = _on_barrier("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", types.uint32)
 wait = _on_barrier(
     "{ .reg .pred over; again_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 over, [$0], $1; "
     "@!over bra again_${:uid}; }",
@@ -142,6 +144,18 @@ def _copy(rank: int, offsets: int):
 # Boxes, by rank; pixels under a tap of a window, by spatial axes.
 COPY_BOX = {rank: _copy(rank, 0) for rank in (2, 3, 4)}
 COPY_PIXELS = {ndim: _copy(ndim + 2, ndim) for ndim in (2, 3)}
+
+
+@intrinsic
+def copy_bytes(typingctx, shared, source, count, barrier):
+    """So many bytes, which lie in a row, from a global to a shared address: all multiples of 16."""
+    text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+
+    def codegen(context, builder, sig, args):
+        asm(builder, ir.VoidType(), text, "r,l,r,r,~{memory}", list(args), EFFECT)
+        return context.get_dummy_value()
+
+    return signature(types.none, types.uint32, types.uint64, types.int32, types.uint32), codegen
 
 
 def _meeting(threads: int):

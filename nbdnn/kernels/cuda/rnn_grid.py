@@ -26,11 +26,12 @@ from nbdnn.kernels.cuda import rnn_grid_plan as plan
 from nbdnn.kernels.cuda import rnn_layers
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
-from nbdnn.kernels.cuda.rnn_grid_plan import VALUES, Config, Layout
+from nbdnn.kernels.cuda.rnn_grid_plan import VALUES, Config, Layout, Round
 from nbdnn.kernels.cuda.rnn_passing import HELPERS, Barriers, Passing
 from nbdnn.kernels.cuda.rnn_plan import ForwardMemory, gates_of, of_steps, weights
 from nbdnn.problem_rnn import SAVED, RnnProblem
 
+_CYCLES = 310  # of a warp's piece beside its multiply-adds: a fit (H200)
 RING = 4  # steps whose sums are in shared memory or on their way
 _LANES = 32  # of a row
 _GATES = 4  # lanes of a unit and image
@@ -89,7 +90,7 @@ class Variant(NamedTuple):
 
 class Fields(NamedTuple):
     """First elements in the block of parameters, and what a second direction adds; of states, outputs and tape. peers:
-    blocks of a group. slabs: groups of a direction."""
+    blocks of a group. slabs: groups of a direction; first_slab: of those of all launches."""
 
     steps: int
     batch: int
@@ -104,6 +105,7 @@ class Fields(NamedTuple):
     saved: int
     peers: int
     slabs: int
+    first_slab: int
 
 
 def forward_kernel(*specialised_on):
@@ -168,7 +170,7 @@ def forward_kernel(*specialised_on):
         bias = zero
         if is_gru:
             bias = widen(ptx.load_constant(w, integer(f.bias + direction * f.next_biases + 2 * f.hidden + here)))
-        first_image, last_image = integer(slab * (pieces * images) + of_piece), integer(f.batch - 1)
+        first_image, last_image = integer((f.first_slab + slab) * (pieces * images) + of_piece), integer(f.batch - 1)
         number = integer((direction * f.slabs + slab) * pieces)
         states, ring = u32(shared + u32(state_at + thread * 4)), u32(shared + u32(ring_at + thread * 4))
         piece = integer(0)
@@ -233,7 +235,8 @@ def forward_kernel(*specialised_on):
         # h of the first step, zeros behind the units.
         while at < pieces * piece_elems:
             image, column = ptx.divided(at, integer(pitch))
-            cell = integer(min(integer(slab * (pieces * images) + image), integer(f.batch - 1)) + direction * f.batch)
+            image = integer(min(integer((f.first_slab + slab) * (pieces * images) + image), integer(f.batch - 1)))
+            cell = integer(direction * f.batch + image)
             inside = integer(min(column, integer(f.hidden - 1)))
             h = state_of(hx, integer(f.state + cell * f.hidden + inside))
             store(u32(shared + u32(at * 4)), bits_of(select(column < f.hidden, h, zero)))
@@ -249,9 +252,8 @@ def forward_kernel(*specialised_on):
             group = integer(direction * f.slabs + slab)
             if thread == threads:
                 tell(counters, group, shared, f.steps)
-            if thread >= all_threads - 32:
-                length = integer((f.hidden + 3) & ~3)
-                fetch(counters, passed, group, f.peers, shared, f.steps, length, integer(thread & 31))
+            if thread == threads + 32:
+                fetch(counters, passed, group, f.peers, shared, f.steps)
 
     data, wide = ptx.pointer(v.dtype), ptx.pointer("f32")
     pointers = (wide, data, data, data, wide, data, wide, data, data, wide, wide)
@@ -259,7 +261,7 @@ def forward_kernel(*specialised_on):
 
 
 class PersistentGrid(LaunchedCandidate[Config]):
-    """Forward, where R fits the registers of the GPU, and a cluster's do not hold it."""
+    """Forward, where R fits the registers of the GPU."""
 
     op, algorithm = "rnn_fwd", "persistent_grid"
 
@@ -274,20 +276,21 @@ class PersistentGrid(LaunchedCandidate[Config]):
 
     def workspace_bytes(self, problem: RnnProblem, config: Config, device: Gpu) -> int:
         memory = ForwardMemory(problem, False)
-        _passing(problem, memory, config)
+        _passing(problem, memory, config, device)
         return memory.workspace.size_bytes
 
     def estimate(self, problem: RnnProblem, config: Config, device: Gpu) -> float:
-        step_us = plan.step_us(config, _layout(problem, config), device)
+        step_us = plan.step_us(problem, config, _layout(problem, config), device)
         launches_us = 2 * problem.layers * rnn_layers.LAUNCH_US
         return launches_us + problem.layers * problem.steps * step_us + rnn_layers.products_us(problem, device)
 
     def launches(self, problem: RnnProblem, config: Config, device: Gpu) -> list[Launch]:
         memory, found = ForwardMemory(problem, False), list[Launch]()
-        passing = _passing(problem, memory, config)
+        passing = _passing(problem, memory, config, device)
         for layer in range(problem.layers):
-            steps = _steps(problem, memory, passing, layer, config)
-            found += [rnn_layers.sums(problem, memory, layer, device), passing.clear(), steps]
+            found += [rnn_layers.sums(problem, memory, layer, device)]
+            for round_ in plan.rounds(problem, config, _layout(problem, config), device):
+                found += [passing.clear(), _steps(problem, memory, passing, layer, config, round_)]
         return found
 
 
@@ -310,6 +313,8 @@ def _layout(problem: RnnProblem, config: Config) -> Layout:
     v = _variant(problem, config)
     return Layout(
         weights=v.units * problem.parameters.gates * 4 * v.quads,
+        loads=v.images * v.quads,
+        cycles=_CYCLES,
         shared_bytes=v.shared_bytes,
         images=v.images,
         peers=ceil(problem.hidden / (v.units * v.warps)),
@@ -317,19 +322,20 @@ def _layout(problem: RnnProblem, config: Config) -> Layout:
     )
 
 
-def _passing(problem: RnnProblem, memory: ForwardMemory, config: Config) -> Passing:
-    v = _variant(problem, config)
-    groups = problem.directions * plan.slabs(problem, config, v.images)
-    return Passing.take(memory.workspace, groups, v.pieces, v.images * v.pitch)
+def _passing(problem: RnnProblem, memory: ForwardMemory, config: Config, device: Gpu) -> Passing:
+    v, (first, *_) = _variant(problem, config), plan.rounds(problem, config, _layout(problem, config), device)
+    return Passing.take(memory.workspace, problem.directions * first.slabs, v.pieces, v.images * v.pitch)
 
 
-def _steps(problem: RnnProblem, memory: ForwardMemory, passing: Passing, layer: int, config: Config) -> Launch:
+def _steps(
+    problem: RnnProblem, memory: ForwardMemory, passing: Passing, layer: int, config: Config, round_: Round
+) -> Launch:
     w, out, y, saved = weights(problem, layer), memory.outputs(layer), memory.y(layer), memory.saved(layer)
     variant = _variant(problem, config)._replace(out=out.is_somewhere, y=y.is_somewhere)
     states = [memory.state(name, layer) for name in ("hx", "cx", "hy", "cy")]
     places = (memory.sums, memory.operand("w"), *states[:2], out, y, saved, *states[2:])
     places += passing.passed, passing.counters
-    slabs, peers = plan.slabs(problem, config, variant.images), _layout(problem, config).peers
+    peers = _layout(problem, config).peers
     fields = Fields(
         **of_steps(problem, layer),
         bias=w.recurrent_bias,
@@ -337,11 +343,12 @@ def _steps(problem: RnnProblem, memory: ForwardMemory, passing: Passing, layer: 
         out=out.first,
         saved=saved.first,
         peers=peers,
-        slabs=slabs,
+        slabs=round_.slabs,
+        first_slab=round_.first_slab,
     )
     return Launch(
         source=Source(forward_kernel, variant, variant.threads + 32 * HELPERS),
-        grid=(peers * slabs, problem.directions, 1),
+        grid=(peers * round_.slabs, problem.directions, 1),
         pointers=tuple(place.pointer for place in places),
         scalars="",
         integers=fields,

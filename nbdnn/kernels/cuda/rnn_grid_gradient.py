@@ -26,11 +26,12 @@ from nbdnn.kernels.cuda import rnn_grid_plan as plan
 from nbdnn.kernels.cuda import rnn_layers
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
-from nbdnn.kernels.cuda.rnn_grid_plan import VALUES, Config, Layout
+from nbdnn.kernels.cuda.rnn_grid_plan import VALUES, Config, Layout, Round
 from nbdnn.kernels.cuda.rnn_passing import HELPERS, Barriers, Passing
 from nbdnn.kernels.cuda.rnn_plan import GRADIENTS, RECORD, GradientMemory, gates_of, of_steps
 from nbdnn.problem_rnn import RnnProblem
 
+_CYCLES = 600  # of a warp's piece beside its multiply-adds: a fit (H200)
 RING = 2  # steps whose records are in shared memory or on their way
 _LANES, _SLICES, _GROUP = 32, 4, 128  # of a row; warps and threads of a warpgroup
 _UNITS = (4, 8, 16)
@@ -95,7 +96,7 @@ class Variant(NamedTuple):
 
 class Fields(NamedTuple):
     """First elements in the block of parameters, and what a second direction adds; of states. peers: blocks of a group.
-    slabs: groups of a direction."""
+    slabs: groups of a direction; first_slab: of those of all launches."""
 
     steps: int
     batch: int
@@ -106,6 +107,7 @@ class Fields(NamedTuple):
     state: int
     peers: int
     slabs: int
+    first_slab: int
 
 
 def back_kernel(*specialised_on):
@@ -180,7 +182,7 @@ def back_kernel(*specialised_on):
         weights, found = ptx.cuda.local.array(all_weights, real), ptx.cuda.local.array(VALUES, real)
         others = ptx.cuda.local.array(count, real)
         load_weights(w, weights, integer(f.recurrent + direction * f.next_matrices), first_unit, first_row, lane, f)
-        first_image, last_image = integer(slab * (pieces * images) + of_piece), integer(f.batch - 1)
+        first_image, last_image = integer((f.first_slab + slab) * (pieces * images) + of_piece), integer(f.batch - 1)
         number = integer((direction * f.slabs + slab) * pieces)
         states, ring = u32(shared + u32(states_at + thread * 4)), u32(shared + u32(ring_at + thread * 4))
         own_sum = u32(shared + u32(sums_at + (group * _SLICES + slice_) * (_LANES * 4) + lane * 4))
@@ -259,9 +261,8 @@ def back_kernel(*specialised_on):
             group, steps = integer(direction * f.slabs + slab), integer(f.steps + 1)
             if thread == threads:
                 tell(counters, group, shared, steps)
-            if thread >= all_threads - 32:
-                length = integer((gates * f.hidden + 3) & ~3)
-                fetch(counters, passed, group, f.peers, shared, steps, length, integer(thread & 31))
+            if thread == threads + 32:
+                fetch(counters, passed, group, f.peers, shared, steps)
 
     data, wide = ptx.pointer(v.dtype), ptx.pointer("f32")
     return back, (wide, *[data] * 5, wide, wide, ptx.record(Fields, 32))
@@ -283,20 +284,21 @@ class PersistentGridGradient(LaunchedCandidate[Config]):
 
     def workspace_bytes(self, problem: RnnProblem, config: Config, device: Gpu) -> int:
         memory = rnn_layers.gradient_memory(problem, device)
-        _passing(problem, memory, config)
+        _passing(problem, memory, config, device)
         return memory.workspace.size_bytes
 
     def estimate(self, problem: RnnProblem, config: Config, device: Gpu) -> float:
-        step_us = plan.step_us(config, _layout(problem, config), device)
+        step_us = plan.step_us(problem, config, _layout(problem, config), device)
         launches_us = 3 * problem.layers * rnn_layers.LAUNCH_US
         return launches_us + problem.layers * problem.steps * step_us + rnn_layers.products_us(problem, device)
 
     def launches(self, problem: RnnProblem, config: Config, device: Gpu) -> list[Launch]:
         memory, found = rnn_layers.gradient_memory(problem, device), list[Launch]()
-        passing = _passing(problem, memory, config)
+        passing = _passing(problem, memory, config, device)
         for layer in reversed(range(problem.layers)):
-            steps_back = _steps_back(problem, memory, passing, layer, config)
-            found += [rnn_layers.records(problem, memory, layer), passing.clear(), steps_back]
+            found += [rnn_layers.records(problem, memory, layer)]
+            for round_ in plan.rounds(problem, config, _layout(problem, config), device):
+                found += [passing.clear(), _steps_back(problem, memory, passing, layer, config, round_)]
             found += rnn_layers.after_steps_back(problem, memory, layer, device)
         return found
 
@@ -316,6 +318,8 @@ def _layout(problem: RnnProblem, config: Config) -> Layout:
     v = _variant(problem, config)
     return Layout(
         weights=v.units * 4 * v.quads,
+        loads=v.images * v.quads,
+        cycles=_CYCLES,
         shared_bytes=v.shared_bytes,
         images=v.images,
         peers=ceil(problem.hidden / (v.units * v.warps // _SLICES)),
@@ -323,23 +327,23 @@ def _layout(problem: RnnProblem, config: Config) -> Layout:
     )
 
 
-def _passing(problem: RnnProblem, memory: GradientMemory, config: Config) -> Passing:
-    v = _variant(problem, config)
-    groups = problem.directions * plan.slabs(problem, config, v.images)
-    return Passing.take(memory.workspace, groups, v.pieces, v.images * v.pitch)
+def _passing(problem: RnnProblem, memory: GradientMemory, config: Config, device: Gpu) -> Passing:
+    v, (first, *_) = _variant(problem, config), plan.rounds(problem, config, _layout(problem, config), device)
+    return Passing.take(memory.workspace, problem.directions * first.slabs, v.pieces, v.images * v.pitch)
 
 
-def _steps_back(problem: RnnProblem, memory: GradientMemory, passing: Passing, layer: int, config: Config) -> Launch:
+def _steps_back(
+    problem: RnnProblem, memory: GradientMemory, passing: Passing, layer: int, config: Config, round_: Round
+) -> Launch:
     variant, peers = _variant(problem, config), _layout(problem, config).peers
     states = [memory.state(name, layer) for name in ("dhy", "dcy", "dhx", "dcx")]
     places = (memory.records, memory.operand("w"), *states, passing.passed, passing.counters)
-    slabs = plan.slabs(problem, config, variant.images)
     return Launch(
         source=Source(back_kernel, variant, variant.threads + 32 * HELPERS),
-        grid=(peers * slabs, problem.directions, 1),
+        grid=(peers * round_.slabs, problem.directions, 1),
         pointers=tuple(place.pointer for place in places),
         scalars="",
-        integers=Fields(**of_steps(problem, layer), peers=peers, slabs=slabs),
+        integers=Fields(**of_steps(problem, layer), peers=peers, slabs=round_.slabs, first_slab=round_.first_slab),
         dynamic_shared_bytes=variant.shared_bytes,
         cooperative=True,
     )

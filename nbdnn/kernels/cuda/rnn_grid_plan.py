@@ -21,12 +21,11 @@ from nbdnn.problem_rnn import RnnProblem
 VALUES = 32  # of a warp's piece: one for each lane, in the end
 _OTHERS = 72  # registers of a thread that hold no weights
 _WARPS, _PIECES = (4, 8, 12, 16), (1, 2, 3, 4, 5, 6, 8)
-_MOST_CONFIGS = 8
+_MOST_CONFIGS = 3
 _LEAST_HIDDEN = 129  # fewer fit a cluster
 _GENERATION = 9  # whose warps share out registers as they need them
-# Cycles of a piece: of a scheduler for each of its warps beside the multiply-adds; of a block from when it has told a
-# piece until it has what the others told.
-_WARP_CYCLES, _PASS_CYCLES, _BARRIER_CYCLES = 260, 2600, 150
+# Cycles on an H200: of a block's piece, whatever its warps; of a load; from when a piece was told until it is there.
+_PIECE_CYCLES, _LOAD_CYCLES, _PASS_CYCLES = 740, 26, 1950
 _L2_BYTES_A_CYCLE = 24  # of a multiprocessor, while all read
 _SCHEDULERS = 4
 
@@ -43,10 +42,12 @@ class Config(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """weights: of a thread. shared_bytes: of a block. images: of a piece. peers: blocks of a group. passed: elements of
-    an image that a block reads."""
+    """weights: of a thread. loads: of 16 bytes, of a lane's piece. cycles: of a warp's, beside these. shared_bytes: of
+    a block. images: of a piece. peers: blocks of a group. passed: elements of an image that a block reads."""
 
     weights: int
+    loads: int
+    cycles: int
     shared_bytes: int
     images: int
     peers: int
@@ -54,37 +55,46 @@ class Layout(NamedTuple):
 
     def fits(self, problem: RnnProblem, config: Config, device: Gpu) -> bool:
         _, there = registers_of(config.warps)
-        blocks = self.peers * slabs(problem, config, self.images) * problem.directions
-        return (
-            self.weights + _OTHERS <= there and self.shared_bytes <= shared_bytes(device) and blocks <= device.sms
-        )  # fmt: skip
+        fits_block = self.weights + _OTHERS <= there and self.shared_bytes <= shared_bytes(device)
+        return fits_block and self.peers * problem.directions <= device.sms
 
 
-def slabs(problem: RnnProblem, config: Config, images: int) -> int:
-    """Groups of a direction."""
-    return ceil(problem.batch / (images * config.pieces))
+class Round(NamedTuple):
+    """A launch: so many slabs of images from the first one on, of every direction, each with a group of blocks."""
+
+    first_slab: int
+    slabs: int
 
 
-def step_us(config: Config, layout: Layout, device: Gpu) -> float:
+def rounds(problem: RnnProblem, config: Config, layout: Layout, device: Gpu) -> list[Round]:
+    """One after the other, where the blocks of all images are more than the device has room for at once."""
+    slabs = ceil(problem.batch / (layout.images * config.pieces))
+    at_once = min(slabs, device.sms // (layout.peers * problem.directions))
+    return [Round(first, min(at_once, slabs - first)) for first in range(0, slabs, at_once)]
+
+
+def step_us(problem: RnnProblem, config: Config, layout: Layout, device: Gpu) -> float:
+    """A step of all images."""
     of_scheduler = config.warps / _SCHEDULERS
-    compute = of_scheduler * (_WARP_CYCLES + layout.weights * layout.images) + _BARRIER_CYCLES
+    products = max(layout.weights * layout.images, _LOAD_CYCLES * layout.loads)
+    compute = of_scheduler * (layout.cycles + products) + _PIECE_CYCLES
     passing = layout.passed * layout.images * 4 / _L2_BYTES_A_CYCLE
     piece = max(compute, passing)
     step = max(config.pieces * piece, compute + passing + _PASS_CYCLES)
-    return step / device.clock_hz * 1e6
+    return len(rounds(problem, config, layout, device)) * step / device.clock_hz * 1e6
 
 
 def configs(
     problem: RnnProblem, device: Gpu, units: tuple[int, ...], layout: Callable[[RnnProblem, Config], Layout]
-) -> tuple[Config, ...]:  # fmt: skip
+) -> tuple[Config, ...]:
     """Those that fit, by their guesses."""
     every = (Config(*each) for each in product(units, _WARPS, _PIECES))
     fitting = [
-        (step_us(config, found, device), config)
+        (step_us(problem, config, found, device), len(rounds(problem, config, found, device)), config)
         for config, found in ((config, layout(problem, config)) for config in every)
         if found.images * config.pieces < 2 * max(problem.batch, found.images) and found.fits(problem, config, device)
     ]
-    return tuple(config for _, config in sorted(fitting)[:_MOST_CONFIGS])
+    return tuple(config for *_, config in sorted(fitting)[:_MOST_CONFIGS])
 
 
 def support(problem: RnnProblem, found: tuple[Config, ...], device: Gpu) -> Support:
@@ -99,6 +109,6 @@ def support(problem: RnnProblem, found: tuple[Config, ...], device: Gpu) -> Supp
     if index_bits(problem) != 32:
         return Support(False, f"{problem.steps} steps of {problem.batch} images reach 2^31 elements")
     if not found:
-        images = f"{problem.batch} images of {problem.hidden} units"
-        return Support(False, f"{images} do not fit the registers of {device.sms} multiprocessors")
+        weights = f"{problem.parameters.gates} x {problem.hidden}^2 weights"
+        return Support(False, f"{weights} do not fit the registers of {device.sms} multiprocessors")
     return YES

@@ -11,7 +11,7 @@ from __future__ import annotations
 from math import ceil
 
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda import rnn_parts, rnn_product, rnn_records
+from nbdnn.kernels.cuda import rnn_fma_product, rnn_parts, rnn_product, rnn_records
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import NULL, Launch
 from nbdnn.kernels.cuda.peaks import fma_flops_per_s, tensor_flops_per_s
@@ -31,7 +31,7 @@ from nbdnn.problem_rnn import RnnProblem
 LAUNCH_US = 3.0
 _BLOCKS_OF_SM = 3  # of a product, that shall be there at least where its sums can be split
 _LEAST_STAGES = 8  # of a part
-_SHARE_OF_FMA = 0.4  # of the FMA units' rate, that products reach
+_SHARE_OF_FMA = 0.5  # of the FMA units' rate, that products reach
 _SHARE_OF_MATRIX = 0.11  # of the matrix units' rate in TF32: a guess, 60 TFLOP/s on an H200
 _FIRST_CAPABILITY = (8, 0)  # whose matrix units know TF32
 _QUAD = 4  # elements that are loaded at once
@@ -76,7 +76,7 @@ def sums(problem: RnnProblem, memory: ForwardMemory, layer: int, device: Gpu) ->
     )
     kind = _kind(problem, device, "sums", (x.dtype, problem.dtype, problem.compute))._replace(skip=skip)
     pointers = (x.pointer, memory.operand("w").pointer, NULL, memory.sums.pointer)
-    return _product(problem, kind, fields, pointers, problem.directions)
+    return _product(problem, device, kind, fields, pointers, problem.directions)
 
 
 def gradient_memory(problem: RnnProblem, device: Gpu) -> GradientMemory:
@@ -116,7 +116,7 @@ def _inputs(problem: RnnProblem, memory: GradientMemory, layer: int, device: Gpu
     )
     kind = _kind(problem, device, "inputs", (problem.compute, problem.dtype, dx.dtype))
     pointers = (memory.records.pointer, memory.operand("w").pointer, NULL, dx.pointer)
-    return _product(problem, kind, fields, pointers, 1)
+    return _product(problem, device, kind, fields, pointers, 1)
 
 
 def _parameters(problem: RnnProblem, memory: GradientMemory, layer: int, device: Gpu) -> list[Launch]:
@@ -135,7 +135,7 @@ def _parameters(problem: RnnProblem, memory: GradientMemory, layer: int, device:
         of_b = kind._replace(b_dtype=b.dtype, states=states)
         pointers = (memory.records.pointer, b.pointer, state.pointer if states else NULL, memory.parts.pointer)
         fields = _part_fields(problem, memory, columns, where, state if states else None, parts)
-        found.append(_product(problem, of_b, fields, pointers, problem.directions, parts))
+        found.append(_product(problem, device, of_b, fields, pointers, problem.directions, parts))
         found.append(_added(problem, memory, columns, parts, (matrix, w.next_matrices, bias, w.next_biases)))
     return found
 
@@ -211,7 +211,8 @@ def records(problem: RnnProblem, memory: GradientMemory, layer: int) -> Launch:
 
 def _parts_of(problem: RnnProblem, device: Gpu) -> int:
     """How many parts the sums of parameters' gradients are made of."""
-    tiles = problem.directions * ceil(problem.parameters.gates * problem.hidden / TILE) * ceil(problem.hidden / TILE)
+    rows = TILE * (2 if problem.dtype == "f32" else 1)  # of a tile that reaches the rate of its units
+    tiles = problem.directions * ceil(problem.parameters.gates * problem.hidden / rows) * ceil(problem.hidden / TILE)
     stages = ceil(problem.steps * problem.batch / STAGE_K)
     parts = max(1, min(_BLOCKS_OF_SM * device.sms // tiles, stages // _LEAST_STAGES))
     return ceil(stages / ceil(stages / parts))
@@ -245,17 +246,43 @@ def _kind(problem: RnnProblem, device: Gpu, form: str, dtypes: tuple[str, str, s
 
 
 def _product(
-    problem: RnnProblem, kind: Kind, fields: Fields, pointers: tuple[int, ...], directions: int, parts: int = 1
+    problem: RnnProblem,
+    device: Gpu,
+    kind: Kind,
+    fields: Fields,
+    pointers: tuple[int, ...],
+    directions: int,
+    parts: int = 1,
 ) -> Launch:
-    kind = _at_once(problem, kind, fields, pointers)
+    dtypes = {kind.a_dtype, kind.b_dtype, kind.state_dtype, kind.out_dtype}
+    by_tiles = dtypes == {"f32"} and kind.bits == 32 and device.capability >= _FIRST_CAPABILITY
+    kind = _at_once(problem, kind, fields, pointers, by_tiles or kind.matrix)
+    if by_tiles:
+        return _fma_product(device, kind, fields, pointers, directions, parts)
     fields = fields._replace(tiles_n=max(1, ceil(fields.n / TILE)))
     source = Source(rnn_product.product_kernel, kind, THREADS)
     grid = (ceil(fields.m / TILE) * fields.tiles_n, directions, parts)
     return Launch(source, grid, pointers, "", fields, kind.bits)
 
 
-def _at_once(problem: RnnProblem, kind: Kind, f: Fields, pointers: tuple[int, ...]) -> Kind:
-    """With neighbours stored at once, and loaded at once for matrix units, where all begin at multiples of that."""
+def _fma_product(
+    device: Gpu, kind: Kind, fields: Fields, pointers: tuple[int, ...], directions: int, parts: int
+) -> Launch:
+    """In float32, by tiles that are copied to shared memory while others are multiplied."""
+    tile = rnn_fma_product.tile_of(fields.m, fields.n, directions * parts, device)
+    words = kind.words if fields.n % 4 == 0 else 1
+    v = rnn_fma_product.variant(kind.form, kind.skip, kind.states, tile, kind.a_lanes, kind.b_lanes, words)
+    fields = fields._replace(
+        tiles_n=max(1, ceil(fields.n / tile.n)), stages=fields.stages * STAGE_K // rnn_fma_product.STAGE_K
+    )
+    grid = (ceil(fields.m / tile.m) * fields.tiles_n, directions, parts)
+    return Launch(
+        Source(rnn_fma_product.product_kernel, v, tile.threads, tile.min_blocks), grid, pointers, "", fields, 32
+    )
+
+
+def _at_once(problem: RnnProblem, kind: Kind, f: Fields, pointers: tuple[int, ...], loads: bool) -> Kind:
+    """With neighbours stored at once, and if `loads` loaded at once, where all begin at multiples of that."""
 
     def fits(count: int, extent: int, dtypes: dict[int, str], *places: int) -> bool:
         """dtypes: of the memory behind each pointer. The workspace is aligned to more than anybody asks for."""
@@ -267,7 +294,7 @@ def _at_once(problem: RnnProblem, kind: Kind, f: Fields, pointers: tuple[int, ..
     run, of_c = RUN[kind.matrix], (f.out_first, f.out_direction, f.out_part, f.out_m)
     if (kind.matrix or kind.out_dtype == "f32") and fits(run, f.n, {out: kind.out_dtype}, *of_c):
         kind = kind._replace(words=run)
-    if not kind.matrix:
+    if not loads:
         return kind
     extent, step = (f.k, f.a_m) if kind.a.along_k else (f.m, f.a_k)
     of_a = (f.a_first, f.a_direction, f.a_segment, step, f.jump_at, f.a_jump)

@@ -21,7 +21,6 @@ from nbdnn.kernels.cuda.zeros import zeros
 
 _LINE_WORDS = 32
 _CLEAR_THREADS = 128
-_LANES = 32
 HELPERS = 4  # warps of a block that compute nothing: as many as share out registers, of which two do something
 BARRIER_BYTES = 8
 _REGISTERS_OF_LANE, _MOST_REGISTERS, _HELPERS_REGISTERS = 512, 255, 40  # of a scheduler's lane; of a thread
@@ -93,21 +92,21 @@ class Barriers(NamedTuple):
 
 @cache
 def helpers(barriers: Barriers, images: int, pitch: int):
-    """Device functions (shared) initialises the barriers; (counters, group, shared, steps), of one thread, tells what
-    was written; and (counters, passed, group, peers, shared, steps, length, lane), of a warp, copies `length` elements
-    of each image, to shared memory's beginning. images: of a piece. pitch: of their elements, in both.
+    """Device functions, of one thread each: (shared) initialises the barriers; (counters, group, shared, steps) tells
+    what was written; and (counters, passed, group, peers, shared, steps) copies what was told to shared memory's
+    beginning. images: of a piece. pitch: of their elements, in both.
     """
-    from nbdnn.kernels.cuda import ptx, ptx_grid, ptx_tile, ptx_tma
+    from nbdnn.kernels.cuda import ptx, ptx_grid, ptx_tma
 
-    integer, u32, copy = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx_tile.COPY_ASYNC[16]
-    pieces, warps, piece_elems = barriers.pieces, barriers.warps, images * pitch
+    integer, u32, pieces, warps = ptx.INTEGER[32], ptx.WORD, barriers.pieces, barriers.warps
+    piece_elems, piece_bytes = images * pitch, ptx.INTEGER[32](images * pitch * 4)
     full_at, done_at = barriers.at, barriers.at + BARRIER_BYTES * pieces
 
     @ptx.inline
     def prepare(shared):
         piece = integer(0)
         while piece < pieces:
-            ptx_tma.initialise(u32(shared + u32(full_at + piece * BARRIER_BYTES)), integer(_LANES))
+            ptx_tma.initialise(u32(shared + u32(full_at + piece * BARRIER_BYTES)), integer(1))
             ptx_tma.initialise(u32(shared + u32(done_at + piece * BARRIER_BYTES)), integer(warps))
             piece = integer(piece + 1)
         ptx_tma.publish_barriers()
@@ -124,25 +123,18 @@ def helpers(barriers: Barriers, images: int, pitch: int):
             step = integer(step + 1)
 
     @ptx.inline
-    def fetch(counters, passed, group, peers, shared, steps, length, lane):
+    def fetch(counters, passed, group, peers, shared, steps):
         step = integer(1)
         while step < steps:
             piece = integer(0)
             while piece < pieces:
-                number = integer(group * pieces + piece)
-                if lane == 0:
-                    while ptx_grid.arrived(counters, integer(number * _LINE_WORDS)) < peers * step:
-                        pass
-                ptx.cuda.syncwarp()
-                first, to = integer((number * 2 + (step & 1)) * piece_elems), integer(piece * piece_elems)
-                for image in range(images):
-                    at = integer(4 * lane)
-                    while at < length:
-                        here = integer(image * pitch + at)
-                        source = ptx.address(passed, integer(first + here))
-                        copy(u32(shared + u32((to + here) * 4)), source, integer(16))
-                        at = integer(at + 4 * _LANES)
-                ptx_tma.arrive_after_copies(u32(shared + u32(full_at + piece * BARRIER_BYTES)))
+                number, full = integer(group * pieces + piece), u32(shared + u32(full_at + piece * BARRIER_BYTES))
+                while ptx_grid.arrived(counters, integer(number * _LINE_WORDS)) < peers * step:
+                    pass
+                ptx_tma.writes_before_copies()
+                ptx_tma.expect_bytes(full, piece_bytes)
+                source = ptx.address(passed, integer((number * 2 + (step & 1)) * piece_elems))
+                ptx_tma.copy_bytes(u32(shared + u32(piece * piece_bytes)), source, piece_bytes, full)
                 piece = integer(piece + 1)
             step = integer(step + 1)
 
@@ -165,6 +157,7 @@ def words(barriers: Barriers):
 
     @ptx.inline
     def have_done(shared, piece, lane):
+        ptx_tma.reads_before_copies()
         ptx.cuda.syncwarp()
         if lane == 0:
             ptx_tma.arrive(u32(shared + u32(done_at + piece * BARRIER_BYTES)))
