@@ -36,7 +36,7 @@ NETWORKS = (
     "f32:t20000b200i32h600l1:rnn_relu:uni:linear",  # 64-bit integers
     "f16:t9b7i33h35l2:gru:bi:linear",
     "f32:t50b64i512h512l1:lstm:uni:linear",
-    "f16:t50b12i300h300l1:gru:bi:linear",
+    "f16:t50b12i520h520l1:gru:bi:linear",
 )
 
 
