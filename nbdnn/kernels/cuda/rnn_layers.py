@@ -270,15 +270,11 @@ def _fma_product(
 ) -> Launch:
     """In float32, by tiles that are copied to shared memory while others are multiplied."""
     tile = rnn_fma_product.tile_of(fields.m, fields.n, directions * parts, device)
-    words = kind.words if fields.n % 4 == 0 else 1
-    v = rnn_fma_product.variant(kind.form, kind.skip, kind.states, tile, kind.a_lanes, kind.b_lanes, words)
-    fields = fields._replace(
-        tiles_n=max(1, ceil(fields.n / tile.n)), stages=fields.stages * STAGE_K // rnn_fma_product.STAGE_K
-    )
-    grid = (ceil(fields.m / tile.m) * fields.tiles_n, directions, parts)
-    return Launch(
-        Source(rnn_fma_product.product_kernel, v, tile.threads, tile.min_blocks), grid, pointers, "", fields, 32
-    )
+    v = rnn_fma_product.variant(kind.form, kind.skip, kind.states, tile, kind.a_lanes, kind.b_lanes, kind.words)
+    tiles_n, stages = max(1, ceil(fields.n / tile.n)), fields.stages * STAGE_K // rnn_fma_product.STAGE_K
+    source = Source(rnn_fma_product.product_kernel, v, tile.threads, tile.min_blocks)
+    grid = (ceil(fields.m / tile.m) * tiles_n, directions, parts)
+    return Launch(source, grid, pointers, "", fields._replace(tiles_n=tiles_n, stages=stages), 32)
 
 
 def _at_once(problem: RnnProblem, kind: Kind, f: Fields, pointers: tuple[int, ...], loads: bool) -> Kind:

@@ -8,7 +8,8 @@ A row is a step of an image. The next stage is loaded to registers, from operand
 this one is multiplied by the units of `rnn_product_tile.py`: those of matrices for networks of 16 bits, where the
 device has them, and the FMA units for all others. The former take factors in TF32: 16-bit data are exact in it, and
 what is float32 between layers and products is rounded to it, but for the sums of da and db. Sums of parameters are
-taken in parts, added in their order by `rnn_parts.py`. Accumulates in the compute type. Source: own.
+taken in parts, added in their order by `rnn_parts.py`. Accumulates in the compute type. Float32 has larger tiles where
+the device copies to shared memory by itself (`rnn_fma_product.py`). Source: own.
 """
 
 from __future__ import annotations
