@@ -20,7 +20,7 @@ _MORE = (
     (2, 17, 3, 20, 1),  # a batch of several tiles and a rest
     (3, 4, 12, 70, 1),  # several vectors of units and a rest
     (2, 7, 33, 130, 1),  # several panels of units, and chunks for two threads
-    (5, 33, 6, 162, 1),  # units that a cluster does not hold, several pieces of a batch and a rest
+    (5, 33, 6, 162, 1),  # units of many blocks, several pieces of a batch and a rest
     (37, 2, 4, 6, 1),  # many steps
     (70, 16, 6, 8, 1),  # more rows (steps x batch) than a gradient of parameters sums at once
 )
@@ -46,6 +46,9 @@ def edges(op: str) -> list[RnnProblem]:
         for i, shape in enumerate(_MORE[2:])
         for j in (0, 1)
     ]
+    # R shared out over a GPU in 16 bits, two layers, both directions; and in several rounds of images, back.
+    problems += [RnnProblem(op, dtype, 2, 11, 8, 139, 2, "gru", bidirectional=True) for dtype in ("f16", "bf16")]
+    problems += [RnnProblem(op, "f32", 2, 70, 3, 513, 1, "lstm")]
     if op == "rnn_fwd":
         problems += [replace(problem, training=True) for problem in problems]
     return list(dict.fromkeys(problems))

@@ -267,7 +267,7 @@ _EVERY_END = "uni:linear uni:skip bi:linear bi:linear:a8"
 _OF_RNN = {
     "numba/direct": (_EVERY_DTYPE, (1, 70, 2000), _EVERY_END),
     "numba/persistent": ("f16 bf16 f32", (1, 70, 128, 256), _EVERY_END),
-    "numba/persistent_grid": ("f16 bf16 f32", (129, 256, 301, 512), _EVERY_END),
+    "numba/persistent_grid": ("f16 bf16 f32", (129, 256, 301, 640), _EVERY_END),
     "cpu/direct": (_EVERY_DTYPE, (1, 70, 2000), _EVERY_END),
     "cpu/packed": (_EVERY_DTYPE, (1, 70, 2000), _EVERY_END),
 }
@@ -277,7 +277,7 @@ _OF_RNN = {
 @pytest.mark.parametrize("name", _OF_RNN)
 def test_supports_the_networks_it_must(op: str, name: str, device: Cpu) -> None:
     candidate, (dtypes, hidden, ends) = registry.candidate(f"{op}/{name}"), _OF_RNN[name]
-    on = device if registry.kind_of(candidate) == "cpu" else DEVICE
+    on = device if registry.kind_of(candidate) == "cpu" else H200
     for dtype, h, mode, end in product(dtypes.split(), hidden, GATES, ends.split()):
         for layers in (1, 3):
             problem = parse(f"{op}:{dtype}:t50b20i{h}h{h}l{layers}:{mode}:{end}")

@@ -20,7 +20,9 @@ import nbdnn.kernels.cuda
 from nbdnn.candidate import NoConfig
 from nbdnn.device import Gpu
 from nbdnn.dispatch import registry
+from nbdnn.kernels.cuda import rnn_fma_product
 from nbdnn.kernels.cuda.rnn_grid_plan import Config
+from nbdnn.kernels.cuda.rnn_passing import HELPERS, registers_of
 from nbdnn.kernels.cuda.rnn_product import Kind, product_kernel
 from nbdnn.problem import ITEMSIZE, parse
 from nbdnn.problem_rnn import RnnProblem
@@ -37,6 +39,7 @@ NETWORKS = (
     "f16:t9b7i33h35l2:gru:bi:linear",
     "f32:t50b64i512h512l1:lstm:uni:linear",
     "f16:t50b12i520h520l1:gru:bi:linear",
+    "f32:t50b60i300h300l1:rnn_tanh:bi:linear",  # of 12 and 16 warps
 )
 
 
@@ -49,7 +52,11 @@ def kernels(op: str, text: str, arch: str, of: int = 1) -> None:
         for config in candidate.configs(problem, device)[::of]:
             few = {launch.source: launch for launch in candidate.launches(problem, config, device)}
             for launch in few.values():
-                assert_lean(launch, problem, arch, f"{candidate.id}, {config}")
+                kernel = assert_lean(launch, problem, arch, f"{candidate.id}, {config}")
+                if isinstance(config, Config) and launch.cooperative:
+                    # Those that compute would wait for ever for registers that others do not have.
+                    compiled, given = registers_of(launch.source.threads // 32 - HELPERS)
+                    assert given <= compiled or kernel.registers == compiled, (candidate.id, config, kernel.registers)
 
 
 @pytest.mark.usefixtures("numba_cuda")
@@ -153,9 +160,17 @@ def _rows_by_images(words: Any):
     return of
 
 
-def run(problem: RnnProblem, candidate: Any, config: Any, monkeypatch: pytest.MonkeyPatch, device: Gpu = H200) -> None:
-    """All launches in plain Python, thread by thread; the outputs are the reference's."""
+def run(
+    problem: RnnProblem,
+    candidate: Any,
+    config: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    device: Gpu = H200,
+    early: bool = False,
+) -> None:
+    """All launches in plain Python, thread by thread; the outputs are the reference's. early: copies are."""
     block = emulated_ptx.install(monkeypatch)
+    block.early = early
     package = nbdnn.kernels.cuda.__dict__
     words = package["ptx"]
     local = SimpleNamespace(
@@ -221,14 +236,15 @@ GRIDS = {
 }
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(("op", "case"), [(op, case) for op, cases in GRIDS.items() for case in cases])
-def test_blocks_pass_what_a_step_needs(op: str, case: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_pass_what_a_step_needs(op: str, case: tuple, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     text, config, *sms = case
     device = replace(H200, sms=sms[0]) if sms else H200
     problem, candidate = parse(f"{op}:{text}"), registry.candidate(f"{op}/numba/persistent_grid")
     assert isinstance(problem, RnnProblem)
     for each in (problem, replace(problem, training=True)) if op == "rnn_fwd" else (problem,):
-        run(each, candidate, Config(*config), monkeypatch, device)
+        run(each, candidate, Config(*config), monkeypatch, device, early)
 
 
 # Several tiles and stages of products; loaded four elements at once, one by one, and as the operand allows.
@@ -241,18 +257,34 @@ MATRICES = (
 
 # The same on the FMA units, of a tile and a part; copied four at once, and one by one.
 TILES = (
-    "f32:t5b14i20h24l2:gru:bi:linear",
-    "f32:t3b23i19h23l1:lstm:uni:linear",
-    "f32:t3b23i24h24l1:rnn_tanh:bi:skip:a4",
+    ("f32:t5b14i20h24l2:gru:bi:linear", 2),
+    ("f32:t3b23i19h23l1:lstm:uni:linear", 1),
+    ("f32:t3b23i24h24l1:rnn_tanh:bi:skip:a4", 0),
+    ("f32:t3b46i20h20l1:lstm:uni:linear", 0),
+    ("f32:t3b23i19h23l1:gru:uni:linear", 1),
 )
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("text", TILES)
-def test_tiles_of_the_fma_units(op: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("text", "tile"), TILES)
+def test_tiles_of_the_fma_units(op: str, text: str, tile: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tile: the one that is taken, whatever the product."""
+    monkeypatch.setattr(rnn_fma_product, "TILES", rnn_fma_product.TILES[tile : tile + 1])
     problem = parse(f"{op}:{text}")
     assert isinstance(problem, RnnProblem)
-    run(replace(problem, training=op == "rnn_fwd"), CANDIDATES[op][-1], NoConfig(), monkeypatch)
+    run(replace(problem, training=op == "rnn_fwd"), CANDIDATES[op][-1], NoConfig(), monkeypatch, early=early)
+
+
+@pytest.mark.parametrize("inputs", [100_000, 3_000_000])
+def test_parts_of_wide_inputs_have_32_bit_indices(inputs: int) -> None:
+    problem = parse(f"rnn_bwd:f32:t100b64i{inputs}h64l1:lstm:bi:linear")
+    assert isinstance(problem, RnnProblem)
+    direct = CANDIDATES["rnn_bwd"][-1]
+    for launch in direct.launches(problem, NoConfig(), H200):
+        if launch.source.builder is rnn_fma_product.product_kernel:
+            f = rnn_fma_product.Fields(*launch.integers)
+            assert launch.grid[1] * f.out_direction < 2**31
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -176,10 +176,10 @@ def _first(by_k: bool):
 
 
 @cache
-def pipeline(tile: Tile, copy_stage, a_by_k: bool = False, b_by_k: bool = False, meet=None):
+def pipeline(tile: Tile, copy_stage, a_by_k: bool = False, b_by_k: bool = False, see=None):
     """Device function (shared address, thread, stages, context) -> the lane's quarters of C. by_k: how operands lie.
 
-    copy_stage(context, address, whether it is the first) starts the copies of the next stage. meet(context, address) is
+    copy_stage(context, address, whether it is the first) starts the copies of the next stage. see(context, address) is
     told of each stage before it is multiplied. The quarters are the rows 0-3 by the columns 0-3, the same rows by the
     columns half a tile on, then the rows half a tile on by both; each 16 floats, by rows.
     """
@@ -190,7 +190,7 @@ def pipeline(tile: Tile, copy_stage, a_by_k: bool = False, b_by_k: bool = False,
     stage_bytes, b_bytes, placed = tile.stage_bytes, tile.b_bytes, lane_place(tile)
     rows, columns = _factor(tile.m, a_by_k), _factor(tile.n, b_by_k)
     multiply, a_first, b_first = ptx_products.outer_products(STAGE_K, rows, columns), _first(a_by_k), _first(b_by_k)
-    zeros, meets = (zero,) * 16, meet is not None
+    zeros, sees = (zero,) * 16, see is not None
 
     @ptx.inline
     def run(shared, thread, stages, context):
@@ -209,8 +209,8 @@ def pipeline(tile: Tile, copy_stage, a_by_k: bool = False, b_by_k: bool = False,
                 copy_stage(context, filling, done == 1 - STAGES)
             commit()
             if done >= 0:
-                if meets:
-                    meet(context, reading)
+                if sees:
+                    see(context, reading)
                 quarters = multiply(quarters, word(reading + a_at), word(reading + b_at))
             reading = word(reading + stage_bytes)
             reading = shared if reading == end else reading

@@ -1,4 +1,5 @@
-"""Products of the FMA units, written out: of a lane's factors in shared memory, and of a small matrix that is known."""
+"""Products of the FMA units, written out: of a lane's factors in shared memory, of one that it holds, and of a small
+matrix that is known."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
 
 Products over all steps: `rnn_product.py`; steps: `rnn_steps.py`. Every mode, direction, depth and dtype; R comes from
 cache once a step for every four images, and a launch takes 2 to 3 us: what is kept on the chip over all steps is
-`rnn_persistent.py`. Sums in float32 (float64), in one order; products over all steps of 16-bit networks round what is
-float32 between layers to TF32. Supports everything, and ends the lists. Source: own.
+`rnn_persistent.py` and `rnn_grid.py`. Sums in float32 (float64), in one order; products over all steps of 16-bit
+networks round what is float32 between layers to TF32. Supports everything, and ends the lists. Source: own.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     parameters   A = da or db, turned                    B = x or h', turned
 
 An operand whose k are neighbours in memory is copied along k, others along their rows, 16 bytes at once where they
-begin at such; what lies beyond an edge comes as zeros. The sums of A's rows, which biases' gradients are, are added up
-from shared memory by the tiles of the first column. Source: own.
+begin at such; what lies beyond the last k comes as zeros. The sums of A's rows, which biases' gradients are, are added
+up from shared memory by the tiles of the first column. Source: own.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from math import ceil
 from typing import NamedTuple
 
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda.fma_tile import STAGE_K, STAGES, Copies, Tile, copy_place, lane_place, pipeline, shared_place
+from nbdnn.kernels.cuda.fma_tile import STAGE_K as DEPTH
+from nbdnn.kernels.cuda.fma_tile import STAGES, Copies, Tile, copy_place, lane_place, pipeline, shared_place
 from nbdnn.kernels.cuda.rnn_product import Fields
 
 # Tiles and how much longer a product of theirs takes than of the largest, for want of elements that are used twice.
-_TILES = ((Tile(128, 128), 1.0), (Tile(128, 64), 1.05), (Tile(64, 64), 1.2))
+TILES = ((Tile(128, 128), 1.0), (Tile(128, 64), 1.05), (Tile(64, 64), 1.2))
 _QUARTER, _ELEMENTS = 4, 16  # rows, or columns, of a lane's quarter of C, and what is in it
 
 
@@ -40,10 +41,10 @@ def tile_of(m: int, n: int, blocks_of_tile: int, device: Gpu) -> Tile:
     """Of products of m by n, of which there are so many beside each other."""
 
     def cost(tile: Tile) -> float:
-        blocks = ceil(m / tile.m) * ceil(n / tile.n) * blocks_of_tile
+        blocks = ceil(m / tile.m) * max(1, ceil(n / tile.n)) * blocks_of_tile
         return ceil(blocks / device.sms) * tile.m * tile.n
 
-    return min(_TILES, key=lambda each: cost(each[0]) * each[1])[0]
+    return min(TILES, key=lambda each: cost(each[0]) * each[1])[0]
 
 
 def variant(form: str, skip: bool, states: bool, tile: Tile, a_words: int, b_words: int, words: int) -> Variant:
@@ -64,8 +65,8 @@ def product_kernel(*specialised_on):
     of_sums, of_parameters, skip = v.form == "sums", v.form == "parameters", v.skip
     a_lines, a_words, b_lines, b_words = v.a.lines(threads), v.a.words, v.b.lines(threads), v.b.words
     place_a, place_b = copy_place(v.a, threads), copy_place(v.b, threads)
-    a_along_k, b_along_k, totals = v.a.along_k, v.b.along_k, -(-tile.m // threads)
-    run = pipeline(tile, _copy_stage(v), v.a.by_k, v.b.by_k, _add_rows(v) if of_parameters else None)
+    a_along_k, b_along_k = v.a.along_k, v.b.along_k
+    run = pipeline(tile, _copy_stage(v), see=_add_rows(v) if of_parameters else None)
     lane, store_words = lane_place(tile), ptx_local.store("f32", words)
 
     @ptx.inline
@@ -120,11 +121,9 @@ def product_kernel(*specialised_on):
         of_state = integer(f.state_first + direction * f.state_direction + column)
 
         # 2. The product. walk: the next stage's k, its number in its segment, where segments of A and B begin.
-        walk, total = ptx.cuda.local.array(4, integer), ptx.cuda.local.array(totals, real)
-        begin = integer(part * f.stages * STAGE_K)
-        walk[0], walk[1], walk[2], walk[3] = begin, integer(0), integer(0), integer(0)
-        for i in range(totals):
-            total[i] = zero
+        walk, total = ptx.cuda.local.array(4, integer), ptx.cuda.local.array(1, real)
+        begin = integer(part * f.stages * DEPTH)
+        walk[0], walk[1], walk[2], walk[3], total[0] = begin, integer(0), integer(0), integer(0), zero
         shared = word(ptx_tile.shared_address(ptx.cuda.shared.array(stage_words, real, 128)))
         context = (a, b, state, thread, direction, of_a, of_b, of_state, walk, begin, total, column_of_tiles, f)
         first, second, third, fourth = run(shared, thread, integer(f.segments * f.stages), context)
@@ -137,11 +136,8 @@ def product_kernel(*specialised_on):
         store_quarter(out, a, b, direction, base, second, m, integer(n + half_n), f)
         store_quarter(out, a, b, direction, base, third, integer(m + half_m), n, f)
         store_quarter(out, a, b, direction, base, fourth, integer(m + half_m), integer(n + half_n), f)
-        if of_parameters and column_of_tiles == 0:
-            for i in range(totals):
-                row = integer(thread + i * threads)
-                if row < tile_m and first_m + row < f.m:
-                    out[integer(base + f.m * f.n + first_m + row)] = total[i]
+        if of_parameters and column_of_tiles == 0 and thread < tile_m and first_m + thread < f.m:
+            out[integer(base + f.m * f.n + first_m + thread)] = total[0]
 
     wide = ptx.pointer("f32")
     return multiply, (wide, wide, wide, wide, ptx.record(Fields, 32))
@@ -188,7 +184,7 @@ def _copy_stage(v: Variant):
             else:
                 source = ptx.address(b, integer(line + b_segment + (at if at < f.k else nothing) * f.b_k))
                 b_copy(to, source, size)
-        walk[0], walk[1] = integer(first_k + STAGE_K), integer(walk[1] + 1)
+        walk[0], walk[1] = integer(first_k + DEPTH), integer(walk[1] + 1)
         if walk[1] == f.stages:
             walk[0], walk[1] = begin, integer(0)
             walk[2], walk[3] = integer(walk[2] + f.a_segment), integer(walk[3] + f.b_segment)
@@ -206,20 +202,18 @@ def _copy_words(copies: Copies, threads: int):
 
 @cache
 def _add_rows(v: Variant):
-    """Device function (context, shared address) that adds a stage of A's rows to their sums, a thread one or two."""
+    """Device function (context, shared address) that adds a stage of A's rows to their sums, a thread a row."""
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
-    integer, word, threads, tile_m, to = ptx.INTEGER[32], ptx.WORD, v.tile.threads, v.tile.m, shared_place(v.a)
-    load, float_of, totals = ptx_tile.LOAD_SHARED[1], ptx_tile.float_of, -(-v.tile.m // v.tile.threads)
+    assert v.tile.m <= v.tile.threads
+    integer, word, tile_m, to = ptx.INTEGER[32], ptx.WORD, v.tile.m, shared_place(v.a)
+    load, float_of = ptx_tile.LOAD_SHARED[1], ptx_tile.float_of
 
     @ptx.inline
     def add(context, reading):
         _, _, _, thread, _, _, _, _, _, _, total, column_of_tiles, _ = context
-        if column_of_tiles == 0:
-            for i in range(totals):
-                row = integer(thread + i * threads)
-                if row < tile_m:
-                    for k in range(STAGE_K):
-                        total[i] = total[i] + float_of(load(word(reading + word(to(row, integer(k))))))
+        if column_of_tiles == 0 and thread < tile_m:
+            for k in range(DEPTH):
+                total[0] = total[0] + float_of(load(word(reading + word(to(thread, integer(k))))))
 
     return add

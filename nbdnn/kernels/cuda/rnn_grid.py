@@ -34,7 +34,7 @@ from nbdnn.problem_rnn import SAVED, RnnProblem
 _CYCLES = 310  # of a warp's piece beside its multiply-adds: a fit (H200)
 RING = 4  # steps whose sums are in shared memory or on their way
 _LANES = 32  # of a row
-_GATES = 4  # lanes of a unit and image
+_GATE_LANES = 4  # lanes of a unit and image
 _UNITS = (1, 2, 4)
 
 
@@ -63,7 +63,7 @@ class Variant(NamedTuple):
     @property
     def images(self) -> int:
         """Of a piece."""
-        return VALUES // (_GATES * self.units)
+        return VALUES // (_GATE_LANES * self.units)
 
     @property
     def pitch(self) -> int:
@@ -113,7 +113,7 @@ def forward_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_products, ptx_rnn, ptx_tile
     from nbdnn.kernels.cuda.rnn_exchange import gates_of_threads, sums_of_warp
     from nbdnn.kernels.cuda.rnn_gates import given_or_zero
-    from nbdnn.kernels.cuda.rnn_passing import helpers, registers, words
+    from nbdnn.kernels.cuda.rnn_passing import helpers, registers, waits
 
     v = Variant(*specialised_on)
     gates, kept, units, quads, pieces, images = gates_of(v.mode), SAVED[v.mode], v.units, v.quads, v.pieces, v.images
@@ -126,8 +126,8 @@ def forward_kernel(*specialised_on):
     wait = ptx_tile.copy_async_wait((RING - 1) * v.pieces - 1)
     multiply = ptx_products.rows_by_images(units, gates, quads, images, pitch * 4)
     sum_of_lane, do_gates, state_of = sums_of_warp(gates), gates_of_threads(v.mode), given_or_zero(v.dtype)
-    (prepare, tell, fetch), (wait_for, have_done) = helpers(v.barriers, images, pitch), words(v.barriers)
-    select, all_weights, values = ptx_rnn.select, units * gates * 4 * quads, VALUES // _GATES * gates
+    (prepare, help_others), (wait_for, have_done) = helpers(v.barriers, images, pitch), waits(v.barriers)
+    select, all_weights, values = ptx_rnn.select, units * gates * 4 * quads, VALUES // _GATE_LANES * gates
     piece_elems, piece_bytes = images * pitch, images * pitch * 4
     all_threads, (more, fewer) = threads + 32 * HELPERS, registers(warps)
 
@@ -215,7 +215,7 @@ def forward_kernel(*specialised_on):
                         tape = integer(f.saved + row * kept * f.hidden + unit)
                         saved[integer(tape + (lane & 3) * f.hidden)] = value
                         if is_lstm and (lane & 3) == 0:
-                            saved[integer(tape + _GATES * f.hidden)] = c
+                            saved[integer(tape + gates * f.hidden)] = c
                     if has_out and (lane & 3) == 1:
                         out[integer(f.out + at)] = h
                     if has_y and (lane & 3) == 2:
@@ -250,10 +250,7 @@ def forward_kernel(*specialised_on):
         else:
             fewer()
             group = integer(direction * f.slabs + slab)
-            if thread == threads:
-                tell(counters, group, shared, f.steps)
-            if thread == threads + 32:
-                fetch(counters, passed, group, f.peers, shared, f.steps)
+            help_others(integer(thread - threads), counters, passed, group, f.peers, shared, f.steps)
 
     data, wide = ptx.pointer(v.dtype), ptx.pointer("f32")
     pointers = (wide, data, data, data, wide, data, wide, data, data, wide, wide)
@@ -276,20 +273,21 @@ class PersistentGrid(LaunchedCandidate[Config]):
 
     def workspace_bytes(self, problem: RnnProblem, config: Config, device: Gpu) -> int:
         memory = ForwardMemory(problem, False)
-        _passing(problem, memory, config, device)
+        plan.passing(problem, config, _layout(problem, config), memory.workspace, device)
         return memory.workspace.size_bytes
 
     def estimate(self, problem: RnnProblem, config: Config, device: Gpu) -> float:
-        step_us = plan.step_us(problem, config, _layout(problem, config), device)
-        launches_us = 2 * problem.layers * rnn_layers.LAUNCH_US
-        return launches_us + problem.layers * problem.steps * step_us + rnn_layers.products_us(problem, device)
+        layout = _layout(problem, config)
+        steps_us = problem.layers * problem.steps * plan.step_us(problem, config, layout, device)
+        return plan.launches_us(problem, config, layout, device) + steps_us + rnn_layers.products_us(problem, device)
 
     def launches(self, problem: RnnProblem, config: Config, device: Gpu) -> list[Launch]:
         memory, found = ForwardMemory(problem, False), list[Launch]()
-        passing = _passing(problem, memory, config, device)
+        layout = _layout(problem, config)
+        passing = plan.passing(problem, config, layout, memory.workspace, device)
         for layer in range(problem.layers):
             found += [rnn_layers.sums(problem, memory, layer, device)]
-            for round_ in plan.rounds(problem, config, _layout(problem, config), device):
+            for round_ in plan.rounds(problem, config, layout, device):
                 found += [passing.clear(), _steps(problem, memory, passing, layer, config, round_)]
         return found
 
@@ -318,13 +316,8 @@ def _layout(problem: RnnProblem, config: Config) -> Layout:
         shared_bytes=v.shared_bytes,
         images=v.images,
         peers=ceil(problem.hidden / (v.units * v.warps)),
-        passed=problem.hidden,
+        pitch=v.pitch,
     )
-
-
-def _passing(problem: RnnProblem, memory: ForwardMemory, config: Config, device: Gpu) -> Passing:
-    v, (first, *_) = _variant(problem, config), plan.rounds(problem, config, _layout(problem, config), device)
-    return Passing.take(memory.workspace, problem.directions * first.slabs, v.pieces, v.images * v.pitch)
 
 
 def _steps(

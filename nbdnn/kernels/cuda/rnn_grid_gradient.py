@@ -115,7 +115,7 @@ def back_kernel(*specialised_on):
     from nbdnn.kernels.cuda import ptx, ptx_products, ptx_rnn, ptx_tile, ptx_tma
     from nbdnn.kernels.cuda.rnn_exchange import sums_of_warp
     from nbdnn.kernels.cuda.rnn_gates import back_of_gate, given_or_zero
-    from nbdnn.kernels.cuda.rnn_passing import helpers, registers, words
+    from nbdnn.kernels.cuda.rnn_passing import helpers, registers, waits
 
     v = Variant(*specialised_on)
     gates, gradients, record, slots = gates_of(v.mode), GRADIENTS[v.mode], RECORD[v.mode], v.slots
@@ -128,7 +128,7 @@ def back_kernel(*specialised_on):
     wait = ptx_tile.copy_async_wait((RING - 1) * pieces - 1)
     multiply = ptx_products.rows_by_images(units, 1, quads, images, pitch * 4)
     sum_of_lane, gate_back, state_of = sums_of_warp(4), back_of_gate(v.mode), given_or_zero(v.dtype)
-    (prepare, tell, fetch), (wait_for, have_done) = helpers(v.barriers, images, pitch), words(v.barriers)
+    (prepare, help_others), (wait_for, have_done) = helpers(v.barriers, images, pitch), waits(v.barriers)
     count, first_slot, select, all_weights = len(slots), slots[0], ptx_rnn.select, units * 4 * quads
     piece_elems, piece_bytes, slice_rows = images * pitch, images * pitch * 4, 4 * quads * _LANES
     states_at, sums_at, ring_at, thread_bytes = v.states_at, v.sums_at, v.ring_at, threads * 4
@@ -258,11 +258,8 @@ def back_kernel(*specialised_on):
             compute(records, w, dhy, dcy, dhx, dcx, passed, shared, thread, rank, slab, direction, f)
         else:
             fewer()
-            group, steps = integer(direction * f.slabs + slab), integer(f.steps + 1)
-            if thread == threads:
-                tell(counters, group, shared, steps)
-            if thread == threads + 32:
-                fetch(counters, passed, group, f.peers, shared, steps)
+            group = integer(direction * f.slabs + slab)
+            help_others(integer(thread - threads), counters, passed, group, f.peers, shared, integer(f.steps + 1))
 
     data, wide = ptx.pointer(v.dtype), ptx.pointer("f32")
     return back, (wide, *[data] * 5, wide, wide, ptx.record(Fields, 32))
@@ -284,20 +281,21 @@ class PersistentGridGradient(LaunchedCandidate[Config]):
 
     def workspace_bytes(self, problem: RnnProblem, config: Config, device: Gpu) -> int:
         memory = rnn_layers.gradient_memory(problem, device)
-        _passing(problem, memory, config, device)
+        plan.passing(problem, config, _layout(problem, config), memory.workspace, device)
         return memory.workspace.size_bytes
 
     def estimate(self, problem: RnnProblem, config: Config, device: Gpu) -> float:
-        step_us = plan.step_us(problem, config, _layout(problem, config), device)
-        launches_us = 3 * problem.layers * rnn_layers.LAUNCH_US
-        return launches_us + problem.layers * problem.steps * step_us + rnn_layers.products_us(problem, device)
+        layout = _layout(problem, config)
+        steps_us = problem.layers * problem.steps * plan.step_us(problem, config, layout, device)
+        return plan.launches_us(problem, config, layout, device) + steps_us + rnn_layers.products_us(problem, device)
 
     def launches(self, problem: RnnProblem, config: Config, device: Gpu) -> list[Launch]:
         memory, found = rnn_layers.gradient_memory(problem, device), list[Launch]()
-        passing = _passing(problem, memory, config, device)
+        layout = _layout(problem, config)
+        passing = plan.passing(problem, config, layout, memory.workspace, device)
         for layer in reversed(range(problem.layers)):
             found += [rnn_layers.records(problem, memory, layer)]
-            for round_ in plan.rounds(problem, config, _layout(problem, config), device):
+            for round_ in plan.rounds(problem, config, layout, device):
                 found += [passing.clear(), _steps_back(problem, memory, passing, layer, config, round_)]
             found += rnn_layers.after_steps_back(problem, memory, layer, device)
         return found
@@ -323,13 +321,8 @@ def _layout(problem: RnnProblem, config: Config) -> Layout:
         shared_bytes=v.shared_bytes,
         images=v.images,
         peers=ceil(problem.hidden / (v.units * v.warps // _SLICES)),
-        passed=problem.parameters.gates * problem.hidden,
+        pitch=v.pitch,
     )
-
-
-def _passing(problem: RnnProblem, memory: GradientMemory, config: Config, device: Gpu) -> Passing:
-    v, (first, *_) = _variant(problem, config), plan.rounds(problem, config, _layout(problem, config), device)
-    return Passing.take(memory.workspace, problem.directions * first.slabs, v.pieces, v.images * v.pitch)
 
 
 def _steps_back(

@@ -14,15 +14,16 @@ from typing import NamedTuple
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.peaks import shared_bytes
-from nbdnn.kernels.cuda.rnn_passing import registers_of
-from nbdnn.kernels.cuda.rnn_plan import index_bits
+from nbdnn.kernels.cuda.rnn_layers import LAUNCH_US
+from nbdnn.kernels.cuda.rnn_passing import Passing, registers_of
+from nbdnn.kernels.cuda.rnn_plan import Workspace, index_bits
 from nbdnn.problem_rnn import RnnProblem
 
 VALUES = 32  # of a warp's piece: one for each lane, in the end
 _OTHERS = 72  # registers of a thread that hold no weights
 _WARPS, _PIECES = (4, 8, 12, 16), (1, 2, 3, 4, 5, 6, 8)
 _MOST_CONFIGS = 3
-_LEAST_HIDDEN = 129  # fewer fit a cluster
+_LEAST_HIDDEN = 129  # fewer have not been run, since `persistent` has all of them
 _GENERATION = 9  # whose warps share out registers as they need them
 # Cycles on an H200: of a block's piece, whatever its warps; of a load; from when a piece was told until it is there.
 _PIECE_CYCLES, _LOAD_CYCLES, _PASS_CYCLES = 740, 26, 1950
@@ -31,7 +32,7 @@ _SCHEDULERS = 4
 
 
 class Config(NamedTuple):
-    """units: of a warp. warps: of a block. pieces: that a block takes in turns."""
+    """units: of a warp, back of a warpgroup. warps: of a block. pieces: that a block takes in turns."""
 
     units: int
     warps: int
@@ -43,7 +44,7 @@ class Config(NamedTuple):
 
 class Layout(NamedTuple):
     """weights: of a thread. loads: of 16 bytes, of a lane's piece. cycles: of a warp's, beside these. shared_bytes: of
-    a block. images: of a piece. peers: blocks of a group. passed: elements of an image that a block reads."""
+    a block. images: of a piece. peers: blocks of a group. pitch: elements of an image that a block copies."""
 
     weights: int
     loads: int
@@ -51,7 +52,7 @@ class Layout(NamedTuple):
     shared_bytes: int
     images: int
     peers: int
-    passed: int
+    pitch: int
 
     def fits(self, problem: RnnProblem, config: Config, device: Gpu) -> bool:
         _, there = registers_of(config.warps)
@@ -73,12 +74,23 @@ def rounds(problem: RnnProblem, config: Config, layout: Layout, device: Gpu) -> 
     return [Round(first, min(at_once, slabs - first)) for first in range(0, slabs, at_once)]
 
 
+def launches_us(problem: RnnProblem, config: Config, layout: Layout, device: Gpu) -> float:
+    """What all launches of all steps cost: two a round."""
+    return 2 * problem.layers * len(rounds(problem, config, layout, device)) * LAUNCH_US
+
+
+def passing(problem: RnnProblem, config: Config, layout: Layout, workspace: Workspace, device: Gpu) -> Passing:
+    """The memory of what the blocks of a round pass to each other."""
+    (first, *_), piece_elems = rounds(problem, config, layout, device), layout.images * layout.pitch
+    return Passing.take(workspace, problem.directions * first.slabs, config.pieces, piece_elems)
+
+
 def step_us(problem: RnnProblem, config: Config, layout: Layout, device: Gpu) -> float:
     """A step of all images."""
     of_scheduler = config.warps / _SCHEDULERS
     products = max(layout.weights * layout.images, _LOAD_CYCLES * layout.loads)
     compute = of_scheduler * (layout.cycles + products) + _PIECE_CYCLES
-    passing = layout.passed * layout.images * 4 / _L2_BYTES_A_CYCLE
+    passing = layout.pitch * layout.images * 4 / _L2_BYTES_A_CYCLE
     piece = max(compute, passing)
     step = max(config.pieces * piece, compute + passing + _PASS_CYCLES)
     return len(rounds(problem, config, layout, device)) * step / device.clock_hz * 1e6

@@ -31,9 +31,10 @@ from nbdnn.problem_rnn import RnnProblem
 LAUNCH_US = 3.0
 _BLOCKS_OF_SM = 3  # of a product, that shall be there at least where its sums can be split
 _LEAST_STAGES = 8  # of a part
+_MOST_PART_BYTES = 256 << 20  # of all parts, but for the first
 _SHARE_OF_FMA = 0.5  # of the FMA units' rate, that products reach
 _SHARE_OF_MATRIX = 0.11  # of the matrix units' rate in TF32: a guess, 60 TFLOP/s on an H200
-_FIRST_CAPABILITY = (8, 0)  # whose matrix units know TF32
+_FIRST_CAPABILITY = (8, 0)  # whose matrix units know TF32, and which copies to shared memory by itself
 _QUAD = 4  # elements that are loaded at once
 _NO_FIELDS = Fields(*[0] * len(Fields._fields))
 
@@ -214,7 +215,8 @@ def _parts_of(problem: RnnProblem, device: Gpu) -> int:
     rows = TILE * (2 if problem.dtype == "f32" else 1)  # of a tile that reaches the rate of its units
     tiles = problem.directions * ceil(problem.parameters.gates * problem.hidden / rows) * ceil(problem.hidden / TILE)
     stages = ceil(problem.steps * problem.batch / STAGE_K)
-    parts = max(1, min(_BLOCKS_OF_SM * device.sms // tiles, stages // _LEAST_STAGES))
+    most = _MOST_PART_BYTES // (_part_elems(problem) * ITEMSIZE[problem.compute])
+    parts = max(1, min(_BLOCKS_OF_SM * device.sms // tiles, stages // _LEAST_STAGES, most))
     return ceil(stages / ceil(stages / parts))
 
 
@@ -271,7 +273,7 @@ def _fma_product(
     """In float32, by tiles that are copied to shared memory while others are multiplied."""
     tile = rnn_fma_product.tile_of(fields.m, fields.n, directions * parts, device)
     v = rnn_fma_product.variant(kind.form, kind.skip, kind.states, tile, kind.a_lanes, kind.b_lanes, kind.words)
-    tiles_n, stages = max(1, ceil(fields.n / tile.n)), fields.stages * STAGE_K // rnn_fma_product.STAGE_K
+    tiles_n, stages = max(1, ceil(fields.n / tile.n)), fields.stages * STAGE_K // rnn_fma_product.DEPTH
     source = Source(rnn_fma_product.product_kernel, v, tile.threads, tile.min_blocks)
     grid = (ceil(fields.m / tile.m) * tiles_n, directions, parts)
     return Launch(source, grid, pointers, "", fields._replace(tiles_n=tiles_n, stages=stages), 32)

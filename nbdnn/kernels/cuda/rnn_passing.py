@@ -92,9 +92,9 @@ class Barriers(NamedTuple):
 
 @cache
 def helpers(barriers: Barriers, images: int, pitch: int):
-    """Device functions, of one thread each: (shared) initialises the barriers; (counters, group, shared, steps) tells
-    what was written; and (counters, passed, group, peers, shared, steps) copies what was told to shared memory's
-    beginning. images: of a piece. pitch: of their elements, in both.
+    """Device functions: (shared), of one thread, initialises the barriers; and (helper, counters, passed, group, peers,
+    shared, steps), of the helpers' threads from 0 on, tells what was written, and copies what was told to the beginning
+    of shared memory. images: of a piece. pitch: of their elements, in both.
     """
     from nbdnn.kernels.cuda import ptx, ptx_grid, ptx_tma
 
@@ -138,11 +138,18 @@ def helpers(barriers: Barriers, images: int, pitch: int):
                 piece = integer(piece + 1)
             step = integer(step + 1)
 
-    return prepare, tell, fetch
+    @ptx.inline
+    def help_others(helper, counters, passed, group, peers, shared, steps):
+        if helper == 0:
+            tell(counters, group, shared, steps)
+        if helper == 32:
+            fetch(counters, passed, group, peers, shared, steps)
+
+    return prepare, help_others
 
 
 @cache
-def words(barriers: Barriers):
+def waits(barriers: Barriers):
     """Device functions (shared, piece, step) waits for what others told for a step, which the first has; and (shared,
     piece, lane): a warp has read it, and written what it passes."""
     from nbdnn.kernels.cuda import ptx, ptx_tma
