@@ -20,13 +20,12 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from nbdnn.candidate import Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import rnn_grid_plan as plan
 from nbdnn.kernels.cuda import rnn_layers
 from nbdnn.kernels.cuda.compile import Source
-from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate
-from nbdnn.kernels.cuda.rnn_grid_plan import VALUES, Config, Layout, Round
+from nbdnn.kernels.cuda.launch import Launch
+from nbdnn.kernels.cuda.rnn_grid_plan import VALUES, Config, Grid, Layout, Round
 from nbdnn.kernels.cuda.rnn_passing import HELPERS, Barriers, Passing
 from nbdnn.kernels.cuda.rnn_plan import ForwardMemory, gates_of, of_steps, weights
 from nbdnn.problem_rnn import SAVED, RnnProblem
@@ -257,32 +256,19 @@ def forward_kernel(*specialised_on):
     return forward, (*pointers, ptx.record(Fields, 32))
 
 
-class PersistentGrid(LaunchedCandidate[Config]):
+class PersistentGrid(Grid):
     """Forward, where R fits the registers of the GPU."""
 
-    op, algorithm = "rnn_fwd", "persistent_grid"
+    op, units = "rnn_fwd", _UNITS
 
-    def supports(self, problem: RnnProblem, device: Gpu) -> Support:
-        return plan.support(problem, self.configs(problem, device), device)
+    def layout(self, problem: RnnProblem, config: Config) -> Layout:
+        return _layout(problem, config)
 
-    def configs(self, problem: RnnProblem, device: Gpu) -> tuple[Config, ...]:
-        return plan.configs(problem, device, _UNITS, _layout)
-
-    def roundings(self, problem: RnnProblem, device: Gpu) -> int:
-        return rnn_layers.roundings(problem, device)
-
-    def workspace_bytes(self, problem: RnnProblem, config: Config, device: Gpu) -> int:
-        memory = ForwardMemory(problem, False)
-        plan.passing(problem, config, _layout(problem, config), memory.workspace, device)
-        return memory.workspace.size_bytes
-
-    def estimate(self, problem: RnnProblem, config: Config, device: Gpu) -> float:
-        layout = _layout(problem, config)
-        steps_us = problem.layers * problem.steps * plan.step_us(problem, config, layout, device)
-        return plan.launches_us(problem, config, layout, device) + steps_us + rnn_layers.products_us(problem, device)
+    def memory(self, problem: RnnProblem, device: Gpu) -> ForwardMemory:
+        return ForwardMemory(problem, False)
 
     def launches(self, problem: RnnProblem, config: Config, device: Gpu) -> list[Launch]:
-        memory, found = ForwardMemory(problem, False), list[Launch]()
+        memory, found = self.memory(problem, device), list[Launch]()
         layout = _layout(problem, config)
         passing = plan.passing(problem, config, layout, memory.workspace, device)
         for layer in range(problem.layers):

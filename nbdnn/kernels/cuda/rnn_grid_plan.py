@@ -1,4 +1,5 @@
-"""How the recurrent networks' kernels that share R out over the whole GPU are laid out: which layouts fit, and a guess.
+"""How the recurrent networks' kernels that share R out over the whole GPU are laid out: which layouts fit, a guess,
+and what their candidates have in common.
 
 A group of blocks has all of R, some of its units each, for some images, a piece of them after the other: while a piece
 is passed around, its blocks compute another one.
@@ -6,6 +7,7 @@ is passed around, its blocks compute another one.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from itertools import product
 from math import ceil
@@ -13,10 +15,11 @@ from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import rnn_layers
+from nbdnn.kernels.cuda.launch import LaunchedCandidate
 from nbdnn.kernels.cuda.peaks import shared_bytes
-from nbdnn.kernels.cuda.rnn_layers import LAUNCH_US
 from nbdnn.kernels.cuda.rnn_passing import Passing, registers_of
-from nbdnn.kernels.cuda.rnn_plan import Workspace, index_bits
+from nbdnn.kernels.cuda.rnn_plan import Memory, Workspace, index_bits
 from nbdnn.problem_rnn import RnnProblem
 
 VALUES = 32  # of a warp's piece: one for each lane, in the end
@@ -76,7 +79,7 @@ def rounds(problem: RnnProblem, config: Config, layout: Layout, device: Gpu) -> 
 
 def launches_us(problem: RnnProblem, config: Config, layout: Layout, device: Gpu) -> float:
     """What all launches of all steps cost: two a round."""
-    return 2 * problem.layers * len(rounds(problem, config, layout, device)) * LAUNCH_US
+    return 2 * problem.layers * len(rounds(problem, config, layout, device)) * rnn_layers.LAUNCH_US
 
 
 def passing(problem: RnnProblem, config: Config, layout: Layout, workspace: Workspace, device: Gpu) -> Passing:
@@ -124,3 +127,36 @@ def support(problem: RnnProblem, found: tuple[Config, ...], device: Gpu) -> Supp
         weights = f"{problem.parameters.gates} x {problem.hidden}^2 weights"
         return Support(False, f"{weights} do not fit the registers of {device.sms} multiprocessors")
     return YES
+
+
+class Grid(LaunchedCandidate[Config]):
+    """What forward and gradient share. units: of a warp (back a warpgroup), that are tried."""
+
+    algorithm = "persistent_grid"
+    units: tuple[int, ...]
+
+    @abstractmethod
+    def layout(self, problem: RnnProblem, config: Config) -> Layout: ...
+
+    @abstractmethod
+    def memory(self, problem: RnnProblem, device: Gpu) -> Memory:
+        """But for what blocks pass to each other."""
+
+    def supports(self, problem: RnnProblem, device: Gpu) -> Support:
+        return support(problem, self.configs(problem, device), device)
+
+    def configs(self, problem: RnnProblem, device: Gpu) -> tuple[Config, ...]:
+        return configs(problem, device, self.units, self.layout)
+
+    def roundings(self, problem: RnnProblem, device: Gpu) -> int:
+        return rnn_layers.roundings(problem, device)
+
+    def workspace_bytes(self, problem: RnnProblem, config: Config, device: Gpu) -> int:
+        memory = self.memory(problem, device)
+        passing(problem, config, self.layout(problem, config), memory.workspace, device)
+        return memory.workspace.size_bytes
+
+    def estimate(self, problem: RnnProblem, config: Config, device: Gpu) -> float:
+        layout = self.layout(problem, config)
+        steps_us = problem.layers * problem.steps * step_us(problem, config, layout, device)
+        return launches_us(problem, config, layout, device) + steps_us + rnn_layers.products_us(problem, device)
