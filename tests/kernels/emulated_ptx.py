@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from emulated import Block, Memory, Word, float_of
+from emulated_fragments import FragmentWords
 from emulated_grouped import GroupedWords
 from emulated_head import HeadWords
 from emulated_local import BnWords, GridWords, LocalWords
@@ -413,6 +414,7 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     monkeypatch.setitem(package.__dict__, "ptx_fourier", FourierWords)
     monkeypatch.setitem(package.__dict__, "ptx_local", LocalWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_grouped", GroupedWords(block, words))
+    monkeypatch.setitem(package.__dict__, "ptx_fragments", FragmentWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_head", HeadWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_pointwise", PointwiseWords(block, words))
     monkeypatch.setitem(package.__dict__, "ptx_vector", VectorWords(words))

@@ -235,7 +235,7 @@ class WgmmaWords:
         """(rows, depth) of a or b."""
         start, apart = at
         lines = depth if turned else rows
-        boxes, of_a_word = rows // 64 if turned else 1, 1 if dtype == "tf32" else 2
+        boxes, of_a_word = -(-rows // 64) if turned else 1, 1 if dtype == "tf32" else 2
         words: list[Word] = [
             self._block.shared[self._block.place_of(_word_at(start + box * apart + line * _LINE_BYTES, word), 1)]
             for box in range(boxes)
@@ -247,4 +247,4 @@ class WgmmaWords:
         # What was not written is NaN. Of b it spoils its own column of the sums, which may be one that nobody stores.
         bits = [0x7FFF7FFF if word != word else word for word in words]
         found = np.array(bits, np.uint32).view(NUMPY_DTYPE[dtype]).astype(float).reshape(boxes, lines, -1)
-        return found.transpose(0, 2, 1).reshape(rows, depth) if turned else found[0]
+        return found.transpose(0, 2, 1).reshape(-1, depth)[:rows] if turned else found[0]

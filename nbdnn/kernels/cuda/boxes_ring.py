@@ -14,15 +14,15 @@ BARRIER_BYTES = 8
 
 class Ring(NamedTuple):
     """stages: of stage_bytes each, from the beginning of shared memory, of which copies bring copied_bytes.
-    barriers_at: behind them. readers: warps that give a stage back. stores: whether a warp stores what it made of a
-    box before it does, so that all of the box was read."""
+    barriers_at: behind them. readers: warps that give a stage back. is_idle: whether none of their loads
+    can still be on its way then: they have stored what they made of the box, or never load, since matrix units do."""
 
     stages: int
     stage_bytes: int
     copied_bytes: int
     barriers_at: int
     readers: int
-    stores: bool = False
+    is_idle: bool = False
 
 
 class Words(NamedTuple):
@@ -46,7 +46,7 @@ def words(ring: Ring) -> Words:
     from nbdnn.kernels.cuda import ptx, ptx_tma
 
     integer, word = ptx.INTEGER[32], ptx.WORD
-    stages, stage_bytes, copied_bytes, full_at, readers, stores = ring
+    stages, stage_bytes, copied_bytes, full_at, readers, is_idle = ring
     free_at = full_at + stages * BARRIER_BYTES
 
     @ptx.inline
@@ -70,7 +70,7 @@ def words(ring: Ring) -> Words:
 
     @ptx.inline
     def give_back(shared, stage, lane):
-        if not stores:
+        if not is_idle:
             ptx_tma.reads_before_copies()
         ptx.cuda.syncwarp()
         if lane == 0:

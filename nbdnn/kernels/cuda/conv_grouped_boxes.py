@@ -82,7 +82,7 @@ def _kernel(*specialised_on):
     part_two = ptx_matrix.part(v.sums, v.sums - of_phase, of_phase)
     load_shared, store = ptx_tile.LOAD_SHARED[4], ptx.STORE[4]
     widen, has_bias = ptx.WIDEN[v.dtype], "bias" in v.epilogue
-    ring = boxes_ring.Ring(stages, stage_bytes, stage_bytes, outputs_at + 2 * output_bytes, WARPS, stores=True)
+    ring = boxes_ring.Ring(stages, stage_bytes, stage_bytes, outputs_at + 2 * output_bytes, WARPS, is_idle=True)
     set_barriers, claim, arrived, give_back, following = boxes_ring.words(ring)
     place = boxes_ring.place_of(images, tile_rows, tile_columns)
 

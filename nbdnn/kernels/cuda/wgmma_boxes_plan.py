@@ -1,0 +1,218 @@
+"""Which tiles 1x1 layers try whose operands come by TMA boxes to the matrix units of Hopper, and what these cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from math import ceil, prod
+from typing import NamedTuple
+
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
+from nbdnn.kernels.cuda.division import reciprocal
+from nbdnn.kernels.cuda.geometry import index_bits
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.kernels.cuda.pointwise_tile import deepest, worth_measuring
+from nbdnn.kernels.cuda.tensor_map import TensorMap
+from nbdnn.kernels.cuda.turn_channels import input_places
+from nbdnn.kernels.cuda.wgmma_maps import filters_last, line_elems
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
+
+WARP, GROUP = 32, 128  # threads of a warp, of a warpgroup
+ROWS, LINE_BYTES = 64, 128  # of a warpgroup; of a row of a stage
+BOX_BYTES = ROWS * LINE_BYTES  # of a turned factor: 64 of a line's elements, for each of so many steps
+_CHUNK_BYTES = 16
+_GROUPS, _COLUMNS, _BLOCKS = (1, 2, 3, 4), (32, 64, 96, 128, 160, 192, 256), (1, 2, 3, 4)
+_REGISTERS, _OTHER_REGISTERS = 65536, 44  # of a multiprocessor; of a thread beside its sums
+_LAUNCH_US, _BEGIN_CYCLES, _STORE_CYCLES, _CACHE_BYTES, _SHARE, _POWER = 2.3, 1500, 2.0, 40, 0.9, 3.0
+_KNOWN = 256
+
+
+class Tile(NamedTuple):
+    """What a block computes at a time: 64 rows a warpgroup, by columns that the output has as neighbours. stages: lines
+    of both factors; blocks: of a multiprocessor."""
+
+    groups: int
+    columns: int
+    stages: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}s{self.stages}b{self.blocks}"
+
+    @property
+    def rows(self) -> int:
+        return ROWS * self.groups
+
+    @property
+    def workers(self) -> int:
+        return GROUP * self.groups
+
+    @property
+    def sums(self) -> int:
+        """Of a thread."""
+        return self.columns // 2
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for. Rows are output channels of planes, else pixels. turned: whether a line of the
+    factor of the rows, of that of the columns, is a step of the sum, of 64 neighbours."""
+
+    tile: Tile
+    dtype: str
+    planar: bool
+    turned: tuple[bool, bool]
+    epilogue: tuple[str, ...]
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Copies for a line of each factor."""
+        rows, columns = self.turned
+        return self.tile.groups if rows else 1, ceil(self.tile.columns / ROWS) if columns else 1
+
+    @property
+    def columns_at(self) -> int:
+        """From a stage's beginning."""
+        return self.tile.rows * LINE_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.columns_at + (self.boxes[1] * BOX_BYTES if self.turned[1] else self.tile.columns * LINE_BYTES)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.tile.stages * (self.stage_bytes + 2 * BARRIER_BYTES)
+
+
+class Integers(NamedTuple):
+    """Those of a kernel. A block takes every step-th of `tiles` tiles: of images, of each `of_pixels` sets of pixels,
+    of each `of_outputs` sets of output channels, with what `ptx.split` takes. summed: channels of the image that is
+    gathered; outputs: of the other one."""
+
+    tiles: int
+    step: int
+    of_pixels: int
+    of_pixels_by: int
+    of_pixels_shift: int
+    of_outputs: int
+    of_outputs_by: int
+    of_outputs_shift: int
+    summed: int
+    outputs: int
+    pixels: int
+
+
+def refusal(problem: ConvProblem, device: Gpu) -> str:
+    """Why the kernel is not correct here, or ''. Of float32 what TF32 can say."""
+    if device.capability[0] != 9:
+        return f"compute capability {device.capability}: wgmma is an instruction of 9.0 alone"
+    if prod(problem.filter) > 1 or any(map(any, problem.pad)) or max(problem.stride) > 1 or problem.groups > 1:
+        has = f"filter {problem.filter}, pad {problem.pad}, stride {problem.stride}, {problem.groups} groups"
+        return f"{has}: only one tap of stride 1 without padding or groups"
+    if problem.channels_last != problem.y_channels_last:
+        return f"layouts {problem.layout} and {problem.y_layout} differ"
+    if problem.align < _CHUNK_BYTES:
+        return f"alignment of {problem.align} bytes is below {_CHUNK_BYTES}"
+    if 0 in (problem.n, problem.c, problem.k, pixels := prod(problem.spatial)):
+        return f"{problem.n} images of {pixels} pixels, {problem.c} to {problem.k} channels: one of them is 0"
+    whole = _CHUNK_BYTES // ITEMSIZE[problem.dtype]
+    if problem.c % whole:
+        return f"{problem.c} input channels are not a multiple of {whole}"
+    if problem.channels_last and problem.k % whole:
+        return f"{problem.k} output channels are not a multiple of {whole}"
+    if not problem.channels_last and problem.dtype == "f32":
+        return "planes of float32, whose channels would have to be neighbours"
+    if not problem.channels_last and pixels % whole:
+        return f"planes of {pixels} pixels are not multiples of {whole}"
+    if index_bits(problem, ()) != 32:
+        return f"{max(operand.size_elems for operand in problem.operands)} elements are more than int32 counts"
+    return ""
+
+
+def channels(problem: ConvProblem) -> tuple[int, int]:
+    """(of what is summed over, of the output)."""
+    return (problem.k, problem.c) if problem.op == "conv_bwd_data" else (problem.c, problem.k)
+
+
+def variant(problem: ConvProblem, tile: Tile) -> Variant:
+    planar, filter_turned = not problem.channels_last, _filter_turned(problem)
+    turned = (filter_turned, True) if planar else (False, filter_turned)
+    return Variant(tile, problem.dtype, planar, turned, problem.epilogue)
+
+
+def _filter_turned(problem: ConvProblem) -> bool:
+    """Whether its output channels are neighbours, not what is summed over."""
+    return problem.op == "conv_bwd_data" and not filters_last(problem)
+
+
+def tiles(problem: ConvProblem, tile: Tile) -> tuple[int, int, int]:
+    """(images, sets of pixels of each, sets of output channels): all images are one where channels are neighbours."""
+    pixels, (_, outputs) = prod(problem.spatial), channels(problem)
+    if problem.channels_last:
+        return 1, ceil(problem.n * pixels / tile.rows), ceil(outputs / tile.columns)
+    return problem.n, ceil(pixels / tile.columns), ceil(outputs / tile.rows)
+
+
+def step(problem: ConvProblem, tile: Tile, device: Gpu) -> int:
+    """Blocks."""
+    return min(prod(tiles(problem, tile)), device.sms * tile.blocks)
+
+
+@lru_cache(_KNOWN)
+def configs(problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
+    """The best guess first."""
+    return worth_measuring(every_tile(problem, device), lambda tile: estimate_us(problem, tile, device))
+
+
+def every_tile(problem: ConvProblem, device: Gpu) -> Iterator[Tile]:
+    """All that find room in registers and shared memory."""
+    for groups, columns, blocks in product(_GROUPS, _COLUMNS, _BLOCKS):
+        tile = Tile(groups, columns, 0, blocks)
+        if tile.sums + _OTHER_REGISTERS <= _REGISTERS // ((tile.workers + WARP) * blocks) // 8 * 8:
+            yield from deepest(tile, lambda deep: variant(problem, deep).shared_bytes, device)
+
+
+def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:
+    """Microseconds."""
+    v, per_us = variant(problem, tile), device.clock_hz / 1e6
+    blocks, every = step(problem, tile, device), prod(tiles(problem, tile))
+    at_once = tile.blocks if blocks > device.sms else 1  # of a multiprocessor
+    of_sm, lines = ceil(every / blocks) * at_once, ceil(channels(problem)[0] / line_elems(problem.dtype))
+    products = lines * 4 * tile.groups * max(tile.columns / 2, 16 + tile.columns / 4) / _SHARE
+    stores = _STORE_CYCLES * tile.groups * tile.columns / at_once
+    copied_us = of_sm * lines * v.stage_bytes / _CACHE_BYTES / per_us
+    moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6
+    computed_us = of_sm * (products + stores) / per_us
+    together = sum(us**_POWER for us in (copied_us, moved_us, computed_us)) ** (1 / _POWER)
+    return _LAUNCH_US + _BEGIN_CYCLES / per_us + together
+
+
+def integers(problem: ConvProblem, tile: Tile, device: Gpu) -> Integers:
+    images, of_pixels, of_outputs = tiles(problem, tile)
+    walk = (*(of_pixels, *reciprocal(of_pixels)), *(of_outputs, *reciprocal(of_outputs)))
+    pixels = prod(problem.spatial) * (problem.n if problem.channels_last else 1)
+    every = images * of_pixels * of_outputs, step(problem, tile, device)
+    return Integers(*every, *walk, *channels(problem), pixels)
+
+
+def maps(problem: ConvProblem, tile: Tile) -> tuple[TensorMap, TensorMap]:
+    """Of the image that is gathered, and of the filter."""
+    (summed, outputs), pixels, line = channels(problem), prod(problem.spatial), line_elems(problem.dtype)
+    place, w_place = (1, 0) if problem.op == "conv_bwd_data" else (0, 1)
+    if problem.channels_last:
+        of_filter = tile.columns
+        image = _rows(place, problem.dtype, summed, problem.n * pixels, (line, tile.rows))
+    else:
+        each = ITEMSIZE[problem.dtype]
+        of_filter, strides = tile.rows, (each * pixels, each * pixels * summed)
+        image = TensorMap(place, problem.dtype, (pixels, summed, problem.n), strides, (ROWS, line, 1))
+    if _filter_turned(problem):
+        return image, _rows(w_place, problem.dtype, outputs, summed, (ROWS, line))
+    w_place = input_places(problem, 0, filters_last=True)[0] if filters_last(problem) else w_place
+    return image, _rows(w_place, problem.dtype, summed, outputs, (line, of_filter))
+
+
+def _rows(place: int, dtype: str, elements: int, rows: int, box: tuple[int, int]) -> TensorMap:
+    return TensorMap(place, dtype, (elements, rows), (ITEMSIZE[dtype] * elements,), box, rounded=dtype == "f32")
