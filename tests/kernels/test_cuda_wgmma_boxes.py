@@ -14,13 +14,15 @@ from guarded import values
 
 from nbdnn import reference_conv
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda import conv_wgmma_boxes
+from nbdnn.kernels.cuda import conv_wgmma_boxes, conv_wgmma_boxes_filter
+from nbdnn.kernels.cuda.wgmma_boxes_filter_plan import Tile as FilterTile
 from nbdnn.kernels.cuda.wgmma_boxes_plan import Tile
 from nbdnn.problem import parse
 from nbdnn.problem_conv import ConvProblem
 
 CANDIDATES: dict[Any, Any] = {
-    (each.op, each.math): each for each in (*conv_wgmma_boxes.FWD, *conv_wgmma_boxes.BWD_DATA)
+    (each.op, each.math): each
+    for each in (*conv_wgmma_boxes.FWD, *conv_wgmma_boxes.BWD_DATA, *conv_wgmma_boxes_filter.BWD_FILTER)
 }
 _ONE_SM = replace(H200, sms=1)  # a block takes all tiles
 
@@ -58,6 +60,23 @@ def test_every_product_counts_once(op: str, cell: int, early: bool, monkeypatch:
     check(monkeypatch, text_of(op, dtype, shape, layout), config, early, replace(H200, sms=1 + cell % 2))
 
 
+_FILTER_CELLS = (
+    ("f16", "nhwc", FilterTile(1, 32, 1, 1, 2, 1), "n1c40h7w9:k24", "one tile; a chunk that hangs over"),
+    ("bf16", "nhwc", FilterTile(2, 96, 2, 1, 2, 1), "n3c104h8w16:k136", "half of a box of channels; two blocks add up"),
+    ("f16", "nhwc", FilterTile(1, 64, 4, 1, 2, 1), "n2c72h9w16:k64", "four blocks, chunks that are not even"),
+    ("bf16", "nchw", FilterTile(1, 32, 2, 2, 2, 1), "n5c16h8w9:k70", "planes of two chunks; two parts"),
+    ("f16", "nchw", FilterTile(2, 64, 1, 3, 3, 1), "n4c64h4w18:k130", "two warpgroups, three parts"),
+    ("f32", "nchw", FilterTile(1, 32, 2, 1, 3, 1), "n3c20h6w8:k35", "TF32, whose lines are half as long"),
+)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["late", "early"])
+@pytest.mark.parametrize("cell", range(len(_FILTER_CELLS)))
+def test_every_product_of_a_filter_counts_once(cell: int, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype, layout, config, shape, _ = _FILTER_CELLS[cell]
+    check(monkeypatch, text_of("conv_bwd_filter", dtype, shape, layout), config, early)
+
+
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_a_block_goes_round_its_stages(stages: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,16 +91,24 @@ def test_the_epilogue_is_fused_whole(dtype: str, layout: str, end: str, monkeypa
     assert np.allclose(got, expected, rtol=1e-2, atol=1e-2) if "tanh" in end else got == expected
 
 
-@pytest.mark.parametrize(("dtype", "layout"), [("f16", "nchw"), ("bf16", "nhwc"), ("f32", "nhwc")])
+@pytest.mark.parametrize(("dtype", "layout"), [("f16", "nchw"), ("bf16", "nhwc"), ("f32", "nhwc"), ("f32", "nchw")])
 def test_gradients_add_to_what_was_there(dtype: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(monkeypatch, text_of("conv_bwd_data", dtype, "n1c40h4w6:k16", layout, ":e:beta"), Tile(1, 64, 2, 1))
+    if (dtype, layout) != ("f32", "nchw"):
+        check(monkeypatch, text_of("conv_bwd_data", dtype, "n1c40h4w6:k16", layout, ":e:beta"), Tile(1, 64, 2, 1))
+    if (dtype, layout) != ("f32", "nhwc"):
+        tile, text = (
+            FilterTile(1, 32, 2, 1, 2, 1),
+            text_of("conv_bwd_filter", dtype, "n2c16h8w9:k24", layout, ":e:beta"),
+        )
+        check(monkeypatch, text, tile)
+        check(monkeypatch, text, tile._replace(cluster=1, parts=2))
 
 
 @pytest.mark.parametrize("layout", ["ncdhw", "ndhwc"])
-@pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data"])
+@pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data", "conv_bwd_filter"])
 def test_three_axes(op: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"{op}:f16:n2c24d3h4w6:k16t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1:conv:{layout}"
-    check(monkeypatch, text, Tile(1, 32, 2, 1))
+    check(monkeypatch, text, FilterTile(1, 32, 2, 1, 2, 1) if op == "conv_bwd_filter" else Tile(1, 32, 2, 1))
 
 
 @pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data"])

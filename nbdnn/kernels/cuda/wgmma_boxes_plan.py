@@ -122,7 +122,7 @@ def refusal(problem: ConvProblem, device: Gpu) -> str:
         return f"{problem.c} input channels are not a multiple of {whole}"
     if problem.channels_last and problem.k % whole:
         return f"{problem.k} output channels are not a multiple of {whole}"
-    if not problem.channels_last and problem.dtype == "f32":
+    if problem.op != "conv_bwd_filter" and not problem.channels_last and problem.dtype == "f32":
         return "planes of float32, whose channels would have to be neighbours"
     if not problem.channels_last and pixels % whole:
         return f"planes of {pixels} pixels are not multiples of {whole}"

@@ -1,0 +1,193 @@
+"""Which tiles the filter gradient of 1x1 layers tries whose operands come by TMA boxes to wgmma, and their costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from math import ceil, prod
+from typing import NamedTuple
+
+from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import wgmma_boxes_plan as forward
+from nbdnn.kernels.cuda.add_parts import part_elems
+from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
+from nbdnn.kernels.cuda.division import reciprocal
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
+from nbdnn.kernels.cuda.pointwise_tile import deepest, worth_measuring
+from nbdnn.kernels.cuda.tensor_map import TensorMap
+from nbdnn.kernels.cuda.wgmma_boxes_plan import BOX_BYTES, GROUP, LINE_BYTES, ROWS, WARP
+from nbdnn.kernels.cuda.wgmma_maps import line_elems
+from nbdnn.problem import ITEMSIZE
+from nbdnn.problem_conv import ConvProblem
+
+_GROUPS, _COLUMNS, _CLUSTERS, _BLOCKS = (1, 2, 4), (32, 64, 96, 128, 192, 256), (1, 2, 4, 8), (1, 2)
+_REGISTERS, _OTHER_REGISTERS = 65536, 44  # of a multiprocessor; of a thread beside its sums
+_SKEW_BYTES = 32  # of a row of sums in shared memory, so that what four rows of a warp store meets all banks
+_LAUNCH_US, _CACHE_BYTES, _SHARE, _POWER, _MEET_US, _PARTS_US, _PARTS_MOVED = 3.2, 60, 0.9, 3.0, 0.8, 1.4, 0.5
+_KNOWN = 256
+
+
+class Tile(NamedTuple):
+    """What a block computes of dw: 64 filters a warpgroup by so many channels. cluster: blocks that share the pixels of
+    a tile and add up their sums; parts: clusters that do, whose sums are added by another launch. blocks: of a
+    multiprocessor."""
+
+    groups: int
+    columns: int
+    cluster: int
+    parts: int
+    stages: int
+    blocks: int
+
+    def __str__(self) -> str:
+        parts = f"/{self.parts}" if self.parts > 1 else ""
+        return f"{self.rows}x{self.columns}c{self.cluster}{parts}s{self.stages}b{self.blocks}"
+
+    @property
+    def rows(self) -> int:
+        return ROWS * self.groups
+
+    @property
+    def workers(self) -> int:
+        return GROUP * self.groups
+
+    @property
+    def sums(self) -> int:
+        """Of a thread."""
+        return self.columns // 2
+
+    @property
+    def row_bytes(self) -> int:
+        """From a row of sums to the next, in shared memory."""
+        return 4 * self.columns + _SKEW_BYTES
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for; in_parts: whether float32 sums of several clusters are left."""
+
+    tile: Tile
+    dtype: str
+    planar: bool
+    epilogue: tuple[str, ...]
+    in_parts: bool
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Copies for a chunk of pixels: of dy, of x."""
+        return (1, 1) if self.planar else (self.tile.groups, ceil(self.tile.columns / ROWS))
+
+    @property
+    def columns_at(self) -> int:
+        """From a stage's beginning to what it has of x."""
+        return self.tile.rows * LINE_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.columns_at + (self.tile.columns * LINE_BYTES if self.planar else self.boxes[1] * BOX_BYTES)
+
+    @property
+    def barriers_at(self) -> int:
+        return max(self.tile.stages * self.stage_bytes, self.tile.rows * self.tile.row_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.barriers_at + 2 * self.tile.stages * BARRIER_BYTES
+
+
+class Integers(NamedTuple):
+    """Those of a kernel. A cluster has one of `tiles` tiles, of which a row of dw has tiles_c, and a block every
+    step-th of `chunks` chunks of pixels; an image of planes has of_image of them, with what `ptx.split` takes. filters,
+    channels: of dw; part_elems: from a part of it to the next."""
+
+    tiles: int
+    tiles_c: int
+    chunks: int
+    step: int
+    of_image: int
+    of_image_by: int
+    of_image_shift: int
+    filters: int
+    channels: int
+    part_elems: int
+
+
+def refusal(problem: ConvProblem, device: Gpu) -> str:
+    """Why the kernel is not correct here, or ''. Of float32 what TF32 can say."""
+    if problem.dtype == "f32" and problem.channels_last:
+        return "channels-last float32, whose pixels would have to be neighbours"
+    return forward.refusal(problem, device)
+
+
+def variant(problem: ConvProblem, tile: Tile) -> Variant:
+    planar, in_parts = not problem.channels_last, tile.parts > 1
+    kernel_tile = tile._replace(parts=1)
+    return Variant(kernel_tile, problem.dtype, planar, () if in_parts else problem.epilogue, in_parts)
+
+
+def tiles(problem: ConvProblem, tile: Tile) -> tuple[int, int]:
+    """Of filters, of channels."""
+    return ceil(problem.k / tile.rows), ceil(problem.c / tile.columns)
+
+
+def chunks(problem: ConvProblem) -> tuple[int, int]:
+    """Of pixels, in all sets of them, and in each: an image where these are planar, else all."""
+    pixels = prod(problem.spatial)
+    sets, of_set = (1, problem.n * pixels) if problem.channels_last else (problem.n, pixels)
+    each = ceil(of_set / line_elems(problem.dtype))
+    return sets * each, each
+
+
+@lru_cache(_KNOWN)
+def configs(problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
+    """The best guess first."""
+    return worth_measuring(every_tile(problem, device), lambda tile: estimate_us(problem, tile, device))
+
+
+def every_tile(problem: ConvProblem, device: Gpu) -> Iterator[Tile]:
+    """All that find room in registers and shared memory."""
+    for groups, columns, cluster, blocks in product(_GROUPS, _COLUMNS, _CLUSTERS, _BLOCKS):
+        shape = Tile(groups, columns, cluster, 1, 0, blocks)
+        if shape.sums + _OTHER_REGISTERS > _REGISTERS // ((shape.workers + WARP) * blocks) // 8 * 8:
+            continue
+        shared = min(chunks(problem)[0], device.sms * blocks // prod(tiles(problem, shape))) // cluster
+        for parts in {1, shared} if shared else ():
+            yield from deepest(shape._replace(parts=parts), lambda deep: variant(problem, deep).shared_bytes, device)
+
+
+def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:
+    """Microseconds."""
+    v, per_us, every = variant(problem, tile), device.clock_hz / 1e6, prod(tiles(problem, tile))
+    blocks = every * tile.cluster * tile.parts
+    of_block = ceil(chunks(problem)[0] / (tile.cluster * tile.parts))
+    of_sm = of_block * (tile.blocks if blocks > device.sms else 1)
+    products = 4 * tile.groups * max(tile.columns / 2, 16 + tile.columns / 4) / _SHARE
+    computed_us, copied_us = of_sm * products / per_us, of_sm * v.stage_bytes / _CACHE_BYTES / per_us
+    moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6
+    together = sum(us**_POWER for us in (copied_us, moved_us, computed_us)) ** (1 / _POWER)
+    us = _LAUNCH_US + together + (_MEET_US if tile.cluster > 1 else 0.0)
+    if tile.parts > 1:
+        parts_bytes = 4 * tile.parts * part_elems(problem)
+        us += _PARTS_US + _PARTS_MOVED * parts_bytes / copy_bytes_per_s(device) * 1e6
+    return us
+
+
+def integers(problem: ConvProblem, tile: Tile) -> Integers:
+    tiles_k, tiles_c = tiles(problem, tile)
+    every, of_image = chunks(problem)
+    walk = every, tile.cluster * tile.parts, of_image, *reciprocal(of_image)
+    return Integers(tiles_k * tiles_c, tiles_c, *walk, problem.k, problem.c, part_elems(problem))
+
+
+def maps(problem: ConvProblem, tile: Tile) -> tuple[TensorMap, TensorMap]:
+    """Of dy and of x."""
+    return _map(problem, 1, problem.k, tile.rows), _map(problem, 0, problem.c, tile.columns)
+
+
+def _map(problem: ConvProblem, place: int, channels: int, box: int) -> TensorMap:
+    pixels, each, line = prod(problem.spatial), ITEMSIZE[problem.dtype], line_elems(problem.dtype)
+    if problem.channels_last:
+        extents, strides = (channels, problem.n * pixels), (each * channels,)
+        return TensorMap(place, problem.dtype, extents, strides, (ROWS, line))
+    planes, strides_bytes = (pixels, channels, problem.n), (each * pixels, each * pixels * channels)
+    return TensorMap(place, problem.dtype, planes, strides_bytes, (line, box, 1), rounded=problem.dtype == "f32")
