@@ -100,7 +100,8 @@ def _kernel(*specialised_on):
 
     @ptx.inline
     def together():
-        """All blocks of the cluster have come."""
+        """All blocks of the cluster have come, each by whole warps."""
+        ptx.cuda.syncwarp()
         if blocks > 1:
             ptx_cluster.arrive()
             ptx_cluster.wait()
@@ -139,7 +140,6 @@ def _kernel(*specialised_on):
             multiplied(thread, shared, first, f)
         elif thread == workers:
             ask(map_of(maps, integer(0)), map_of(maps, integer(1)), shared, first, first_k, first_c, f)
-        ptx.cuda.syncwarp()
         together()
         if thread < workers:
             store(thread, shared, own, first_k, first_c, part, dw, parts, (alpha, beta), f)
