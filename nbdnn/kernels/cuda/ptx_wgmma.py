@@ -28,6 +28,7 @@ LINE_BYTES = 128
 _ATOM_BYTES = 8 * LINE_BYTES
 _STEP_BYTES = 32  # of a line: what one instruction multiplies
 _SWIZZLE_128 = 1 << 62
+_START_MASK = (1 << 14) - 1  # above it a shared address has the number of its block in the cluster
 
 fence = effect("wgmma.fence.sync.aligned;")
 commit = effect("wgmma.commit_group.sync.aligned;")
@@ -43,7 +44,8 @@ def descriptor(apart_bytes: int = 16):
     @intrinsic
     def describe(typingctx, where):
         def codegen(context, builder, sig, args):
-            return builder.or_(builder.zext(builder.lshr(args[0], I32(4)), I64), fixed)
+            start = builder.and_(builder.lshr(args[0], I32(4)), I32(_START_MASK))
+            return builder.or_(builder.zext(start, I64), fixed)
 
         return signature(types.uint64, types.uint32), codegen
 
