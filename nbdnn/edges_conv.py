@@ -10,6 +10,7 @@ from nbdnn.edges_conv_shapes import (
     EDGES_2D,
     EDGES_3D,
     EDGES_BANDS,
+    EDGES_CHUNKS,
     EDGES_FIRST,
     EDGES_FLAT,
     EDGES_FOLDED,
@@ -33,7 +34,7 @@ def edges(op: str, kind: str = "cuda") -> list[ConvProblem]:
     problems = _of_all(op)
     if kind == "cuda":
         problems += _of_matrices(op) + _of_first_layers(op) + _of_last_layers(op) + _of_bands(op) + _of_folds(op)
-        problems += _of_groups(op) + _of_pointwise(op)
+        problems += _of_groups(op) + _of_pointwise(op) + _of_chunks(op)
         flat = [_posed(op, "f32", edge, layout) for edge in EDGES_FLAT for layout in ("ncdhw", "ndhwc")]
         problems += [*flat, *(replace(posed, dtype="bf16", compute="") for posed in flat)]
         problems += [
@@ -126,6 +127,16 @@ def _of_pointwise(op: str) -> list[ConvProblem]:
         layouts = ("nchw", "nhwc") if _ndim(edge) == 2 else ("ncdhw", "ndhwc")
         plain += [_posed(op, "f32", edge, layout) for layout in layouts]
     return [*plain, *(replace(posed, epilogue=ends) for posed in plain if posed in plain[:4] or posed.c == 300)]
+
+
+def _of_chunks(op: str) -> list[ConvProblem]:
+    """In bfloat16, both layouts, and in mode 'conv' float16; of the second with what follows a result."""
+    plain, ends = [], tuple(_epilogues(op)[-1].split("+"))
+    for edge in EDGES_CHUNKS:
+        layouts = ("nchw", "nhwc") if _ndim(edge) == 2 else ("ncdhw", "ndhwc")
+        plain += [_posed(op, "bf16", edge, layout) for layout in layouts]
+    in_f16 = [replace(posed, dtype="f16", mode="conv", compute="") for posed in plain[:4]]
+    return [*plain, *in_f16, *(replace(posed, epilogue=ends) for posed in (*plain[2:4], *in_f16[2:]))]
 
 
 def _of_folds(op: str) -> list[ConvProblem]:

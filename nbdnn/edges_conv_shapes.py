@@ -252,4 +252,15 @@ EDGES_POINTWISE = (
     Edge("n2c72h32w33:k96r1s1:p0x0:u1x1:d1x1:g1", "more tiles of pixels than one, the last one of a plane in part"),
     Edge("n2c24d3h4w6:k20t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "1x1x1"),
 )
+# 1x1 of whole chunks of 16 bytes, of 16 bits, in both layouts: factors that TMA brings to matrix units.
+EDGES_CHUNKS = (
+    Edge(
+        "n2c24h6w20:k40r1s1:p0x0:u1x1:d1x1:g1", "fewer channels than a line, rows that are no sectors, a part of a tile"
+    ),
+    Edge("n3c136h8w12:k72r1s1:p0x0:u1x1:d1x1:g1", "two lines and a chunk, output channels of one and a chunk"),
+    Edge("n2c16h3w72:k30r1s1:p0x0:u1x1:d1x1:g1", "of planes, output channels that are no chunks"),
+    Edge("n1c320h4w8:k264r1s1:p0x0:u1x1:d1x1:g1", "few pixels, more output channels than a tile"),
+    Edge("n2c64h32w34:k200r1s1:p0x0:u1x1:d1x1:g1", "many tiles, the last one of a plane in part"),
+    Edge("n2c24d3h4w6:k16t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1", "1x1x1"),
+)
 EPILOGUES = ("bias", "bias+relu", "bias+swish", "sigmoid", "tanh", "res+beta", "bias+relu+res+beta")

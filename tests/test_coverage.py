@@ -21,6 +21,7 @@ _SHAPES_2D = {
     "3x3": "n2c16h9w11:k24r3s3:p1x1:u1x1:d1x1:g1:cross",
     "1x1": "n2c16h9w11:k24r1s1:p0x0:u1x1:d1x1:g1:cross",
     "1x1 of vectors": "n2c16h9w12:k24r1s1:p0x0:u1x1:d1x1:g1:cross",
+    "1x1 of chunks": "n2c16h8w12:k24r1s1:p0x0:u1x1:d1x1:g1:cross",
     "5x5": "n2c16h9w11:k24r5s5:p2x2:u1x1:d1x1:g1:cross",
     "7x7/2": "n2c3h23w25:k24r7s7:p3x3:u2x2:d1x1:g1:cross",
     "rows of words": "n2c3h23w24:k24r7s7:p3x3:u2x2:d1x1:g1:cross",
@@ -42,6 +43,7 @@ _SHAPES_2D = {
 _SHAPES_3D = {
     "3x3": "n2c16d5h6w7:k24t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross",
     "1x1": "n2c16d5h6w7:k24t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1:cross",
+    "1x1 of chunks": "n2c16d5h6w8:k24t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1:cross",
     "1x1 of vectors": "n2c16d5h6w8:k24t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1:cross",
     "stride": "n2c16d5h6w7:k24t3r3s3:p1x1x1:u2x2x2:d1x1x1:g1:cross",
     "dilation": "n2c16d5h6w7:k24t3r3s3:p2x2x2:u1x1x1:d2x2x2:g1:cross",
@@ -76,6 +78,8 @@ _OF_PATCHES = _MATRIX._replace(layouts="nchw nhwc", shapes="3x3, 5x5, dilation, 
 _POINTWISE = Covers("f32 f64", "nhwc ndhwc", "1x1", _FORWARD_ENDS)
 _OF_PIXELS = Covers("f16 bf16", "nhwc ndhwc", "1x1", "e:beta")
 _OF_VECTORS = Covers("f32", _EVERY_LAYOUT, "1x1 of vectors", "e:beta")
+# To matrix units as they lie. Of TF32 what is summed comes first.
+_OF_CHUNKS = Covers("f16 bf16", _EVERY_LAYOUT, "1x1 of chunks", "e:beta")
 _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a8")
 _OF_ROWS = _OF_STEM._replace(shapes="rows of words", ends=_FORWARD_ENDS)
 _OF_ROWS_FILTER = _OF_STEM._replace(layouts="nhwc", shapes="rows of words", ends="e:beta")
@@ -123,6 +127,10 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/head": _OF_HEAD._replace(ends=_FORWARD_ENDS),
     "conv_fwd/numba/pointwise": _OF_PIXELS._replace(ends=_FORWARD_ENDS.removesuffix(" a8")),
     "conv_fwd/numba/pointwise_boxes": _OF_VECTORS._replace(ends=_FORWARD_ENDS.removesuffix(" a8")),
+    "conv_fwd/numba/wgmma_boxes": _OF_CHUNKS._replace(ends=_FORWARD_ENDS.removesuffix(" a8")),
+    "conv_fwd/numba/wgmma_boxes_tf32": _OF_CHUNKS._replace(
+        dtypes="f32", layouts="nhwc ndhwc", ends=_FORWARD_ENDS.removesuffix(" a8")
+    ),
     "conv_fwd/cpu/direct": _FORWARD,
     "conv_fwd/cpu/tap_gemm": _FORWARD._replace(shapes=_OF_TAPS),
     "conv_fwd/cpu/tap_dot": _FORWARD._replace(dtypes="bf16", shapes=_OF_TAPS),
@@ -168,6 +176,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/head": _OF_HEAD._replace(shapes="few channels"),
     "conv_bwd_data/numba/pointwise": _OF_PIXELS,
     "conv_bwd_data/numba/pointwise_boxes": _OF_VECTORS,
+    "conv_bwd_data/numba/wgmma_boxes": _OF_CHUNKS,
+    "conv_bwd_data/numba/wgmma_boxes_tf32": _OF_CHUNKS._replace(dtypes="f32", layouts="nhwc ndhwc"),
     "conv_bwd_data/cpu/direct": _GRADIENT,
     "conv_bwd_data/cpu/tap_gemm": _GRADIENT._replace(shapes=_OF_TAPS),
     "conv_bwd_data/cpu/tap_dot": _GRADIENT._replace(dtypes="bf16", shapes=_OF_TAPS),
@@ -208,6 +218,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/stem_tf32": _OF_STEM._replace(dtypes="f32", shapes="7x7/2, few filters"),
     "conv_bwd_filter/numba/grouped_boxes": _OF_EQUAL_GROUPS,
     "conv_bwd_filter/numba/pointwise_boxes": _OF_VECTORS,
+    "conv_bwd_filter/numba/wgmma_boxes": _OF_CHUNKS,
+    "conv_bwd_filter/numba/wgmma_boxes_tf32": _OF_CHUNKS._replace(dtypes="f32", layouts="nchw ncdhw"),
     "conv_bwd_filter/numba/grouped": _OF_GROUPED,
     "conv_bwd_filter/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
     "conv_bwd_filter/cpu/amx": _GRADIENT._replace(dtypes="bf16"),

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 _OF_DEPTHWISE = ("depthwise_boxes", "conv_fwd conv_bwd_data", "bf16 f16 f32", "nhwc")
 _OF_GROUPS = ("grouped_boxes", "conv_fwd conv_bwd_data conv_bwd_filter", "bf16 f16", "nhwc")
 _OF_POINTWISE = ("pointwise_boxes", "conv_fwd conv_bwd_data conv_bwd_filter", "f32", "nchw nhwc")
+_OF_CHUNKS = ("wgmma_boxes", "conv_fwd conv_bwd_data conv_bwd_filter", "bf16 f16", "nchw nhwc")
 _CASES = (
     (_OF_DEPTHWISE, "n5c40h33w50:k40r3s3:p1x1:u1x1:d1x1:g40:cross", "slabs and tiles that are not full"),
     (_OF_DEPTHWISE, "n4c144h28w56:k144r3s3:p0x2:u1x1:d1x1:g144:conv", "whole tiles, pads that differ"),
@@ -28,6 +29,8 @@ _CASES = (
     (_OF_POINTWISE, "n3c72h20w24:k40r1s1:p0x0:u1x1:d1x1:g1:cross", "two lines of channels and a part of one"),
     (_OF_POINTWISE, "n5c16h52w52:k96r1s1:p0x0:u1x1:d1x1:g1:cross", "a stage a tile, many tiles"),
     (_OF_POINTWISE, "n2c520h16w18:k36r1s1:p0x0:u1x1:d1x1:g1:cross", "more stages a tile than a ring has"),
+    (_OF_CHUNKS, "n5c72h52w52:k104r1s1:p0x0:u1x1:d1x1:g1:cross", "a line and a chunk, many tiles"),
+    (_OF_CHUNKS, "n2c520h16w18:k136r1s1:p0x0:u1x1:d1x1:g1:cross", "more stages a tile than a ring has"),
 )
 
 

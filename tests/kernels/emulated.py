@@ -29,7 +29,7 @@ from nbdnn.problem_conv import ConvProblem
 
 # A word is what 32 bits of memory hold: an integer of so many bits, or the float that was stored there.
 Word = int | float
-SCALARS = (1.0, -1.0)  # alpha and beta
+SCALARS = (2.0, -1.0)  # alpha and beta
 
 _SHARED_AT = 1024  # the first address of shared memory, so that 0 is none
 _ALIGN_WORDS = 32

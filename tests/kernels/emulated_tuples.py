@@ -170,8 +170,3 @@ class ClusterWords:
         at = self._block.place_of(where, 1)
         _, shared, _ = self._block.together[block]
         shared[at] = value
-
-    def load_quad(self, where: int, block: int) -> tuple[float, ...]:
-        at = self._block.place_of(where, 4)
-        _, shared, _ = self._block.together[block]
-        return tuple(shared[at : at + 4])

@@ -61,12 +61,12 @@ def test_every_product_counts_once(op: str, cell: int, early: bool, monkeypatch:
 
 
 _FILTER_CELLS = (
-    ("f16", "nhwc", FilterTile(1, 32, 1, 1, 2, 1), "n1c40h7w9:k24", "one tile; a chunk that hangs over"),
-    ("bf16", "nhwc", FilterTile(2, 96, 2, 1, 2, 1), "n3c104h8w16:k136", "half of a box of channels; two blocks add up"),
-    ("f16", "nhwc", FilterTile(1, 64, 4, 1, 2, 1), "n2c72h9w16:k64", "four blocks, chunks that are not even"),
-    ("bf16", "nchw", FilterTile(1, 32, 2, 2, 2, 1), "n5c16h8w9:k70", "planes of two chunks; two parts"),
-    ("f16", "nchw", FilterTile(2, 64, 1, 3, 3, 1), "n4c64h4w18:k130", "two warpgroups, three parts"),
-    ("f32", "nchw", FilterTile(1, 32, 2, 1, 3, 1), "n3c20h6w8:k35", "TF32, whose lines are half as long"),
+    ("f16", "nhwc", FilterTile(1, 32, 1, 2, 1), "n1c40h7w9:k24", "one tile; a chunk that hangs over"),
+    ("bf16", "nhwc", FilterTile(2, 96, 2, 2, 1), "n3c104h8w16:k136", "half of a box of channels; two parts"),
+    ("f16", "nhwc", FilterTile(1, 64, 4, 2, 1), "n2c72h9w16:k64", "four parts, chunks that are not even"),
+    ("bf16", "nchw", FilterTile(1, 32, 4, 2, 1), "n5c16h8w9:k70", "planes of two chunks; four parts"),
+    ("f16", "nchw", FilterTile(2, 64, 3, 3, 1), "n4c64h4w18:k130", "two warpgroups, three parts"),
+    ("f32", "nchw", FilterTile(1, 32, 2, 3, 1), "n3c20h6w8:k35", "TF32, whose lines are half as long"),
 )
 
 
@@ -97,18 +97,18 @@ def test_gradients_add_to_what_was_there(dtype: str, layout: str, monkeypatch: p
         check(monkeypatch, text_of("conv_bwd_data", dtype, "n1c40h4w6:k16", layout, ":e:beta"), Tile(1, 64, 2, 1))
     if (dtype, layout) != ("f32", "nhwc"):
         tile, text = (
-            FilterTile(1, 32, 2, 1, 2, 1),
+            FilterTile(1, 32, 2, 2, 1),
             text_of("conv_bwd_filter", dtype, "n2c16h8w9:k24", layout, ":e:beta"),
         )
         check(monkeypatch, text, tile)
-        check(monkeypatch, text, tile._replace(cluster=1, parts=2))
+        check(monkeypatch, text, tile._replace(parts=1))
 
 
 @pytest.mark.parametrize("layout", ["ncdhw", "ndhwc"])
 @pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data", "conv_bwd_filter"])
 def test_three_axes(op: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"{op}:f16:n2c24d3h4w6:k16t1r1s1:p0x0x0:u1x1x1:d1x1x1:g1:conv:{layout}"
-    check(monkeypatch, text, FilterTile(1, 32, 2, 1, 2, 1) if op == "conv_bwd_filter" else Tile(1, 32, 2, 1))
+    check(monkeypatch, text, FilterTile(1, 32, 2, 2, 1) if op == "conv_bwd_filter" else Tile(1, 32, 2, 1))
 
 
 @pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data"])

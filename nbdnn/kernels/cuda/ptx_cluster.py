@@ -83,19 +83,3 @@ def _load_of_block(compute):
 
 
 LOAD_OF_BLOCK = {compute: _load_of_block(compute) for compute in ("f32", "f64")}
-
-
-@intrinsic
-def load_quad(typingctx, address, rank):
-    """The four float32 that the block of that rank in the cluster has at a shared address of this one."""
-    text = (
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, $4, $5; "
-        "ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [there]; }"
-    )
-
-    def codegen(context, builder, sig, args):
-        four = ir.LiteralStructType([F32] * 4)
-        loaded = asm(builder, four, text, "=f,=f,=f,=f,r,r,~{memory}", list(args), EFFECT)
-        return ptx.packed(builder, ptx.unpacked(builder, loaded, 4))
-
-    return signature(types.UniTuple(types.float32, 4), types.uint32, types.int32), codegen

@@ -16,33 +16,33 @@ from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pointwise_tile import deepest, worth_measuring
 from nbdnn.kernels.cuda.tensor_map import TensorMap
-from nbdnn.kernels.cuda.wgmma_boxes_plan import BOX_BYTES, GROUP, LINE_BYTES, ROWS, WARP
+from nbdnn.kernels.cuda.wgmma_boxes_plan import BOX_BYTES, GROUP, LINE_BYTES, ROWS, WARP, product_clocks
 from nbdnn.kernels.cuda.wgmma_maps import line_elems
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
-_GROUPS, _COLUMNS, _CLUSTERS, _BLOCKS = (1, 2, 4), (32, 64, 96, 128, 192, 256), (1, 2, 4, 8), (1, 2)
+_GROUPS, _COLUMNS, _BLOCKS = (1, 2, 3, 4), (32, 64, 96, 128, 192, 256), (1, 2)
 _REGISTERS, _OTHER_REGISTERS = 65536, 44  # of a multiprocessor; of a thread beside its sums
-_SKEW_BYTES = 32  # of a row of sums in shared memory, so that what four rows of a warp store meets all banks
-_LAUNCH_US, _CACHE_BYTES, _SHARE, _POWER, _MEET_US, _PARTS_US, _PARTS_MOVED = 3.2, 60, 0.9, 3.0, 0.8, 1.4, 0.5
+# Fitted to 730 tiles of 45 problems on an H200: the guess takes 1.03 of the fastest. As in `wgmma_boxes_plan.py`; and
+# what the launch takes that adds the parts, and of the time of memory for these.
+_LAUNCH_US, _SHARES, _POWER, _ROW_CLOCKS, _LATENCY_CLOCKS = 2.92, (0.58, 0.52), 2.6, 0.35, 2230
+_PARTS_US, _PARTS_MOVED, _FEW = 1.9, 0.78, 0.43  # part of the multiprocessors that memory keeps busy
 _KNOWN = 256
 
 
 class Tile(NamedTuple):
-    """What a block computes of dw: 64 filters a warpgroup by so many channels. cluster: blocks that share the pixels of
-    a tile and add up their sums; parts: clusters that do, whose sums are added by another launch. blocks: of a
-    multiprocessor."""
+    """What a block computes of dw: 64 filters a warpgroup by so many channels. parts: blocks that share the pixels of a
+    tile, whose sums are added by another launch; blocks: of a multiprocessor."""
 
     groups: int
     columns: int
-    cluster: int
     parts: int
     stages: int
     blocks: int
 
     def __str__(self) -> str:
         parts = f"/{self.parts}" if self.parts > 1 else ""
-        return f"{self.rows}x{self.columns}c{self.cluster}{parts}s{self.stages}b{self.blocks}"
+        return f"{self.rows}x{self.columns}{parts}s{self.stages}b{self.blocks}"
 
     @property
     def rows(self) -> int:
@@ -57,14 +57,9 @@ class Tile(NamedTuple):
         """Of a thread."""
         return self.columns // 2
 
-    @property
-    def row_bytes(self) -> int:
-        """From a row of sums to the next, in shared memory."""
-        return 4 * self.columns + _SKEW_BYTES
-
 
 class Variant(NamedTuple):
-    """What the kernel is compiled for; in_parts: whether float32 sums of several clusters are left."""
+    """What the kernel is compiled for; in_parts: whether the sums of several blocks are left, in float32."""
 
     tile: Tile
     dtype: str
@@ -78,6 +73,11 @@ class Variant(NamedTuple):
         return (1, 1) if self.planar else (self.tile.groups, ceil(self.tile.columns / ROWS))
 
     @property
+    def copied_rows(self) -> int:
+        """Of the boxes of a chunk."""
+        return self.tile.rows + self.tile.columns if self.planar else ROWS * sum(self.boxes)
+
+    @property
     def columns_at(self) -> int:
         """From a stage's beginning to what it has of x."""
         return self.tile.rows * LINE_BYTES
@@ -87,17 +87,13 @@ class Variant(NamedTuple):
         return self.columns_at + (self.tile.columns * LINE_BYTES if self.planar else self.boxes[1] * BOX_BYTES)
 
     @property
-    def barriers_at(self) -> int:
-        return max(self.tile.stages * self.stage_bytes, self.tile.rows * self.tile.row_bytes)
-
-    @property
     def shared_bytes(self) -> int:
-        return self.barriers_at + 2 * self.tile.stages * BARRIER_BYTES
+        return self.tile.stages * (self.stage_bytes + 2 * BARRIER_BYTES)
 
 
 class Integers(NamedTuple):
-    """Those of a kernel. A cluster has one of `tiles` tiles, of which a row of dw has tiles_c, and a block every
-    step-th of `chunks` chunks of pixels; an image of planes has of_image of them, with what `ptx.split` takes. filters,
+    """Those of a kernel. A block has one of `tiles` tiles, of which a row of dw has tiles_c, and every step-th of
+    `chunks` chunks of pixels; an image of planes has of_image of them, with what `ptx.split` takes. filters,
     channels: of dw; part_elems: from a part of it to the next."""
 
     tiles: int
@@ -121,8 +117,7 @@ def refusal(problem: ConvProblem, device: Gpu) -> str:
 
 def variant(problem: ConvProblem, tile: Tile) -> Variant:
     planar, in_parts = not problem.channels_last, tile.parts > 1
-    kernel_tile = tile._replace(parts=1)
-    return Variant(kernel_tile, problem.dtype, planar, () if in_parts else problem.epilogue, in_parts)
+    return Variant(tile._replace(parts=1), problem.dtype, planar, () if in_parts else problem.epilogue, in_parts)
 
 
 def tiles(problem: ConvProblem, tile: Tile) -> tuple[int, int]:
@@ -146,36 +141,36 @@ def configs(problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
 
 def every_tile(problem: ConvProblem, device: Gpu) -> Iterator[Tile]:
     """All that find room in registers and shared memory."""
-    for groups, columns, cluster, blocks in product(_GROUPS, _COLUMNS, _CLUSTERS, _BLOCKS):
-        shape = Tile(groups, columns, cluster, 1, 0, blocks)
+    for groups, columns, blocks in product(_GROUPS, _COLUMNS, _BLOCKS):
+        shape = Tile(groups, columns, 1, 0, blocks)
         if shape.sums + _OTHER_REGISTERS > _REGISTERS // ((shape.workers + WARP) * blocks) // 8 * 8:
             continue
-        shared = min(chunks(problem)[0], device.sms * blocks // prod(tiles(problem, shape))) // cluster
-        for parts in {1, shared} if shared else ():
+        most = min(chunks(problem)[0], device.sms * blocks // prod(tiles(problem, shape)))
+        for parts in sorted({1, max(1, most)}):
             yield from deepest(shape._replace(parts=parts), lambda deep: variant(problem, deep).shared_bytes, device)
 
 
 def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:
     """Microseconds."""
-    v, per_us, every = variant(problem, tile), device.clock_hz / 1e6, prod(tiles(problem, tile))
-    blocks = every * tile.cluster * tile.parts
-    of_block = ceil(chunks(problem)[0] / (tile.cluster * tile.parts))
-    of_sm = of_block * (tile.blocks if blocks > device.sms else 1)
-    products = 4 * tile.groups * max(tile.columns / 2, 16 + tile.columns / 4) / _SHARE
-    computed_us, copied_us = of_sm * products / per_us, of_sm * v.stage_bytes / _CACHE_BYTES / per_us
-    moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6
+    v, per_us, bytes_per_us = variant(problem, tile), device.clock_hz / 1e6, copy_bytes_per_s(device) / 1e6
+    blocks = prod(tiles(problem, tile)) * tile.parts
+    at_once = tile.blocks if blocks > device.sms else 1  # of a multiprocessor
+    in_turn = ceil(blocks / (device.sms * at_once)) * ceil(chunks(problem)[0] / tile.parts)
+    of_sm = in_turn * at_once / per_us
+    computed_us = of_sm * product_clocks(tile.groups, tile.columns) / _SHARES[at_once > 1]
+    copied_us = of_sm * _ROW_CLOCKS * v.copied_rows
+    moved_us = problem.min_bytes / bytes_per_us * max(1.0, _FEW * device.sms / blocks)
     together = sum(us**_POWER for us in (copied_us, moved_us, computed_us)) ** (1 / _POWER)
-    us = _LAUNCH_US + together + (_MEET_US if tile.cluster > 1 else 0.0)
+    us = _LAUNCH_US + max(together, in_turn * _LATENCY_CLOCKS / (tile.stages * at_once) / per_us)
     if tile.parts > 1:
-        parts_bytes = 4 * tile.parts * part_elems(problem)
-        us += _PARTS_US + _PARTS_MOVED * parts_bytes / copy_bytes_per_s(device) * 1e6
+        us += _PARTS_US + _PARTS_MOVED * 4 * tile.parts * part_elems(problem) / bytes_per_us
     return us
 
 
 def integers(problem: ConvProblem, tile: Tile) -> Integers:
     tiles_k, tiles_c = tiles(problem, tile)
     every, of_image = chunks(problem)
-    walk = every, tile.cluster * tile.parts, of_image, *reciprocal(of_image)
+    walk = every, tile.parts, of_image, *reciprocal(of_image)
     return Integers(tiles_k * tiles_c, tiles_c, *walk, problem.k, problem.c, part_elems(problem))
 
 
