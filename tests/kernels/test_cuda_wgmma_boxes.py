@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,12 @@ from guarded import values
 from nbdnn import reference_conv
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import conv_wgmma_boxes, conv_wgmma_boxes_filter
+from nbdnn.kernels.cuda import wgmma_boxes_plan as plan
+from nbdnn.kernels.cuda.compile import compile_kernel, ptx_text
+from nbdnn.kernels.cuda.peaks import blocks_at_once
 from nbdnn.kernels.cuda.wgmma_boxes_filter_plan import Tile as FilterTile
 from nbdnn.kernels.cuda.wgmma_boxes_plan import Tile
-from nbdnn.problem import parse
+from nbdnn.problem import ITEMSIZE, parse
 from nbdnn.problem_conv import ConvProblem
 
 CANDIDATES: dict[Any, Any] = {
@@ -127,3 +132,111 @@ def test_an_infinity_stays_in_its_pixel(op: str, layout: str, monkeypatch: pytes
     found = out.values().reshape(expected.shape if layout == "nchw" else (1, 3, 8, -1))
     found = found if layout == "nchw" else found.transpose(0, 3, 1, 2)
     assert np.array_equal(np.isfinite(found), np.isfinite(expected)) and not np.isfinite(found).all()
+
+
+_SIZES = (
+    ("n32c64h56w56:k256", "bf16"),
+    ("n32c1024h14w16:k256", "f16"),
+    ("n32c24h28w28:k144", "bf16"),
+    ("n1c2048h7w8:k1000", "f16"),
+    ("n32c256h28w28:k128", "f32"),
+)
+
+
+def _every(most: int = 100) -> list[tuple[ConvProblem, Any]]:
+    ends = {"conv_fwd": ":e:bias+relu+res+beta", "conv_bwd_data": ":e:beta", "conv_bwd_filter": ":e:beta"}
+    found = []
+    for op, (shape, dtype), layout in product(ends, _SIZES, ("nchw", "nhwc")):
+        problem = parse(text_of(op, dtype, shape, layout, ends[op]))
+        if candidate_of(problem).supports(problem, H200).ok:
+            found += [(problem, each) for each in candidate_of(problem).configs(problem, H200)[:most]]
+    return found
+
+
+@pytest.mark.usefixtures("numba_cuda")
+@pytest.mark.parametrize("most", [1, pytest.param(100, marks=pytest.mark.slow)])
+def test_configs_stay_within_their_means(most: int) -> None:
+    """No spills, no stack (so that the maps are not copied there), and registers for all blocks."""
+    for problem, config in _every(most):
+        launch = next(each for each in candidate_of(problem).launches(problem, config, H200) if each.maps)
+        kernel, ptx = compile_kernel(launch.source, "sm_90a"), ptx_text(launch.source, "sm_90a")
+        what = f"{problem} {config}: {kernel._replace(cubin=b'')}"
+        assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0), what
+        assert kernel.registers * launch.source.threads * config.blocks <= 65536, what
+        assert ptx.count("wgmma.mma_async") == 4, what
+
+
+def test_configs_are_what_tma_and_blocks_take() -> None:
+    for problem, config in _every():
+        launch = next(each for each in candidate_of(problem).launches(problem, config, H200) if each.maps)
+        assert blocks_at_once(launch.dynamic_shared_bytes, H200) >= config.blocks, f"{problem} {config}"
+        for tensor in launch.maps:
+            assert max(tensor.box) <= 256 and tensor.box[0] * ITEMSIZE[tensor.dtype] == 128, f"{problem} {config}"
+            assert all(stride % 16 == 0 for stride in tensor.strides_bytes), f"{problem} {config}"
+
+
+def test_what_is_supported_has_a_config() -> None:
+    """Also where the tiles that are guessed to be the best find no room."""
+    draw, supported = Random(5), 0
+    for _ in range(150):
+        c, k = (draw.choice([8 * draw.randint(1, 40), 8 * draw.randint(1, 600), draw.randint(1, 2000)]) for _ in "ck")
+        extents = f"n{draw.choice([1, 2, 32])}c{c}h{draw.randint(1, 120)}w{draw.randint(1, 120)}"
+        op, _ = draw.choice(list(CANDIDATES))
+        dtype, layout = draw.choice(["f16", "f32"]), draw.choice(["nchw", "nhwc"])
+        problem = parse(text_of(op, dtype, f"{extents}:k{k}", layout))
+        candidate = candidate_of(problem)
+        if candidate.supports(problem, H200).ok:
+            supported += 1
+            assert candidate.configs(problem, H200), str(problem)
+    assert supported > 40
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("f16:n1c16h8w8:k32r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "filter (3, 3)"),
+        ("f16:n1c16h8w8:k32r1s1:p1x1:u1x1:d1x1:g1:cross:nhwc", "pad ((1, 1), (1, 1))"),
+        ("f16:n1c16h8w8:k32r1s1:p0x0:u2x1:d1x1:g1:cross:nhwc", "stride (2, 1)"),
+        ("f16:n1c16h8w8:k32r1s1:p0x0:u1x1:d1x1:g2:cross:nhwc", "2 groups"),
+        ("f64:n1c16h8w8:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc", "f64 is not f16 or bf16"),
+        ("f16:n1c16h8w8:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc:a8", "8 bytes is below 16"),
+        ("f16:n1c16h8w8:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nchw:ynhwc", "layouts nchw and nhwc differ"),
+        ("bf16:n1c16h6w6:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nchw", "planes of 36 pixels are not multiples of 8"),
+        ("f16:n1c20h8w8:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc", "20 input channels are not a multiple of 8"),
+        ("f16:n1c16h8w8:k36r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc", "36 output channels are not a multiple of 8"),
+        ("f16:n0c16h8w8:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc", "0 images"),
+        ("f16:n600c64h256w256:k32r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc", "2516582400 elements"),
+    ],
+)
+@pytest.mark.parametrize("op", ["conv_fwd", "conv_bwd_data", "conv_bwd_filter"])
+def test_what_they_refuse(op: str, text: str, reason: str) -> None:
+    problem = parse(f"{op}:{text}")
+    support = candidate_of(problem).supports(problem, H200)
+    assert not support.ok and reason in support.reason
+
+
+def test_tf32_wants_what_is_summed_as_neighbours() -> None:
+    for op, layout, is_taken in (
+        ("conv_fwd", "nhwc", True),
+        ("conv_fwd", "nchw", False),
+        ("conv_bwd_data", "nchw", False),
+        ("conv_bwd_filter", "nchw", True),
+        ("conv_bwd_filter", "nhwc", False),
+    ):
+        problem = parse(text_of(op, "f32", "n1c16h8w8:k32", layout))
+        support = candidate_of(problem).supports(problem, H200)
+        assert support.ok == is_taken and (is_taken or "TF32" in support.reason)
+
+
+def test_other_generations_have_no_wgmma() -> None:
+    problem = parse(text_of("conv_fwd", "f16", "n1c16h8w8:k32", "nhwc"))
+    for capability in ((8, 0), (10, 0), (12, 0)):
+        support = candidate_of(problem).supports(problem, replace(H200, capability=capability))
+        assert not support.ok and str(capability) in support.reason
+
+
+def test_guesses_prefer_whole_waves() -> None:
+    """132 tiles of 192x64 are one each for the multiprocessors, 98 of 128x128 leave a quarter of them idle."""
+    problem = parse(text_of("conv_fwd", "bf16", "n32c1024h14w14:k256", "nhwc"))
+    best = plan.configs(problem, H200)[0]
+    assert np.prod(plan.tiles(problem, best)) % 132 < 2, str(best)

@@ -9,10 +9,11 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda import pointwise_tile
+from nbdnn.kernels.cuda import pointwise_plan, pointwise_tile
 from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
 from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import WORKSPACE
+from nbdnn.kernels.cuda.pointwise_plan import deepest, worth_measuring
 from nbdnn.kernels.cuda.pointwise_tile import (
     LANES,
     LINE,
@@ -26,11 +27,9 @@ from nbdnn.kernels.cuda.pointwise_tile import (
     WARPS,
     Costs,
     Products,
-    deepest,
     good_shapes,
     image_map,
     spent_us,
-    worth_measuring,
 )
 from nbdnn.kernels.cuda.tensor_map import TensorMap
 from nbdnn.kernels.cuda.turn_filter import turned_elems
@@ -132,7 +131,7 @@ class Integers(NamedTuple):
 
 def refusal(problem: ConvProblem, device: Gpu) -> str:
     """Why the kernel is not correct here, or ''."""
-    if reason := pointwise_tile.refusal(problem, device):
+    if reason := pointwise_plan.refusal(problem, device, ("f32",)):
         return reason
     if problem.c % QUAD:
         return f"{problem.c} input channels are not a multiple of {QUAD}"

@@ -10,13 +10,12 @@ a time. A factor lies there in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda.geometry import index_bits
-from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s, shared_bytes
+from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.tensor_map import TensorMap
 from nbdnn.problem_conv import ConvProblem
 
@@ -28,9 +27,7 @@ MOST_REGISTERS = {1: 140, 2: 58}  # of a thread, for sums and factors, by blocks
 OF_LANE, LANES = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16), (8, 16, 32)
 WORKERS, THREADS = WARP * WARPS, WARP * (WARPS + 1)
 _LONG_US = 1.0
-_STAGES = range(6, 1, -1)
 _PADDED, _SHAPES = 1.25, 40  # times the least that tiles are larger than what they cover; shapes that are looked at
-_CONFIGS, _WORTH_MEASURING = 8, 1.3
 TileT = TypeVar("TileT", bound=tuple)
 
 
@@ -118,49 +115,11 @@ def products(lanes: int, of_wide: int, of_narrow: int, steps_bytes: tuple[int, i
     return Products(Factor(lanes, of_wide, steps_bytes[0]), Factor(WARP // lanes, of_narrow, steps_bytes[1]))
 
 
-def refusal(problem: ConvProblem, device: Gpu) -> str:
-    """Why no kernel of these is correct here, or ''."""
-    if device.capability[0] != 9:
-        return f"compute capability {device.capability}: tensor maps are passed as compilers of 9.0 read them"
-    if problem.dtype != "f32":
-        return f"dtype {problem.dtype} is not f32"
-    if prod(problem.filter) > 1 or any(map(any, problem.pad)) or max(problem.stride) > 1 or problem.groups > 1:
-        has = f"filter {problem.filter}, pad {problem.pad}, stride {problem.stride}, {problem.groups} groups"
-        return f"{has}: only one tap of stride 1 without padding or groups"
-    if problem.channels_last != problem.y_channels_last:
-        return f"layouts {problem.layout} and {problem.y_layout} differ"
-    if problem.align < 4 * QUAD:
-        return f"alignment of {problem.align} bytes is below {4 * QUAD}"
-    if 0 in (problem.n, problem.c, problem.k, pixels := prod(problem.spatial)):
-        return f"{problem.n} images of {pixels} pixels, {problem.c} to {problem.k} channels: one of them is 0"
-    if not problem.channels_last and pixels % QUAD:
-        return f"planes of {pixels} pixels are not multiples of {QUAD}"
-    if index_bits(problem, ()) != 32:
-        return f"{max(operand.size_elems for operand in problem.operands)} elements are more than int32 counts"
-    return ""
-
-
-def worth_measuring(tiles: Iterable[TileT], us: Callable[[TileT], float]) -> tuple[TileT, ...]:
-    """Those that are guessed to take the least, the best first."""
-    order = sorted((us(tile), tile) for tile in tiles)
-    return tuple(tile for each, tile in order[:_CONFIGS] if each <= _WORTH_MEASURING * order[0][0])
-
-
 def good_shapes(shapes: Iterable[TileT], elements: Callable[[TileT], int], us: Callable[[TileT], float]) -> list[TileT]:
     """The best guesses of those that are hardly larger than what they cover. elements: of all tiles of a shape."""
     sizes = {shape: elements(shape) for shape in shapes}
     least = min(sizes.values())
     return sorted((shape for shape, size in sizes.items() if size <= _PADDED * least), key=us)[:_SHAPES]
-
-
-def deepest(shape: TileT, needed_bytes: Callable[[TileT], int], device: Gpu) -> Iterator[TileT]:
-    """The shape with as many stages as shared memory has room for, if that are two."""
-    tile: Any = shape
-    for stages in _STAGES:
-        needed = needed_bytes(deep := tile._replace(stages=stages))
-        if needed <= shared_bytes(device) and blocks_at_once(needed, device) >= tile.blocks:
-            yield deep
-            return
 
 
 def image_map(problem: ConvProblem, place: int, channels: int, box: tuple[int, int], plain: bool) -> TensorMap:

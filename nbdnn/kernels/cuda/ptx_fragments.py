@@ -81,7 +81,6 @@ def stored(how: Finish):
                     made.append(context.compile_internal(builder, finish, signature(real, *[real] * 6), given))
                 return made
 
-            of_column = {}
             for half, start in product((0, 1), range(0, eights, _READ)):
                 own_row = builder.add(row, I32(8 * half))
                 is_row = builder.icmp_signed("<", own_row, rows)
@@ -101,10 +100,8 @@ def stored(how: Finish):
                 for i, each_before, each_added in zip(group, before, added, strict=True):
                     shift = zeros
                     if has_bias and how.by_column:
-                        if i not in of_column:
-                            at = builder.add(first_bias, builder.add(own, I32(_EIGHT * i)))
-                            of_column[i] = read(bias, at, is_column(i), 2)
-                        shift = of_column[i]
+                        at = builder.add(first_bias, builder.add(own, I32(_EIGHT * i)))
+                        shift = read(bias, at, is_column(i), 2)
                     elif has_bias:
                         shift = of_row
                     of_pair = total[4 * i + 2 * half : 4 * i + 2 * half + 2]

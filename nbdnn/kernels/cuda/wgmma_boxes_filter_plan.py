@@ -9,20 +9,29 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda import wgmma_boxes_plan as forward
 from nbdnn.kernels.cuda.add_parts import part_elems
 from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
 from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.kernels.cuda.pointwise_tile import deepest, worth_measuring
+from nbdnn.kernels.cuda.pointwise_plan import deepest, worth_measuring
 from nbdnn.kernels.cuda.tensor_map import TensorMap
-from nbdnn.kernels.cuda.wgmma_boxes_plan import BOX_BYTES, GROUP, LINE_BYTES, ROWS, WARP, product_clocks
+from nbdnn.kernels.cuda.wgmma_boxes_plan import (
+    BOX_BYTES,
+    GROUP,
+    LEAST_STAGES,
+    LINE_BYTES,
+    ROWS,
+    WARP,
+    product_clocks,
+    refused_operands,
+    registers,
+)
 from nbdnn.kernels.cuda.wgmma_maps import line_elems
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
 _GROUPS, _COLUMNS, _BLOCKS = (1, 2, 3, 4), (32, 64, 96, 128, 192, 256), (1, 2)
-_REGISTERS, _OTHER_REGISTERS = 65536, 44  # of a multiprocessor; of a thread beside its sums
+_OTHER_REGISTERS = 32  # of a thread beside its sums
 # Fitted to 730 tiles of 45 problems on an H200: the guess takes 1.03 of the fastest. As in `wgmma_boxes_plan.py`; and
 # what the launch takes that adds the parts, and of the time of memory for these.
 _LAUNCH_US, _SHARES, _POWER, _ROW_CLOCKS, _LATENCY_CLOCKS = 2.92, (0.58, 0.52), 2.6, 0.35, 2230
@@ -109,10 +118,10 @@ class Integers(NamedTuple):
 
 
 def refusal(problem: ConvProblem, device: Gpu) -> str:
-    """Why the kernel is not correct here, or ''. Of float32 what TF32 can say."""
-    if problem.dtype == "f32" and problem.channels_last:
-        return "channels-last float32, whose pixels would have to be neighbours"
-    return forward.refusal(problem, device)
+    """Why the kernel is not correct here, or ''."""
+    if problem.channels_last and problem.dtype == "f32":
+        return "channels-last float32, whose pixels would have to be neighbours for TF32"
+    return refused_operands(problem, device)
 
 
 def variant(problem: ConvProblem, tile: Tile) -> Variant:
@@ -143,11 +152,12 @@ def every_tile(problem: ConvProblem, device: Gpu) -> Iterator[Tile]:
     """All that find room in registers and shared memory."""
     for groups, columns, blocks in product(_GROUPS, _COLUMNS, _BLOCKS):
         shape = Tile(groups, columns, 1, 0, blocks)
-        if shape.sums + _OTHER_REGISTERS > _REGISTERS // ((shape.workers + WARP) * blocks) // 8 * 8:
+        if shape.sums + _OTHER_REGISTERS > registers(shape.workers + WARP, blocks):
             continue
         most = min(chunks(problem)[0], device.sms * blocks // prod(tiles(problem, shape)))
         for parts in sorted({1, max(1, most)}):
-            yield from deepest(shape._replace(parts=parts), lambda deep: variant(problem, deep).shared_bytes, device)
+            tile = shape._replace(parts=parts)
+            yield from deepest(tile, lambda deep: variant(problem, deep).shared_bytes, device, LEAST_STAGES)
 
 
 def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:

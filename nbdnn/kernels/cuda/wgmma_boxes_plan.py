@@ -9,11 +9,11 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from nbdnn.device import Gpu
+from nbdnn.kernels.cuda import pointwise_plan
 from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
 from nbdnn.kernels.cuda.division import reciprocal
-from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.kernels.cuda.pointwise_tile import deepest, worth_measuring
+from nbdnn.kernels.cuda.pointwise_plan import CHUNK_BYTES, deepest, worth_measuring
 from nbdnn.kernels.cuda.tensor_map import TensorMap
 from nbdnn.kernels.cuda.turn_channels import input_places
 from nbdnn.kernels.cuda.wgmma_maps import filters_last, line_elems
@@ -23,15 +23,17 @@ from nbdnn.problem_conv import ConvProblem
 WARP, GROUP = 32, 128  # threads of a warp, of a warpgroup
 ROWS, LINE_BYTES = 64, 128  # of a warpgroup; of a row of a stage
 BOX_BYTES = ROWS * LINE_BYTES  # of a turned factor: 64 of a line's elements, for each of so many steps
-_CHUNK_BYTES = 16
+LEAST_STAGES = 3  # one is given back when the next is multiplied, and two were up to 1.3 times as slow
 _GROUPS, _COLUMNS, _BLOCKS = (1, 2, 3, 4), (32, 64, 96, 128, 160, 192, 256), (1, 2, 3, 4)
-_REGISTERS, _OTHER_REGISTERS = 65536, 44  # of a multiprocessor; of a thread beside its sums
+# Of a thread beside its sums; for each tensor of the output's extents that is read; for results of float32.
+_OTHER_REGISTERS, _READ_REGISTERS, _WIDE_REGISTERS = 40, 12, 8
 # Fitted to 1,877 tiles of 58 problems of 48 channels and more on an H200, which they meet within 8 %; the guess takes
 # 1.04 of the fastest. Of the matrix units a block reaches a share alone, and beside another; clocks of a row of a box,
-# of which more are spent where a line is not whole, and of a tile's column for each warpgroup; the time of memory, and
-# what two blocks take longer; clocks until a line has come, of which as many are on their way as there are stages.
+# of which more are spent where a line is not whole, and where rows are no whole sectors of memory (24 to 72 channels of
+# 28x28 to 56x56: 8 to 40 clocks), and of a tile's column for each warpgroup; the time of memory, and what two blocks
+# take longer; clocks until a line has come, of which as many are on their way as there are stages.
 _LAUNCH_US, _SHARES, _POWER = 2.27, (0.88, 0.81), 2.16
-_ROW_CLOCKS, _PARTIAL, _NARROW, _STORE_CLOCKS = 1.6, 1.6, 7.0, 3.8
+_ROW_CLOCKS, _PARTIAL, _NARROW, _SKEWED, _SECTOR_BYTES, _STORE_CLOCKS = 1.6, 1.6, 7.0, 3.0, 32, 3.8
 _MOVED, _BESIDE, _LATENCY_CLOCKS = 0.96, 0.055, 2290
 _KNOWN = 256
 
@@ -79,11 +81,12 @@ class Variant(NamedTuple):
         return self.tile.groups if rows else 1, ceil(self.tile.columns / ROWS) if columns else 1
 
     @property
-    def copied_rows(self) -> int:
-        """Of the boxes of a line."""
+    def copied_rows(self) -> tuple[int, int]:
+        """Of each factor's boxes of a line."""
         (rows, columns), (rows_turned, columns_turned) = self.boxes, self.turned
-        return (ROWS * rows if rows_turned else self.tile.rows) + (
-            ROWS * columns if columns_turned else self.tile.columns
+        return (
+            ROWS * rows if rows_turned else self.tile.rows,
+            ROWS * columns if columns_turned else self.tile.columns,
         )
 
     @property
@@ -119,29 +122,21 @@ class Integers(NamedTuple):
 
 
 def refusal(problem: ConvProblem, device: Gpu) -> str:
-    """Why the kernel is not correct here, or ''. Of float32 what TF32 can say."""
-    if device.capability[0] != 9:
-        return f"compute capability {device.capability}: wgmma is an instruction of 9.0 alone"
-    if prod(problem.filter) > 1 or any(map(any, problem.pad)) or max(problem.stride) > 1 or problem.groups > 1:
-        has = f"filter {problem.filter}, pad {problem.pad}, stride {problem.stride}, {problem.groups} groups"
-        return f"{has}: only one tap of stride 1 without padding or groups"
-    if problem.channels_last != problem.y_channels_last:
-        return f"layouts {problem.layout} and {problem.y_layout} differ"
-    if problem.align < _CHUNK_BYTES:
-        return f"alignment of {problem.align} bytes is below {_CHUNK_BYTES}"
-    if 0 in (problem.n, problem.c, problem.k, pixels := prod(problem.spatial)):
-        return f"{problem.n} images of {pixels} pixels, {problem.c} to {problem.k} channels: one of them is 0"
-    whole = _CHUNK_BYTES // ITEMSIZE[problem.dtype]
+    """Why the kernel is not correct here, or ''."""
+    if not problem.channels_last and problem.dtype == "f32":
+        return "planes of float32, whose channels would have to be neighbours for TF32"
+    return refused_operands(problem, device)
+
+
+def refused_operands(problem: ConvProblem, device: Gpu) -> str:
+    """The same of all passes. Of float32 what TF32 can say."""
+    whole = CHUNK_BYTES // ITEMSIZE[problem.dtype]
+    if reason := pointwise_plan.refusal(problem, device, ("f16", "bf16", "f32")):
+        return reason
     if problem.c % whole:
         return f"{problem.c} input channels are not a multiple of {whole}"
     if problem.channels_last and problem.k % whole:
         return f"{problem.k} output channels are not a multiple of {whole}"
-    if problem.op != "conv_bwd_filter" and not problem.channels_last and problem.dtype == "f32":
-        return "planes of float32, whose channels would have to be neighbours"
-    if not problem.channels_last and pixels % whole:
-        return f"planes of {pixels} pixels are not multiples of {whole}"
-    if index_bits(problem, ()) != 32:
-        return f"{max(operand.size_elems for operand in problem.operands)} elements are more than int32 counts"
     return ""
 
 
@@ -182,10 +177,17 @@ def configs(problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
 
 def every_tile(problem: ConvProblem, device: Gpu) -> Iterator[Tile]:
     """All that find room in registers and shared memory."""
+    read = len({"beta", "res"}.intersection(problem.epilogue))
+    beside = _OTHER_REGISTERS + _READ_REGISTERS * read + (_WIDE_REGISTERS if problem.dtype == "f32" else 0)
     for groups, columns, blocks in product(_GROUPS, _COLUMNS, _BLOCKS):
         tile = Tile(groups, columns, 0, blocks)
-        if tile.sums + _OTHER_REGISTERS <= _REGISTERS // ((tile.workers + WARP) * blocks) // 8 * 8:
-            yield from deepest(tile, lambda deep: variant(problem, deep).shared_bytes, device)
+        if tile.sums + beside <= registers(tile.workers + WARP, blocks):
+            yield from deepest(tile, lambda deep: variant(problem, deep).shared_bytes, device, LEAST_STAGES)
+
+
+def registers(threads: int, blocks: int) -> int:
+    """Of a thread: a warp's lie in one of four quarters of the multiprocessor, 512 for each lane."""
+    return 512 // ceil(threads // WARP * blocks / 4) // 8 * 8
 
 
 def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:
@@ -197,14 +199,31 @@ def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:
     products = lines * product_clocks(tile.groups, tile.columns) / _SHARES[at_once > 1]
     stores = _STORE_CLOCKS * tile.groups * tile.columns / at_once
     computed_us = of_block * at_once * (products + stores) / per_us
-    row_clocks = _ROW_CLOCKS * (1.0 if summed % line == 0 else _PARTIAL if lines > 1 else _NARROW)
-    copied_us = of_block * at_once * lines * v.copied_rows * row_clocks / per_us
+    copied = sum(rows * each for rows, each in zip(v.copied_rows, _row_clocks(problem, v), strict=True))
+    copied_us = of_block * at_once * lines * copied / per_us
     moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6 * _MOVED
     if at_once > 1:
         moved_us *= 1 + _BESIDE / lines
     together = sum(us**_POWER for us in (copied_us, moved_us, computed_us)) ** (1 / _POWER)
     waited_us = of_block * lines * _LATENCY_CLOCKS / (tile.stages * at_once) / per_us
     return _LAUNCH_US + max(together, waited_us)
+
+
+def _row_clocks(problem: ConvProblem, v: Variant) -> tuple[float, float]:
+    """Of each factor's rows, by what lies in memory as neighbours."""
+    summed, outputs = channels(problem)
+    across = (outputs, prod(problem.spatial)) if v.planar else (0, outputs)
+    rows, columns = (
+        row_clocks(turned_extent if turned else summed, problem.dtype)
+        for turned, turned_extent in zip(v.turned, across, strict=True)
+    )
+    return rows, columns
+
+
+def row_clocks(neighbours: int, dtype: str) -> float:
+    line = line_elems(dtype)
+    clocks = _ROW_CLOCKS * (1.0 if neighbours % line == 0 else _PARTIAL if neighbours > line else _NARROW)
+    return clocks * (_SKEWED if neighbours * ITEMSIZE[dtype] % _SECTOR_BYTES else 1.0)
 
 
 def product_clocks(groups: int, columns: int) -> float:
