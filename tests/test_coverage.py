@@ -78,7 +78,7 @@ _OF_PATCHES = _MATRIX._replace(layouts="nchw nhwc", shapes="3x3, 5x5, dilation, 
 _POINTWISE = Covers("f32 f64", "nhwc ndhwc", "1x1", _FORWARD_ENDS)
 _OF_PIXELS = Covers("f16 bf16", "nhwc ndhwc", "1x1", "e:beta")
 _OF_VECTORS = Covers("f32", _EVERY_LAYOUT, "1x1 of vectors", "e:beta")
-# To matrix units as they lie. Of TF32 what is summed comes first.
+# To matrix units as they lie. Of TF32 what is summed comes last.
 _OF_CHUNKS = Covers("f16 bf16", _EVERY_LAYOUT, "1x1 of chunks", "e:beta")
 _OF_STEM = Covers("f16 bf16 f32", "nchw nhwc", "7x7/2", "e:beta a8")
 _OF_ROWS = _OF_STEM._replace(shapes="rows of words", ends=_FORWARD_ENDS)

@@ -19,6 +19,8 @@ _OF_DEPTHWISE = ("depthwise_boxes", "conv_fwd conv_bwd_data", "bf16 f16 f32", "n
 _OF_GROUPS = ("grouped_boxes", "conv_fwd conv_bwd_data conv_bwd_filter", "bf16 f16", "nhwc")
 _OF_POINTWISE = ("pointwise_boxes", "conv_fwd conv_bwd_data conv_bwd_filter", "f32", "nchw nhwc")
 _OF_CHUNKS = ("wgmma_boxes", "conv_fwd conv_bwd_data conv_bwd_filter", "bf16 f16", "nchw nhwc")
+_OF_TF32 = ("wgmma_boxes_tf32", "conv_fwd conv_bwd_data", "f32", "nhwc")
+_OF_TF32_FILTERS = ("wgmma_boxes_tf32", "conv_bwd_filter", "f32", "nchw")
 _CASES = (
     (_OF_DEPTHWISE, "n5c40h33w50:k40r3s3:p1x1:u1x1:d1x1:g40:cross", "slabs and tiles that are not full"),
     (_OF_DEPTHWISE, "n4c144h28w56:k144r3s3:p0x2:u1x1:d1x1:g144:conv", "whole tiles, pads that differ"),
@@ -30,20 +32,28 @@ _CASES = (
     (_OF_POINTWISE, "n5c16h52w52:k96r1s1:p0x0:u1x1:d1x1:g1:cross", "a stage a tile, many tiles"),
     (_OF_POINTWISE, "n2c520h16w18:k36r1s1:p0x0:u1x1:d1x1:g1:cross", "more stages a tile than a ring has"),
     (_OF_CHUNKS, "n5c72h52w52:k104r1s1:p0x0:u1x1:d1x1:g1:cross", "a line and a chunk, many tiles"),
-    (_OF_CHUNKS, "n2c520h16w18:k136r1s1:p0x0:u1x1:d1x1:g1:cross", "more stages a tile than a ring has"),
+    (_OF_CHUNKS, "n9c520h16w18:k136r1s1:p0x0:u1x1:d1x1:g1:cross", "more stages a tile than a ring has"),
+    (_OF_TF32, "n5c72h52w52:k104r1s1:p0x0:u1x1:d1x1:g1:cross", "lines and a part of one, many tiles"),
+    (_OF_TF32, "n9c520h16w18:k136r1s1:p0x0:u1x1:d1x1:g1:cross", "more stages a tile than a ring has"),
+    (_OF_TF32_FILTERS, "n9c520h16w18:k136r1s1:p0x0:u1x1:d1x1:g1:cross", "more chunks than a ring has stages"),
 )
+
+
+# What follows a result, of the layers of matrix units.
+_ENDS = {"conv_fwd": ":e:bias+relu+res+beta", "conv_bwd_data": ":e:beta", "conv_bwd_filter": ":e:beta"}
 
 
 @pytest.mark.parametrize(
     ("algorithm", "text"),
     [
-        (algorithm, f"{op}:{dtype}:{shape}:{layout}")
+        (algorithm, f"{op}:{dtype}:{shape}:{layout}{end}")
         for (algorithm, ops, dtypes, layouts), shape, _ in _CASES
         for op, dtype, layout in product(ops.split(), dtypes.split(), layouts.split())
+        for end in (("", _ENDS[op]) if algorithm.startswith("wgmma") else ("",))
     ],
 )
 def test_blocks_take_many_tiles(algorithm: str, text: str) -> None:
-    """Every stage is filled several times."""
+    """Or, of a filter gradient, many pixels: stages are filled several times."""
     problem, few = parse(text), replace(DEVICE, sms=3)
     candidate = registry.candidate(f"{problem.op}/numba/{algorithm}")
     configs = candidate.configs(problem, few)

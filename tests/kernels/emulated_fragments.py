@@ -41,6 +41,7 @@ class FragmentWords:
         ) -> None:
             (out, bias, residual), (first, first_bias), (rows, columns) = pointers, place, left
             assert columns % (2 if is_wide else 8) == 0, f"{columns} columns are left"
+            assert is_wide or first % 8 == step % 8 == 0, f"vectors at {first} and each {step}"
             for half, eight in product((0, 1), range(how.columns // 8)):
                 row, column = lane // 4 + 8 * half, 8 * eight + 2 * (lane % 4)
                 if row >= rows or column >= columns:

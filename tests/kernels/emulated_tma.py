@@ -6,6 +6,7 @@ it: what is known of swizzled lines stands here once, and copies and products ha
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
@@ -189,10 +190,11 @@ class TmaWords:
 
 
 class WgmmaWords:
-    """Stands in for `ptx_wgmma`."""
+    """Stands in for `ptx_wgmma`: what products read is being read until their group has been waited for."""
 
     def __init__(self, block: Block) -> None:
         self._block = block
+        self._groups: defaultdict[tuple, list[set[int]]] = defaultdict(lambda: [set()])  # of a warp, the open one last
 
     def fence(self) -> None:
         pass
@@ -202,7 +204,29 @@ class WgmmaWords:
         assert count % 8 == 0 and 24 <= count <= 256
         return lambda: None
 
-    commit = wait = wait_for_all_but_last = fence
+    def commit(self) -> None:
+        if self._is_first_lane():
+            self._groups[self._block.warp].append(set())
+
+    def wait(self) -> None:
+        self._wait_for_all_but(0)
+
+    def wait_for_all_but_last(self) -> None:
+        self._wait_for_all_but(1)
+
+    def _wait_for_all_but(self, last: int) -> None:
+        if self._is_first_lane():
+            warp = self._block.warp
+            self._groups[warp] = self._groups[warp][-1 - last :]
+            self._note_reads(warp)
+
+    def _is_first_lane(self) -> bool:
+        """All lanes do the same."""
+        return self._block.now.number % 32 == 0
+
+    def _note_reads(self, warp: tuple) -> None:
+        place, number = warp
+        self._block.reading[place, f"{number}, whose products it is,"] = set().union(*self._groups[warp])
 
     @staticmethod
     def descriptor(apart_bytes: int = 16) -> Callable:
@@ -236,12 +260,15 @@ class WgmmaWords:
         start, apart = at
         lines = depth if turned else rows
         boxes, of_a_word = -(-rows // 64) if turned else 1, 1 if dtype == "tf32" else 2
-        words: list[Word] = [
-            self._block.shared[self._block.place_of(_word_at(start + box * apart + line * _LINE_BYTES, word), 1)]
+        places = [
+            self._block.place_of(_word_at(start + box * apart + line * _LINE_BYTES, word), 1)
             for box in range(boxes)
             for line in range(lines)
             for word in range((64 if turned else depth) // of_a_word)
         ]
+        self._groups[self._block.warp][-1].update(places)
+        self._note_reads(self._block.warp)
+        words: list[Word] = [self._block.shared[place] for place in places]
         if dtype == "tf32":
             return np.array(list(map(float_of, words))).reshape(rows, depth)
         # What was not written is NaN. Of b it spoils its own column of the sums, which may be one that nobody stores.

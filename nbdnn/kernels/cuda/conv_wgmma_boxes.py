@@ -18,7 +18,7 @@ from cache; the filter from cache for each tile; y once. Accumulates in float32.
 
 from __future__ import annotations
 
-from nbdnn.candidate import Support
+from nbdnn.candidate import ConfigT, Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_ring
 from nbdnn.kernels.cuda import wgmma_boxes_plan as plan
@@ -26,11 +26,12 @@ from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, output_pointers
 from nbdnn.kernels.cuda.planned import Planned
 from nbdnn.kernels.cuda.turn_channels import turn_inputs, turned_bytes
-from nbdnn.kernels.cuda.wgmma_boxes_plan import BOX_BYTES, GROUP, ROWS, WARP, Integers, Tile, Variant
+from nbdnn.kernels.cuda.wgmma_boxes_plan import GROUP, ROWS, Integers, Tile, Variant
 from nbdnn.kernels.cuda.wgmma_maps import filters_last, line_elems
+from nbdnn.kernels.cuda.wgmma_pipeline import BOX_BYTES, LINE_BYTES, WARP
 from nbdnn.problem_conv import ConvProblem
 
-_STEPS = 4  # instructions for a line
+STEPS = LINE_BYTES // 32  # instructions for a line
 
 
 def _kernel(*specialised_on):
@@ -47,7 +48,7 @@ def _kernel(*specialised_on):
     copy_image, copy_filter = ptx_tma.COPY_BOX[3 if planar else 2], ptx_tma.COPY_BOX[2]
     zeros, multiply = (
         ptx_matrix.zeros(tile.sums),
-        ptx_wgmma.multiply(kind, columns, _STEPS, rows_turned, columns_turned),
+        ptx_wgmma.multiply(kind, columns, STEPS, rows_turned, columns_turned),
     )
     of_rows, of_columns = ptx_wgmma.descriptor(), ptx_wgmma.descriptor(BOX_BYTES if columns_turned else 16)
     stored = ptx_fragments.stored(ptx_fragments.Finish(columns, v.dtype, v.epilogue, not planar))
@@ -140,11 +141,10 @@ def _kernel(*specialised_on):
     return wgmma_boxes, (ptx_tma.TensorMaps(2), data, data, data, real, real, ptx.record(Integers, 32))
 
 
-class WgmmaBoxes(Planned[Tile]):
-    """One tap, of whole chunks of 16 bytes."""
+class OfBoxes(Planned[ConfigT]):
+    """What the passes share: one tap, of whole chunks of 16 bytes, in 16 bits or TF32."""
 
     algorithm, algo = "wgmma_boxes", None
-    plan = plan
 
     def __init__(self, op: str, *, tf32: bool = False) -> None:
         self.op = op
@@ -156,6 +156,12 @@ class WgmmaBoxes(Planned[Tile]):
         if problem.dtype not in self._dtypes:
             return Support(False, f"dtype {problem.dtype} is not {' or '.join(self._dtypes)}")
         return super().supports(problem, device)
+
+
+class WgmmaBoxes(OfBoxes[Tile]):
+    """Forward and bwd_data."""
+
+    plan = plan
 
     def workspace_bytes(self, problem: ConvProblem, config: Tile, device: Gpu) -> int:
         return turned_bytes(problem, filters_last=True) if filters_last(problem) else 0

@@ -17,20 +17,18 @@ half of the clusters waited for room (18 us, 11 by parts, for 1024 to 256 channe
 
 from __future__ import annotations
 
-from nbdnn.candidate import Support
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_ring
 from nbdnn.kernels.cuda import wgmma_boxes_filter_plan as plan
 from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.conv_wgmma_boxes import STEPS, OfBoxes
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
-from nbdnn.kernels.cuda.planned import Planned
 from nbdnn.kernels.cuda.wgmma_boxes_filter_plan import Integers, Tile, Variant
-from nbdnn.kernels.cuda.wgmma_boxes_plan import BOX_BYTES, GROUP, ROWS, WARP
+from nbdnn.kernels.cuda.wgmma_boxes_plan import GROUP, ROWS
 from nbdnn.kernels.cuda.wgmma_maps import line_elems
+from nbdnn.kernels.cuda.wgmma_pipeline import BOX_BYTES, WARP
 from nbdnn.problem_conv import ConvProblem
-
-_STEPS = 4  # instructions for a line
 
 
 def _kernel(*specialised_on):
@@ -43,7 +41,7 @@ def _kernel(*specialised_on):
     result = "f32" if in_parts else v.dtype
     workers, rows, columns, (dy_boxes, x_boxes) = tile.workers, tile.rows, tile.columns, v.boxes
     copy_box, zeros = ptx_tma.COPY_BOX[3 if planar else 2], ptx_matrix.zeros(tile.sums)
-    multiply = ptx_wgmma.multiply(kind, columns, _STEPS, not planar, not planar)
+    multiply = ptx_wgmma.multiply(kind, columns, STEPS, not planar, not planar)
     of_rows, of_columns = ptx_wgmma.descriptor(), ptx_wgmma.descriptor(16 if planar else BOX_BYTES)
     stored = ptx_fragments.stored(ptx_fragments.Finish(columns, result, v.epilogue, by_column=False))
     ring = boxes_ring.Ring(stages, stage_bytes, stage_bytes, stages * stage_bytes, workers // WARP, is_idle=True)
@@ -114,21 +112,10 @@ def _kernel(*specialised_on):
     return wgmma_boxes_filter, (ptx_tma.TensorMaps(2), ptx.pointer(result), real, real, ptx.record(Integers, 32))
 
 
-class WgmmaBoxesFilter(Planned[Tile]):
-    """One tap, of whole chunks of 16 bytes."""
+class WgmmaBoxesFilter(OfBoxes[Tile]):
+    """bwd_filter."""
 
-    op, algorithm, algo = "conv_bwd_filter", "wgmma_boxes", None
     plan = plan
-
-    def __init__(self, *, tf32: bool = False) -> None:
-        self._dtypes = ("f32",) if tf32 else ("f16", "bf16")
-        if tf32:
-            self.algorithm, self.math = "wgmma_boxes_tf32", "tf32"
-
-    def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        if problem.dtype not in self._dtypes:
-            return Support(False, f"dtype {problem.dtype} is not {' or '.join(self._dtypes)}")
-        return super().supports(problem, device)
 
     def workspace_bytes(self, problem: ConvProblem, config: Tile, device: Gpu) -> int:
         return 4 * config.parts * part_elems(problem) if config.parts > 1 else 0
@@ -147,4 +134,4 @@ class WgmmaBoxesFilter(Planned[Tile]):
         return [product, add_parts(problem, config.parts)] if config.parts > 1 else [product]
 
 
-BWD_FILTER = WgmmaBoxesFilter(), WgmmaBoxesFilter(tf32=True)
+BWD_FILTER = (WgmmaBoxesFilter("conv_bwd_filter"), WgmmaBoxesFilter("conv_bwd_filter", tf32=True))

@@ -48,7 +48,7 @@ def worth_measuring(tiles: Iterable[TileT], us: Callable[[TileT], float]) -> tup
 
 
 def deepest(shape: TileT, needed_bytes: Callable[[TileT], int], device: Gpu, least: int = 2) -> Iterator[TileT]:
-    """The shape with as many stages as shared memory has room for, if that are the least."""
+    """The shape with as many stages as shared memory has room for, if these are `least` or more."""
     tile: Any = shape
     for stages in range(_MOST_STAGES, least - 1, -1):
         needed = needed_bytes(deep := tile._replace(stages=stages))

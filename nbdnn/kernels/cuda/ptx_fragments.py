@@ -2,7 +2,7 @@
 
 Lane l of a warp has of 16 rows the sums of rows l / 4 and 8 later, of each eight columns those of 2 * (l % 4) and the
 next, which the output has as neighbours. Those of float32 are stored as they are: four lanes make a sector of 32 bytes.
-Those of 16 bits are exchanged first: of 32 columns, lane l % 4 gets eight neighbours, 16 bytes of the sector's 64.
+Those of 16 bits are exchanged first: of 32 columns, lane l % 4 gets eight neighbours, 16 bytes of two sectors.
 """
 
 from __future__ import annotations

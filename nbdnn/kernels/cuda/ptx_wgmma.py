@@ -28,7 +28,6 @@ LINE_BYTES = 128
 _ATOM_BYTES = 8 * LINE_BYTES
 _STEP_BYTES = 32  # of a line: what one instruction multiplies
 _SWIZZLE_128 = 1 << 62
-_START_MASK = (1 << 14) - 1  # above it a shared address has the number of its block in the cluster
 
 fence = effect("wgmma.fence.sync.aligned;")
 commit = effect("wgmma.commit_group.sync.aligned;")
@@ -38,14 +37,16 @@ wait_for_all_but_last = effect("wgmma.wait_group.sync.aligned 1;")
 
 @cache
 def descriptor(apart_bytes: int = 16):
-    """Intrinsic (shared address of a tile) -> what an instruction is told of it. apart_bytes: of turned tiles."""
+    """Intrinsic (shared address of a tile) -> what an instruction is told of it. apart_bytes: of turned tiles.
+
+    Not for blocks of a cluster: their addresses have the block's number above the 18 bits that a descriptor takes.
+    """
     fixed = I64(_SWIZZLE_128 | (_ATOM_BYTES >> 4) << 32 | (apart_bytes >> 4) << 16)
 
     @intrinsic
     def describe(typingctx, where):
         def codegen(context, builder, sig, args):
-            start = builder.and_(builder.lshr(args[0], I32(4)), I32(_START_MASK))
-            return builder.or_(builder.zext(start, I64), fixed)
+            return builder.or_(builder.zext(builder.lshr(args[0], I32(4)), I64), fixed)
 
         return signature(types.uint64, types.uint32), codegen
 

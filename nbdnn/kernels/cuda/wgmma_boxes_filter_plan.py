@@ -16,17 +16,15 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pointwise_plan import deepest, worth_measuring
 from nbdnn.kernels.cuda.tensor_map import TensorMap
 from nbdnn.kernels.cuda.wgmma_boxes_plan import (
-    BOX_BYTES,
     GROUP,
     LEAST_STAGES,
-    LINE_BYTES,
     ROWS,
-    WARP,
     product_clocks,
     refused_operands,
     registers,
 )
 from nbdnn.kernels.cuda.wgmma_maps import line_elems
+from nbdnn.kernels.cuda.wgmma_pipeline import BOX_BYTES, LINE_BYTES, WARP
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 

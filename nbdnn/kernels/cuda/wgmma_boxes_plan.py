@@ -15,26 +15,27 @@ from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.pointwise_plan import CHUNK_BYTES, deepest, worth_measuring
 from nbdnn.kernels.cuda.tensor_map import TensorMap
-from nbdnn.kernels.cuda.turn_channels import input_places
+from nbdnn.kernels.cuda.turn_channels import input_places, turned_bytes
 from nbdnn.kernels.cuda.wgmma_maps import filters_last, line_elems
+from nbdnn.kernels.cuda.wgmma_pipeline import BOX_BYTES, LINE_BYTES, WARP
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
-WARP, GROUP = 32, 128  # threads of a warp, of a warpgroup
-ROWS, LINE_BYTES = 64, 128  # of a warpgroup; of a row of a stage
-BOX_BYTES = ROWS * LINE_BYTES  # of a turned factor: 64 of a line's elements, for each of so many steps
+GROUP, ROWS = 128, 64  # threads of a warpgroup, and its rows
 LEAST_STAGES = 3  # one is given back when the next is multiplied, and two were up to 1.3 times as slow
 _GROUPS, _COLUMNS, _BLOCKS = (1, 2, 3, 4), (32, 64, 96, 128, 160, 192, 256), (1, 2, 3, 4)
 # Of a thread beside its sums; for each tensor of the output's extents that is read; for results of float32.
 _OTHER_REGISTERS, _READ_REGISTERS, _WIDE_REGISTERS = 40, 12, 8
-# Fitted to 1,877 tiles of 58 problems of 48 channels and more on an H200, which they meet within 8 %; the guess takes
-# 1.04 of the fastest. Of the matrix units a block reaches a share alone, and beside another; clocks of a row of a box,
-# of which more are spent where a line is not whole, and where rows are no whole sectors of memory (24 to 72 channels of
-# 28x28 to 56x56: 8 to 40 clocks), and of a tile's column for each warpgroup; the time of memory, and what two blocks
-# take longer; clocks until a line has come, of which as many are on their way as there are stages.
+# Fitted to 1,877 tiles of 58 problems in 16 bits, of 48 channels and more (H200), which they meet within 8 % in the
+# mean; of 107 problems the guess takes 1.04 of the fastest. Of the matrix units a block reaches a share alone, and
+# beside another; clocks of a row of a box, of which more are spent where a line is not whole, and where rows are no
+# whole sectors of memory (24 to 72 channels of 28x28 to 56x56: 8 to 40 clocks), and of a tile's column for each
+# warpgroup; the time of memory, and what two blocks take longer; clocks until a line has come, of which as many are on
+# their way as there are stages.
 _LAUNCH_US, _SHARES, _POWER = 2.27, (0.88, 0.81), 2.16
 _ROW_CLOCKS, _PARTIAL, _NARROW, _SKEWED, _SECTOR_BYTES, _STORE_CLOCKS = 1.6, 1.6, 7.0, 3.0, 32, 3.8
 _MOVED, _BESIDE, _LATENCY_CLOCKS = 0.96, 0.055, 2290
+_TURN_US = 3.0  # of a filter that is turned first, beside its bytes
 _KNOWN = 256
 
 
@@ -201,12 +202,14 @@ def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:
     computed_us = of_block * at_once * (products + stores) / per_us
     copied = sum(rows * each for rows, each in zip(v.copied_rows, _row_clocks(problem, v), strict=True))
     copied_us = of_block * at_once * lines * copied / per_us
-    moved_us = problem.min_bytes / copy_bytes_per_s(device) * 1e6 * _MOVED
+    bytes_per_us = copy_bytes_per_s(device) / 1e6
+    moved_us = problem.min_bytes / bytes_per_us * _MOVED
     if at_once > 1:
         moved_us *= 1 + _BESIDE / lines
     together = sum(us**_POWER for us in (copied_us, moved_us, computed_us)) ** (1 / _POWER)
     waited_us = of_block * lines * _LATENCY_CLOCKS / (tile.stages * at_once) / per_us
-    return _LAUNCH_US + max(together, waited_us)
+    turned = turned_bytes(problem, filters_last=True) if filters_last(problem) else 0
+    return _LAUNCH_US + max(together, waited_us) + (_TURN_US + 2 * turned / bytes_per_us if turned else 0.0)
 
 
 def _row_clocks(problem: ConvProblem, v: Variant) -> tuple[float, float]:
