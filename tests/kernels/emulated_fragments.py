@@ -9,13 +9,11 @@ from typing import Any
 from emulated import Memory
 
 from nbdnn.kernels.cuda import epilogue
-from nbdnn.kernels.cuda.ptx_fragments import Finish
+from nbdnn.kernels.cuda.epilogue import Finish
 
 
 class FragmentWords:
     """Each lane stores its own pairs, where the GPU's exchange them for whole vectors first."""
-
-    Finish = Finish
 
     def __init__(self, words: Any) -> None:
         self._words = words

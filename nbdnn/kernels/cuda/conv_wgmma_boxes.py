@@ -23,6 +23,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import boxes_ring
 from nbdnn.kernels.cuda import wgmma_boxes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
+from nbdnn.kernels.cuda.epilogue import Finish
 from nbdnn.kernels.cuda.launch import Launch, output_pointers
 from nbdnn.kernels.cuda.planned import Planned
 from nbdnn.kernels.cuda.turn_channels import turn_inputs, turned_bytes
@@ -51,7 +52,7 @@ def _kernel(*specialised_on):
         ptx_wgmma.multiply(kind, columns, STEPS, rows_turned, columns_turned),
     )
     of_rows, of_columns = ptx_wgmma.descriptor(), ptx_wgmma.descriptor(BOX_BYTES if columns_turned else 16)
-    stored = ptx_fragments.stored(ptx_fragments.Finish(columns, v.dtype, v.epilogue, not planar))
+    stored = ptx_fragments.stored(Finish(columns, v.dtype, v.epilogue, not planar))
     ring = boxes_ring.Ring(
         tile.stages, v.stage_bytes, v.stage_bytes, tile.stages * v.stage_bytes, workers // WARP, True
     )

@@ -23,6 +23,7 @@ from nbdnn.kernels.cuda import wgmma_boxes_filter_plan as plan
 from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.conv_wgmma_boxes import STEPS, OfBoxes
+from nbdnn.kernels.cuda.epilogue import Finish
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
 from nbdnn.kernels.cuda.wgmma_boxes_filter_plan import Integers, Tile, Variant
 from nbdnn.kernels.cuda.wgmma_boxes_plan import GROUP, ROWS
@@ -43,7 +44,7 @@ def _kernel(*specialised_on):
     copy_box, zeros = ptx_tma.COPY_BOX[3 if planar else 2], ptx_matrix.zeros(tile.sums)
     multiply = ptx_wgmma.multiply(kind, columns, STEPS, not planar, not planar)
     of_rows, of_columns = ptx_wgmma.descriptor(), ptx_wgmma.descriptor(16 if planar else BOX_BYTES)
-    stored = ptx_fragments.stored(ptx_fragments.Finish(columns, result, v.epilogue, by_column=False))
+    stored = ptx_fragments.stored(Finish(columns, result, v.epilogue, by_column=False))
     ring = boxes_ring.Ring(stages, stage_bytes, stage_bytes, stages * stage_bytes, workers // WARP, is_idle=True)
     set_barriers, claim, arrived, give_back, following = boxes_ring.words(ring)
 

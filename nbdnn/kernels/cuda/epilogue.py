@@ -8,9 +8,20 @@ tanh, which is good to 10 bits); where exp overflows, 1 / (1 + inf) is the limit
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from nbdnn.problem import DEFAULT_COMPUTE
 from nbdnn.problem_conv import ACTIVATIONS
+
+
+class Finish(NamedTuple):
+    """How the sums of a tile become the output. columns: of the tile, a multiple of 32, which the output has as
+    neighbours. by_column: whether columns have a bias each, else rows."""
+
+    columns: int
+    dtype: str
+    epilogue: tuple[str, ...]
+    by_column: bool
 
 
 def activation_of(tokens: tuple[str, ...]) -> str:

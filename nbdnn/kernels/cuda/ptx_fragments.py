@@ -9,28 +9,18 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import product
-from typing import NamedTuple
 
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 from numba.cuda.typing import signature
 
 from nbdnn.kernels.cuda import epilogue
+from nbdnn.kernels.cuda.epilogue import Finish
 from nbdnn.kernels.cuda.ptx import EFFECT, F32, I32, asm, unpacked
 from nbdnn.kernels.cuda.ptx_vector import load_vector, narrowed, store_parts, store_vector
 
 _EIGHT, _QUARTER, _LANES = 8, 4, 4  # columns; sets of eight that lanes exchange; lanes of a row
 _READ = 4  # sets of eight whose output or residual is asked for at once
-
-
-class Finish(NamedTuple):
-    """How sums become the output. columns: of the tile, a multiple of 32. by_column: whether columns have a bias each,
-    else rows."""
-
-    columns: int
-    dtype: str
-    epilogue: tuple[str, ...]
-    by_column: bool
 
 
 def _exchanged(builder, words, lane):
