@@ -18,7 +18,7 @@ tile; y once. Accumulates in float32, one rounding a product and sum. Source: ow
 from __future__ import annotations
 
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda import boxes_ring, pointwise_tile
+from nbdnn.kernels.cuda import boxes_ring, pointwise_plan, pointwise_tile
 from nbdnn.kernels.cuda import pointwise_boxes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.launch import Launch, gather_pointers
@@ -40,6 +40,7 @@ def _kernel(*specialised_on):
     stage_bytes, narrow_at = v.stage_bytes, v.narrow_at
     image_at, filter_at = (0, narrow_at) if planar else (narrow_at, 0)
     of_pixels, of_outputs = (wide_elems, narrow_elems) if planar else (narrow_elems, wide_elems)
+    place_of = pointwise_plan.place_of(of_pixels, of_outputs)
     filter_by_rows = v.filter_by_rows
     copy_image, copy_filter = ptx_tma.COPY_BOX[3 if planar else 2], ptx_tma.COPY_BOX[2]
     map_of, zeros = ptx_tma.map_of, ptx_matrix.zeros(products.sums)
@@ -48,13 +49,6 @@ def _kernel(*specialised_on):
     wide_place, narrow_place = map(pointwise_tile.lane_place, products)
     ring = boxes_ring.Ring(stages, stage_bytes, sum(v.box_bytes), stages * stage_bytes, WARPS)
     set_barriers, claim, arrived, give_back, following = boxes_ring.words(ring)
-
-    @ptx.inline
-    def place_of(number, f):
-        """Image, first pixel and first output channel of a tile."""
-        rest, outputs = ptx.split(number, f.of_outputs, f.of_outputs_by, f.of_outputs_shift)
-        n, pixels = ptx.split(rest, f.of_pixels, f.of_pixels_by, f.of_pixels_shift)
-        return n, integer(pixels * of_pixels), integer(outputs * of_outputs)
 
     @ptx.inline
     def ask(image, w, shared, number, f):

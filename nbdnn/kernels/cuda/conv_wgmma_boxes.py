@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from nbdnn.candidate import ConfigT, Support
 from nbdnn.device import Gpu
-from nbdnn.kernels.cuda import boxes_ring
+from nbdnn.kernels.cuda import boxes_ring, pointwise_plan
 from nbdnn.kernels.cuda import wgmma_boxes_plan as plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.epilogue import Finish
@@ -44,6 +44,7 @@ def _kernel(*specialised_on):
     line, kind = line_elems(v.dtype), "tf32" if v.dtype == "f32" else v.dtype
     workers, rows, columns, (rows_boxes, columns_boxes) = tile.workers, tile.rows, tile.columns, v.boxes
     of_pixels, of_outputs = (columns, rows) if planar else (rows, columns)
+    place_of = pointwise_plan.place_of(of_pixels, of_outputs)
     filter_turned, filter_boxes = (rows_turned, rows_boxes) if planar else (columns_turned, columns_boxes)
     image_at, filter_at = (columns_at, 0) if planar else (0, columns_at)
     copy_image, copy_filter = ptx_tma.COPY_BOX[3 if planar else 2], ptx_tma.COPY_BOX[2]
@@ -57,13 +58,6 @@ def _kernel(*specialised_on):
         tile.stages, v.stage_bytes, v.stage_bytes, tile.stages * v.stage_bytes, workers // WARP, True
     )
     set_barriers, claim, arrived, give_back, following = boxes_ring.words(ring)
-
-    @ptx.inline
-    def place_of(number, f):
-        """Image, first pixel and first output channel of a tile."""
-        rest, outputs = ptx.split(number, f.of_outputs, f.of_outputs_by, f.of_outputs_shift)
-        n, pixels = ptx.split(rest, f.of_pixels, f.of_pixels_by, f.of_pixels_shift)
-        return n, integer(pixels * of_pixels), integer(outputs * of_outputs)
 
     @ptx.inline
     def copy_line(image, w, to, full, place, first):

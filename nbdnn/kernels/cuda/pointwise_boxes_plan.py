@@ -11,9 +11,8 @@ from typing import NamedTuple
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import pointwise_plan, pointwise_tile
 from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
-from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.launch import WORKSPACE
-from nbdnn.kernels.cuda.pointwise_plan import deepest, worth_measuring
+from nbdnn.kernels.cuda.pointwise_plan import Integers, channels, deepest, integers_of, worth_measuring
 from nbdnn.kernels.cuda.pointwise_tile import (
     LANES,
     LINE,
@@ -111,24 +110,6 @@ class Variant(NamedTuple):
         return self.tile.stages * (self.stage_bytes + 2 * BARRIER_BYTES)
 
 
-class Integers(NamedTuple):
-    """Those of a kernel. A block takes every step-th of `tiles` tiles: of images, of each `of_pixels` sets of pixels,
-    of each `of_outputs` sets of output channels, with what `ptx.split` takes. summed: channels of the image that is
-    gathered; outputs: of the other one."""
-
-    tiles: int
-    step: int
-    of_pixels: int
-    of_pixels_by: int
-    of_pixels_shift: int
-    of_outputs: int
-    of_outputs_by: int
-    of_outputs_shift: int
-    summed: int
-    outputs: int
-    pixels: int
-
-
 def refusal(problem: ConvProblem, device: Gpu) -> str:
     """Why the kernel is not correct here, or ''."""
     if reason := pointwise_plan.refusal(problem, device, ("f32",)):
@@ -138,11 +119,6 @@ def refusal(problem: ConvProblem, device: Gpu) -> str:
     if problem.channels_last and problem.op == "conv_bwd_data" and problem.k % QUAD:
         return f"{problem.k} output channels are not a multiple of {QUAD}"
     return ""
-
-
-def channels(problem: ConvProblem) -> tuple[int, int]:
-    """(of what is summed over, of the output)."""
-    return (problem.k, problem.c) if problem.op == "conv_bwd_data" else (problem.c, problem.k)
 
 
 def variant(problem: ConvProblem, tile: Tile) -> Variant:
@@ -211,11 +187,7 @@ def estimate_us(problem: ConvProblem, tile: Tile, device: Gpu) -> float:
 
 
 def integers(problem: ConvProblem, tile: Tile, device: Gpu) -> Integers:
-    images, of_pixels, of_outputs = tiles(problem, tile)
-    walk = (*(of_pixels, *reciprocal(of_pixels)), *(of_outputs, *reciprocal(of_outputs)))
-    pixels = prod(problem.spatial) * (problem.n if problem.channels_last else 1)
-    every = images * of_pixels * of_outputs, step(problem, tile, device)
-    return Integers(*every, *walk, *channels(problem), pixels)
+    return integers_of(problem, tiles(problem, tile), step(problem, tile, device))
 
 
 def maps(problem: ConvProblem, tile: Tile) -> tuple[TensorMap, TensorMap]:

@@ -11,9 +11,8 @@ from typing import NamedTuple
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import pointwise_plan
 from nbdnn.kernels.cuda.boxes_ring import BARRIER_BYTES
-from nbdnn.kernels.cuda.division import reciprocal
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
-from nbdnn.kernels.cuda.pointwise_plan import CHUNK_BYTES, deepest, worth_measuring
+from nbdnn.kernels.cuda.pointwise_plan import CHUNK_BYTES, Integers, channels, deepest, integers_of, worth_measuring
 from nbdnn.kernels.cuda.tensor_map import TensorMap
 from nbdnn.kernels.cuda.turn_channels import input_places, turned_bytes
 from nbdnn.kernels.cuda.wgmma_maps import filters_last, line_elems
@@ -104,24 +103,6 @@ class Variant(NamedTuple):
         return self.tile.stages * (self.stage_bytes + 2 * BARRIER_BYTES)
 
 
-class Integers(NamedTuple):
-    """Those of a kernel. A block takes every step-th of `tiles` tiles: of images, of each `of_pixels` sets of pixels,
-    of each `of_outputs` sets of output channels, with what `ptx.split` takes. summed: channels of the image that is
-    gathered; outputs: of the other one."""
-
-    tiles: int
-    step: int
-    of_pixels: int
-    of_pixels_by: int
-    of_pixels_shift: int
-    of_outputs: int
-    of_outputs_by: int
-    of_outputs_shift: int
-    summed: int
-    outputs: int
-    pixels: int
-
-
 def refusal(problem: ConvProblem, device: Gpu) -> str:
     """Why the kernel is not correct here, or ''."""
     if not problem.channels_last and problem.dtype == "f32":
@@ -139,11 +120,6 @@ def refused_operands(problem: ConvProblem, device: Gpu) -> str:
     if problem.channels_last and problem.k % whole:
         return f"{problem.k} output channels are not a multiple of {whole}"
     return ""
-
-
-def channels(problem: ConvProblem) -> tuple[int, int]:
-    """(of what is summed over, of the output)."""
-    return (problem.k, problem.c) if problem.op == "conv_bwd_data" else (problem.c, problem.k)
 
 
 def variant(problem: ConvProblem, tile: Tile) -> Variant:
@@ -235,11 +211,7 @@ def product_clocks(groups: int, columns: int) -> float:
 
 
 def integers(problem: ConvProblem, tile: Tile, device: Gpu) -> Integers:
-    images, of_pixels, of_outputs = tiles(problem, tile)
-    walk = (*(of_pixels, *reciprocal(of_pixels)), *(of_outputs, *reciprocal(of_outputs)))
-    pixels = prod(problem.spatial) * (problem.n if problem.channels_last else 1)
-    every = images * of_pixels * of_outputs, step(problem, tile, device)
-    return Integers(*every, *walk, *channels(problem), pixels)
+    return integers_of(problem, tiles(problem, tile), step(problem, tile, device))
 
 
 def maps(problem: ConvProblem, tile: Tile) -> tuple[TensorMap, TensorMap]:
