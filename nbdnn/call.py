@@ -22,7 +22,7 @@ from nbdnn.dispatch import dispatcher, events
 from nbdnn.dispatch.policy import Request
 from nbdnn.dispatch.selection import check_named
 from nbdnn.dispatch.timing import Given
-from nbdnn.errors import CudaError, InvalidProblem, InvalidType
+from nbdnn.errors import CudaError, InvalidProblem, InvalidType, RefusedOperands
 from nbdnn.problem import DEFAULT_ALIGN, Problem
 
 
@@ -226,7 +226,11 @@ class Call:
         if workspace_bytes:
             plan.run(addresses, scalars, stream)
         else:
-            runner(addresses, scalars, 0, stream)
+            try:
+                runner(addresses, scalars, 0, stream)
+            except RefusedOperands as error:
+                plan.replace(error)
+                plan.run(addresses, scalars, stream)
         del copied  # alive until here: the runner had its address
         if sole is not None:
             return outputs

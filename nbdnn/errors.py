@@ -40,6 +40,10 @@ class CudnnError(RuntimeError):
     """A call of cuDNN failed. The message names the function, the status and cuDNN's own last error text."""
 
 
+class RefusedOperands(CudnnError):
+    """cuDNN does not take operands as they lie, and has computed nothing."""
+
+
 class DatabaseError(RuntimeError):
     """A tuning database could not be read, written or understood. The message names the file."""
 

@@ -32,13 +32,13 @@ from nbdnn.cudnn.conv_operations import (
 )
 from nbdnn.cudnn.cost import method_us
 from nbdnn.cudnn.descriptors import Backend
-from nbdnn.cudnn.enums import NumericalNote
+from nbdnn.cudnn.enums import NumericalNote, Status
 from nbdnn.cudnn.graph import EngineConfig, Packs, Plan, Proposal, defaults, operation_graph, plan, proposals
 from nbdnn.cudnn.handle import Handle, handle, planner, property_descriptor
 from nbdnn.cudnn.library import loaded_version
 from nbdnn.cudnn.plan_file import stored_plan
 from nbdnn.device import Gpu
-from nbdnn.errors import CudaError, CudnnError
+from nbdnn.errors import CudaError, CudnnError, RefusedOperands
 from nbdnn.problem_conv import ConvProblem
 
 _KNOWN = 4096  # problems whose engines are remembered
@@ -143,8 +143,9 @@ class _Run:
         if stream != self._handle.stream:
             self._handle.use(stream)
         if status := latest[1]():
-            with naming(self._problem):
-                raise failure("cudnnBackendExecute", status)
+            error = failure("cudnnBackendExecute", status)
+            is_refusal = error.kind in (Status.BAD_PARAM, Status.NOT_SUPPORTED)
+            raise (RefusedOperands if is_refusal else CudnnError)(f"{error}; {self._problem}")
 
     def _executing(
         self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int

@@ -21,6 +21,8 @@ from nbdnn.dispatch.database import Database
 from nbdnn.dispatch.interrupt import never_lost
 from nbdnn.dispatch.policy import Choice, Request
 from nbdnn.dispatch.timing import Given
+from nbdnn.dispatch.tuner import store_failure
+from nbdnn.errors import RefusedOperands
 from nbdnn.locks import reentrant_lock
 from nbdnn.problem import Problem
 
@@ -49,25 +51,36 @@ class Plan:
         events.emit("selected", self.problem, choice.option.candidate.id, _described(choice))
 
     def run(self, pointers: tuple[int, ...], scalars: tuple[float, ...], stream: int = 0) -> None:
-        """Compute. Where the workspace cannot be allocated, the next in rank takes over, now and from then on."""
+        """Compute. Where the workspace cannot be allocated, or operands are refused that nobody had tried, the next in
+        rank takes over, now and from then on."""
         workspace_bytes, runner = self.ready
-        if not workspace_bytes:
-            runner(pointers, scalars, 0, stream)
+        try:
+            memory = workspace.take_for(self._context.device, workspace_bytes, stream) if workspace_bytes else None
+        except MemoryError:
+            self._take_smaller(workspace_bytes)
+            self.run(pointers, scalars, stream)
             return
         try:
-            memory = workspace.take_for(self._context.device, workspace_bytes, stream)
-        except MemoryError:
-            self._take_next(workspace_bytes)
+            runner(pointers, scalars, memory.address if memory else 0, stream)
+        except RefusedOperands as error:
+            self.replace(error)
             self.run(pointers, scalars, stream)
-        else:
-            runner(pointers, scalars, memory.address, stream)
 
-    def _take_next(self, workspace_bytes: int) -> None:
+    def replace(self, error: RefusedOperands) -> None:
+        """Take the next in rank instead of one that nobody had tried and that met this error; others raise it."""
+        if self.choice.source == "measured":
+            raise error
+        store_failure(self.problem, self._context.device, self._context.database, self.choice.option, str(error))
+        self._take_anew(self.request)
+
+    def _take_smaller(self, workspace_bytes: int) -> None:
         reason = f"no memory for its workspace of {workspace_bytes} bytes"
         events.emit("failed", self.problem, self.choice.option.candidate.id, reason)
         limited = self.request.filters._replace(workspace_limit=workspace_bytes - 1)
-        smaller = self.request._replace(filters=limited)
-        self.take(policy.choose(self.problem, self._context.device, self._context.database, smaller))
+        self._take_anew(self.request._replace(filters=limited))
+
+    def _take_anew(self, request: Request) -> None:
+        self.take(policy.choose(self.problem, self._context.device, self._context.database, request))
 
 
 def _recogniser(arrays: Sequence[Any], library: Library) -> Recogniser:

@@ -159,7 +159,7 @@ class _Choosing:
             return Choice(option, "measured")
         if working_options := working(self._options, rows):
             return Choice(ranked(working_options, self._problem, self._device)[0], "cost model")
-        failed = [Refused(o.candidate, f"failed when measured: {rows[o.key].reason}") for o in self._options]
+        failed = [Refused(o.candidate, f"failed when tried: {rows[o.key].reason}") for o in self._options]
         raise unsupported(self._problem, [*self._surveyed[1], *failed])
 
     def _is_complete(self, rows: Rows) -> bool:
@@ -268,7 +268,7 @@ def _named(problem: Problem, device: Device, database: Database, filters: Filter
     if usable:
         usable = [option for option in usable if option.candidate.provider == "cudnn"] or usable
         return Choice(fastest(usable, rows) or ranked(usable, problem, device)[0], "named")
-    failed = [Refused(o.candidate, f"failed when measured: {rows[o.key].reason}") for o in options]
+    failed = [Refused(o.candidate, f"failed when tried: {rows[o.key].reason}") for o in options]
     if filters.candidate or config.current()["dnn.fallback"] == "raise":
         raise unsupported(problem, [*refused, *failed])
     return None

@@ -257,25 +257,37 @@ class _Race:
             events.emit("noisy", self._problem, option.candidate.id, f"{detail}, spread {watch.spread or 0:.0%}")
 
     def _store(self, option: Option, verdict: Verdict, watch: Samples | None, status: str = "ok") -> None:
-        candidate = option.candidate
-        row = Measurement(
-            device=self._device.fingerprint,
-            problem=str(self._problem),
-            candidate=candidate.id,
-            config=str(option.config),
-            median_us=watch.median_us if watch else None,
-            spread=watch.spread if watch else None,
-            samples=len(watch.samples_us) if watch else 0,
-            workspace_bytes=option.workspace_bytes,
-            deterministic=candidate.deterministic,
-            math=candidate.math,
-            error=verdict.error,
-            status="failed" if verdict.reason else status,
-            reason=verdict.reason,
-            candidate_version=candidate.version,
-            cudnn_version=candidate.cudnn_version,
-            driver=self._device.driver if isinstance(self._device, Gpu) else "",
-            measured_at=utc_now(),
-        )
+        row = _row(self._problem, self._device, option, verdict, watch, status)
         self._rows[option.key] = row
         self._database.store([row])
+
+
+def store_failure(problem: Problem, device: Device, database: Database, option: Option, reason: str) -> None:
+    """Keep that a guess could not run, so that nobody takes it again."""
+    events.emit("failed", problem, option.candidate.id, reason)
+    database.store([_row(problem, device, option, Verdict(None, reason), None, "failed")])
+
+
+def _row(
+    problem: Problem, device: Device, option: Option, verdict: Verdict, watch: Samples | None, status: str
+) -> Measurement:
+    candidate = option.candidate
+    return Measurement(
+        device=device.fingerprint,
+        problem=str(problem),
+        candidate=candidate.id,
+        config=str(option.config),
+        median_us=watch.median_us if watch else None,
+        spread=watch.spread if watch else None,
+        samples=len(watch.samples_us) if watch else 0,
+        workspace_bytes=option.workspace_bytes,
+        deterministic=candidate.deterministic,
+        math=candidate.math,
+        error=verdict.error,
+        status="failed" if verdict.reason else status,
+        reason=verdict.reason,
+        candidate_version=candidate.version,
+        cudnn_version=candidate.cudnn_version,
+        driver=device.driver if isinstance(device, Gpu) else "",
+        measured_at=utc_now(),
+    )

@@ -14,6 +14,7 @@ from nbdnn.candidate import YES, Candidate, Runner, Support
 from nbdnn.device import Cpu
 from nbdnn.dispatch import registry
 from nbdnn.dispatch.workspace import _allocate as allocate
+from nbdnn.errors import RefusedOperands
 from nbdnn.kernels.cpu import conv_direct
 from nbdnn.problem import Problem, parse
 
@@ -26,9 +27,9 @@ _SCRATCH_BYTES = 1 << 16
 class Fake(Candidate):
     """Computes with the direct kernel, then idles until `us` microseconds are over: a time, or one for each config.
 
-    behaviour: 'right', 'wrong' (one output is off), 'lazy' (one is not written), 'raises', 'interrupts', 'is timed out'
-    (a signal, SIGALRM), or 'interrupts unheard': Ctrl-C comes in a callback of C, as it may while code is compiled,
-    which then fails.
+    behaviour: 'right', 'wrong' (one output is off), 'lazy' (one is not written), 'raises', 'refuses', 'interrupts', 'is
+    timed out' (a signal, SIGALRM), or 'interrupts unheard': Ctrl-C comes in a callback of C, as it may while code is
+    compiled, which then fails.
     """
 
     op, provider = "conv_fwd", "cpu"
@@ -84,6 +85,8 @@ class Fake(Candidate):
             end = perf_counter() + seconds
             if self.behaviour == "raises":
                 raise RuntimeError("out of luck")
+            if self.behaviour == "refuses":
+                raise RefusedOperands("not a multiple of 16")
             first = at(pointers[2], (1,), (1,), "f32")
             before = first[0]
             run(pointers, scalars, scratch.address, stream)

@@ -17,6 +17,7 @@ import nbdnn
 from nbdnn import call_setup, config, dnn_conv, dnn_softmax, events
 from nbdnn.dispatch import dispatcher, policy, workspace
 from nbdnn.dispatch.policy import Request
+from nbdnn.errors import RefusedOperands
 
 pytestmark = pytest.mark.usefixtures("fresh")
 Call = Callable
@@ -88,6 +89,37 @@ def test_workspace_that_cannot_be_had_falls_to_the_next(monkeypatch: pytest.Monk
         call(SMALL)
     assert ids(log, "selected") == ["huge", "big", "lean"]
     assert ids(log, "failed") == ["huge", "big"]
+
+
+@pytest.mark.parametrize("chosen", ["guess_on_shape_change", "guess_once"])
+def test_a_guess_that_refuses_its_operands_is_nobodys_again(
+    monkeypatch: pytest.MonkeyPatch, call: Call, chosen: str
+) -> None:
+    fakes = [Fake("picky", estimate=1.0, behaviour="refuses"), Fake("picky_too", estimate=2.0, behaviour="refuses")]
+    register(monkeypatch, *fakes, Fake("easy", estimate=3.0))
+    with events() as log:
+        first = call(SMALL, algo=chosen)
+        again = call(SMALL, algo=chosen)
+    assert ids(log, "selected") == ["picky", "picky_too", "easy"]
+    assert ids(log, "failed") == ["picky", "picky_too"] and "multiple of 16" in str(log)
+    assert first.any() and np.array_equal(first, again)
+    (row,) = [row for row in nbdnn.explain(SMALL).rows if row.candidate == "conv_fwd/cpu/picky"]
+    assert row.source == "failed" and row.reason == "not a multiple of 16"
+
+
+def test_who_is_named_and_refuses_says_so(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    register(monkeypatch, Fake("picky", behaviour="refuses"), Fake("easy"))
+    for _ in range(2):
+        with pytest.raises(nbdnn.UnsupportedProblem, match="cpu/picky: failed when tried: not a multiple of 16"):
+            call(SMALL, algo="conv_fwd/cpu/picky")
+
+
+def test_who_was_measured_may_not_refuse(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    register(monkeypatch, moody := Fake("moody", estimate=1.0), Fake("easy", 500, estimate=2.0))
+    call(SMALL, algo="time_on_shape_change")
+    moody.behaviour = "refuses"
+    with pytest.raises(RefusedOperands):
+        call(SMALL)
 
 
 def test_a_candidate_that_must_run_says_that_memory_is_missing(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:

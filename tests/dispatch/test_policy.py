@@ -331,7 +331,7 @@ def test_real_candidates_are_measured_and_the_fastest_is_taken(call: Call) -> No
 
 def test_nobody_left_is_an_error_with_every_reason(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     register(monkeypatch, Fake("wrong", FAST, behaviour="wrong"), Fake("short", FAST, refuses_height=6))
-    with pytest.raises(UnsupportedProblem, match=r"(?s)short: height is 6.*wrong: failed when measured"):
+    with pytest.raises(UnsupportedProblem, match=r"(?s)short: height is 6.*wrong: failed when tried"):
         call(SMALL, algo="time_on_shape_change")
 
 
