@@ -28,6 +28,7 @@ from nbdnn.cudnn.conv_operations import (
     operations,
     outside_of_the_pattern,
     roundings_with_beta,
+    splits_odd_channels,
     zero_bias_bytes,
 )
 from nbdnn.cudnn.cost import method_us
@@ -104,6 +105,7 @@ def _is_wrong(engine: int, problem: ConvProblem) -> bool:
             (engine in (1, 20) and uneven)  # as if the padding were even
             or (engine == 16 and _reaches_past_the_image(problem))  # NaN
             or (engine in (47, 61) and narrow)  # parts of a sum are rounded to 16 bits
+            or (engine == 62 and splits_odd_channels(problem))
             or (engine in (9, 10, 23, 30) and of_four and problem.groups % 2 == 1 and grouped)
         )
     return False

@@ -123,6 +123,18 @@ def operations(problem: ConvProblem, scalars: Scalars) -> Operations:
     return _fused(problem, scalars)
 
 
+def splits_odd_channels(problem: ConvProblem) -> bool:
+    """Whether it is a filter gradient of 1x1 in 16 bits, channels-last, of channels that are no multiples of eight: of
+    50 on an H200 (cuDNN 9.19) what splits the sum gave other sums at each run, up to 100 times off."""
+    return (
+        problem.op == "conv_bwd_filter"
+        and problem.dtype in ("f16", "bf16")
+        and (problem.channels_last or problem.y_channels_last)
+        and max(*problem.filter, *problem.stride) == 1
+        and (problem.c % 8 > 0 or problem.k % 8 > 0)
+    )
+
+
 def zero_bias_bytes(problem: ConvProblem) -> int:
     """The size of the zeros that stand for a bias; 0 where none do."""
     has_own = "bias" in problem.epilogue or problem.epilogue in ((), ("beta",))

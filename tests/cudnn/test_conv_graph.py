@@ -169,6 +169,17 @@ def test_every_edge_case_is_answered(op: str) -> None:
         assert not [problem for problem in posed if not listed.supports(problem, DEVICE).ok]
 
 
+def test_sums_of_odd_channels_are_not_split() -> None:
+    """By engine 62, which cuDNN 9.19 proposes for them."""
+    odd = "conv_bwd_filter:bf16:n4c52h14w14:k384r1s1:p0x0:u1x1:d1x1:g1:cross:nhwc"
+    legacy = registry.candidate("conv_bwd_filter/cudnn/algo_1").supports(parse(odd), DEVICE)
+    assert not legacy.ok and legacy.reason.startswith("52 to 384 channels last, 1x1: sums were off")
+    assert conv_graph._is_wrong(62, parse(odd)) and not conv_graph._is_wrong(65, parse(odd))  # type: ignore[arg-type]
+    for change in (("c52", "c56"), ("u1x1", "u2x2"), ("nhwc", "nchw"), ("bf16", "f32"), ("r1s1:p0x0", "r3s3:p1x1")):
+        other = parse(odd.replace(*change))
+        assert not conv_graph._is_wrong(62, other)  # type: ignore[arg-type]
+
+
 def test_scalars_are_part_of_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """y stands for z where alpha needs the sum; a residual is z, with the factor 1."""
     seen: list[tuple[int, float, float]] = []
