@@ -11,6 +11,7 @@ from math import prod
 
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, floor_us, tensor_flops_per_s
+from nbdnn.problem import DEFAULT_ALIGN
 from nbdnn.problem_conv import ConvProblem
 
 # Of products of 1x1 taps, forward and image gradients, the second (26 layers of up to 8 us).
@@ -21,10 +22,13 @@ _A_PLACE = 0.03
 # of matrices, 0.4 to 0.8 in bf16, where its bytes did not take longer: 0.8 to 1 of a copy's rate.
 _SHARE = {"f16": 0.4, "bf16": 0.4, "f64": 0.5}
 _SHARE_OF_POINTS, _SHARE_OF_COPY, _SHARE_OF_FEW = 0.5, 0.95, 0.85
-_FEW_CHANNELS, _EVEN = 32, 8
+_FEW_CHANNELS, _EVEN, _VECTOR_ELEMS = 32, 8, 8
 # What else the engines take that cuDNN ranks first where channels are few or no multiple of 8, in groups, or taps
 # dilated: of 133 such problems of small extents they took 2.1 times the best of all, and what is guessed now 1.3.
 _ODD_US = 12.0
+# Of 16-bit data at addresses that are no multiples of 16, which only the slowest engines take (25 and 34 times as
+# long).
+_UNALIGNED = 8.0
 # Groups of so many channels and more in 16 bits, of the floor's rate: ResNeXt's of 4 and 8 channels took 3.3 to 3.9 of
 # it, filter gradients of 4 channels 11; RegNet's of 24, 40, 48 and 56 channels 12 to 31.
 _FEWEST_IN_GROUP, _SHARE_OF_GROUPS, _TILE_CHANNELS, _FILTERS_OF_PART = 4, 0.26, 8, 3.0
@@ -33,8 +37,11 @@ _SHARE_OF_ODD_GROUPS = 0.065  # of channels that are no power of two
 _OF_F32 = {"conv_fwd": (0.42, 12.0), "conv_bwd_data": (0.33, 10.0), "conv_bwd_filter": (0.3, 20.0)}
 # A filter gradient that splits no sum goes through all pixels in each block: 25,000 took 390 us, 400,000 2100.
 _PIXEL_US = 0.012
-# 16-bit data in NCHW are turned to channels-last and back: read and written once more; but for 1x1.
+# 16-bit data in NCHW are turned to channels-last and back, in launches of their own: us, and how often the bytes of all
+# operands pass once more. Of 1x1, whose planes are read as they lie where pixels are whole vectors, with what is fused,
+# and without (68 us of 13 for 32x128x28x28 to 512 with bias and relu in f16; 36 without vectors for 256x14x14 to 1024).
 _TURNED = ("f16", "bf16")
+_TURN_TAPS, _TURN_FUSED, _TURN_POINTS = (11.0, 2.0), (9.0, 6.3), (2.0, 4.0)
 
 
 def method_us(
@@ -61,9 +68,26 @@ def method_us(
     else:
         # Few channels or filters fill no matrix: first, last and grouped layers reached about 0.1 of the floor.
         busy_us, odd_us = floor_us(problem, device, tf32) / (share / 4), odd_us + _ODD_US
-    if kind in _TURNED and not problem.channels_last and not is_pointwise:
-        busy_us += 2 * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+    if kind in _TURNED:
+        launches_us, times = _turning(problem, is_pointwise)
+        busy_us += times * problem.min_bytes / copy_bytes_per_s(device) * 1e6
+        odd_us = odd_us or launches_us
+        if problem.align < DEFAULT_ALIGN:
+            busy_us, odd_us = busy_us * _UNALIGNED, max(odd_us, _ODD_US)
     return (busy_us * slower + launch_us + odd_us) * (1 + _A_PLACE * place)
+
+
+def _turning(problem: ConvProblem, is_pointwise: bool) -> tuple[float, float]:
+    """What 16-bit data take to be turned: microseconds, and how often all bytes pass once more."""
+    if problem.channels_last and problem.y_channels_last:
+        return 0.0, 0.0
+    if not is_pointwise:
+        return _TURN_TAPS
+    if not {"beta"}.issuperset(problem.epilogue):
+        return _TURN_FUSED
+    mixed = problem.channels_last != problem.y_channels_last
+    is_turned = mixed or problem.op == "conv_bwd_filter" or prod(problem.spatial) % _VECTOR_ELEMS > 0
+    return _TURN_POINTS if is_turned else (0.0, 0.0)
 
 
 def _rate(op: str, kind: str, is_pointwise: bool) -> tuple[float, float]:
