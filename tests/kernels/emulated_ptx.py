@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from emulated import Block, Memory, Word, float_of
-from emulated_fragments import FragmentWords
+from emulated_fragments import FragmentWords, PatchWords
 from emulated_grouped import GroupedWords
 from emulated_head import HeadWords
 from emulated_local import BnWords, GridWords, LocalWords
@@ -188,6 +188,7 @@ class Words:
     to_tf32 = staticmethod(lambda value: _to_tf32(value).item())
     divided, split, shift_left = map(staticmethod, (_divided, _split, _shift_left))
     float_of, sandwich = map(staticmethod, (float_of, _sandwich))
+    floats_of = staticmethod(lambda words: tuple(map(float_of, words)))
     record = staticmethod(lambda fields, bits: fields)
     fma = staticmethod(lambda a, b, c: a * b + c)
     inside = staticmethod(lambda position, extent: int(0 <= position < extent))
@@ -428,7 +429,8 @@ def install(monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Block:
     monkeypatch.setitem(package.__dict__, "ptx_bn", BnWords)
     monkeypatch.setitem(package.__dict__, "ptx_tuples", TupleWords(words))
     monkeypatch.setitem(package.__dict__, "ptx_cluster", ClusterWords(block, words))
-    monkeypatch.setitem(package.__dict__, "ptx_tma", TmaWords(block))
+    monkeypatch.setitem(package.__dict__, "ptx_tma", tma := TmaWords(block))
+    monkeypatch.setitem(package.__dict__, "ptx_patch", PatchWords(words, tma.meet_warpgroup))
     monkeypatch.setitem(package.__dict__, "ptx_wgmma", WgmmaWords(block))
     for module in _BUILDERS:
         for name, built in list(vars(module).items()):

@@ -52,6 +52,19 @@ class VectorWords:
 
         return load
 
+    def ask(self, dtype: str, lanes: int) -> Callable:
+        count, element_of = lanes * ITEMSIZE[dtype] // 4, self._words.ELEMENT[dtype]
+
+        def load(base: Memory, at: int, wanted: bool) -> tuple[Word, ...]:
+            if not wanted:
+                return (0.0 if dtype == "f32" else 0,) * max(count, 1)
+            if count == 0:
+                return (element_of(base[at]),)
+            words = base.load(at, count)
+            return tuple(words) if count > 1 else (words[0],)
+
+        return load
+
 
 class PoolWords:
     """Stands in for `ptx_pool_vector`; vectors are whole words or single elements."""

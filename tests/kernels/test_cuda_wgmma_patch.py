@@ -133,6 +133,18 @@ def test_the_epilogue_is_fused_whole(end: str, layout: str, dtype: str, monkeypa
     check(monkeypatch, text, 2, 5, device=_ONE_SM, teams=2, stages=9, held=True)
 
 
+@pytest.mark.parametrize(("rows", "chunk"), [(1, 32), (2, 32), (6, 16), (8, 32)])
+@pytest.mark.parametrize("end", ["e:beta", "e:relu+res", "e:bias+res+beta"])
+@pytest.mark.parametrize("kind", ["f16:nhwc", "f32:nhwc", "bf16:nchw", "f32:nchw"])
+def test_what_is_read_comes_chunk_by_chunk(
+    kind: str, end: str, rows: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks larger than the tile, as large, smaller by less and by more than are asked for ahead."""
+    dtype, layout = kind.split(":")
+    text = f"conv_fwd:{dtype}:n1c16h9w6:k24r3s3:p1x1:u1x1:d1x1:g1:cross:{layout}:{end}"
+    check(monkeypatch, text, rows, 6, chunk=chunk)
+
+
 def _tiles() -> Iterator[tuple[Problem, Plan]]:
     for text in (
         "conv_fwd:bf16:n32c64h56w56:k64r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc",

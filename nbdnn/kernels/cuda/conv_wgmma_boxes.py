@@ -53,7 +53,8 @@ def _kernel(*specialised_on):
         ptx_wgmma.multiply(kind, columns, STEPS, rows_turned, columns_turned),
     )
     of_rows, of_columns = ptx_wgmma.descriptor(), ptx_wgmma.descriptor(BOX_BYTES if columns_turned else 16)
-    stored = ptx_fragments.stored(Finish(columns, v.dtype, v.epilogue, not planar))
+    finish = Finish(columns, v.dtype, v.epilogue, not planar)
+    asked, stored = ptx_fragments.asked(finish), ptx_fragments.stored(finish)
     ring = boxes_ring.Ring(
         tile.stages, v.stage_bytes, v.stage_bytes, tile.stages * v.stage_bytes, workers // WARP, True
     )
@@ -88,17 +89,16 @@ def _kernel(*specialised_on):
             number = integer(number + f.step)
 
     @ptx.inline
-    def store(sums, lane, row, place, pointers, scalars, f):
-        """row: the warp's first one of the tile."""
+    def of_warp(row, place, f):
+        """Where the warp's rows, from this one of the tile on, lie in the output, as `stored` takes it."""
         n, pixel, output = place
         if planar:
             output = integer(output + row)
             at, left, step = integer((n * f.outputs + output) * f.pixels + pixel), integer(f.pixels - pixel), f.pixels
-            stored(sums, pointers, scalars, lane, (at, output), (integer(f.outputs - output), left), step)
-        else:
-            pixel = integer(pixel + row)
-            at, left, step = integer(pixel * f.outputs + output), integer(f.outputs - output), f.outputs
-            stored(sums, pointers, scalars, lane, (at, output), (integer(f.pixels - pixel), left), step)
+            return (at, output), (integer(f.outputs - output), left), step
+        pixel = integer(pixel + row)
+        at, left, step = integer(pixel * f.outputs + output), integer(f.outputs - output), f.outputs
+        return (at, output), (integer(f.pixels - pixel), left), step
 
     @ptx.inline
     def work(thread, shared, number, pointers, scalars, f):
@@ -106,6 +106,8 @@ def _kernel(*specialised_on):
         own, row = integer(group * BOX_BYTES), integer(thread // WARP * 16)
         stage, turn = integer(0), integer(0)
         while number < f.tiles:
+            at, left, step = of_warp(row, place_of(number, f), f)
+            words = asked(pointers, lane, at, left, step)
             sums, first, before = zeros(), integer(0), integer(-1)
             while first < f.summed:
                 start = arrived(shared, stage, turn)
@@ -119,7 +121,7 @@ def _kernel(*specialised_on):
                 stage, turn = following(stage, turn)
             ptx_wgmma.wait()
             give_back(shared, before, lane)
-            store(sums, lane, row, place_of(number, f), pointers, scalars, f)
+            stored(sums, words, pointers, scalars, lane, at, left, step)
             number = integer(number + f.step)
 
     def wgmma_boxes(maps, out, bias, residual, alpha, beta, f):

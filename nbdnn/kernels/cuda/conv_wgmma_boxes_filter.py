@@ -44,7 +44,8 @@ def _kernel(*specialised_on):
     copy_box, zeros = ptx_tma.COPY_BOX[3 if planar else 2], ptx_matrix.zeros(tile.sums)
     multiply = ptx_wgmma.multiply(kind, columns, STEPS, not planar, not planar)
     of_rows, of_columns = ptx_wgmma.descriptor(), ptx_wgmma.descriptor(16 if planar else BOX_BYTES)
-    stored = ptx_fragments.stored(Finish(columns, result, v.epilogue, by_column=False))
+    finish = Finish(columns, result, v.epilogue, by_column=False)
+    asked, stored = ptx_fragments.asked(finish), ptx_fragments.stored(finish)
     ring = boxes_ring.Ring(stages, stage_bytes, stage_bytes, stages * stage_bytes, workers // WARP, is_idle=True)
     set_barriers, claim, arrived, give_back, following = boxes_ring.words(ring)
 
@@ -100,13 +101,14 @@ def _kernel(*specialised_on):
         ptx.cuda.syncthreads()
         if thread < workers:
             lane = integer(thread & (WARP - 1))
-            sums = multiplied(thread, lane, shared, part, f)
-            k = integer(first_k + thread // WARP * 16)
-            at = integer(part * f.part_elems + k * f.channels + first_c)
+            k, tensors = integer(first_k + thread // WARP * 16), (out, out, out)
+            at = integer(part * f.part_elems + k * f.channels + first_c), integer(0)
             left = integer(f.filters - k), integer(f.channels - first_c)
+            words = asked(tensors, lane, at, left, f.channels)
+            sums = multiplied(thread, lane, shared, part, f)
             if in_parts:
                 alpha = real(1.0)  # a sum is scaled once, when all parts are added
-            stored(sums, (out, out, out), (alpha, beta), lane, (at, integer(0)), left, f.channels)
+            stored(sums, words, tensors, (alpha, beta), lane, at, left, f.channels)
         elif thread == workers:
             ask(map_of(maps, integer(0)), map_of(maps, integer(1)), shared, part, first_k, first_c, f)
 

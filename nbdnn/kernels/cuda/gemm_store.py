@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from functools import cache
 
+from nbdnn.kernels.cuda.asked import asked
 from nbdnn.kernels.cuda.gemm_tile import Tile
-from nbdnn.kernels.cuda.quads import QUAD, bias_quad, finish_quad, store_quad
+from nbdnn.kernels.cuda.quads import QUAD, bias_quad, store_quad
 
 
 @cache
@@ -59,10 +60,11 @@ def tile_store(dtype: str, tokens: tuple[str, ...], tile: Tile):
     from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, long, word = ptx.INTEGER[32], ptx.INTEGER[64], ptx.WORD
-    finish, shift_of, store_part = finish_quad(dtype, tokens), bias_quad(dtype, tokens, True), store_quad("f32")
-    load_quad, load_word, float_of = ptx_tile.LOAD_SHARED[4], ptx_tile.LOAD_SHARED[1], ptx_tile.float_of
+    shift_of, store_part = bias_quad(dtype, tokens, True), store_quad("f32")
+    load_quad, load_word, floats_of = ptx_tile.LOAD_SHARED[4], ptx_tile.LOAD_SHARED[1], ptx_tile.floats_of
     row_bytes, rows_at, extent_m = 4 * tile.n, tile.rows_at, tile.m
     step, quads_a_row = tile.threads * QUAD // tile.n, tile.n // QUAD
+    at_once, words, ask, finish, go_on = asked(dtype, tokens, QUAD, extent_m // step)
 
     @ptx.inline
     def store(shared, thread, column, alive, channel, f, operands, scalars):
@@ -70,17 +72,28 @@ def tile_store(dtype: str, tokens: tuple[str, ...], tile: Tile):
         part = long(long(ptx.block_y()) * f.part_elems)
         row, chunk = ptx.divided(thread, integer(quads_a_row))
         shift = shift_of(bias, channel if alive else integer(0))
+        held, places = ptx.cuda.local.array(words, word), ptx.cuda.local.array(at_once, integer)
         while row < extent_m:
-            place = integer(load_word(word(shared + rows_at + 4 * row)))
-            if alive and place >= 0:
-                words = load_quad(word(shared + row * row_bytes + ((chunk ^ ((row & 3) << 1)) << 4)))
-                values = (float_of(words[0]), float_of(words[1]), float_of(words[2]), float_of(words[3]))
-                at = integer(place + column)
-                if f.part_elems > 0:
-                    store_part(parts, long(part + at), values)
-                else:
-                    finish(values, scalars[0], scalars[1], out, at, shift, residual)
-            row = integer(row + step)
+            for i in range(at_once):
+                place, of_row = integer(-1), integer(row + i * step)
+                if alive and of_row < extent_m:
+                    place = integer(load_word(word(shared + rows_at + 4 * of_row)))
+                wanted = place >= 0 and f.part_elems == 0
+                ask(held, i, wanted, (out, bias, residual), integer(place + column), channel)
+                places[i] = place
+            for _ in range(at_once):
+                place = places[0]
+                if place >= 0:
+                    values = floats_of(load_quad(word(shared + row * row_bytes + ((chunk ^ ((row & 3) << 1)) << 4))))
+                    at = integer(place + column)
+                    if f.part_elems > 0:
+                        store_part(parts, long(part + at), values)
+                    else:
+                        finish(held, values, scalars, out, at, shift)
+                for i in range(at_once - 1):
+                    places[i] = places[i + 1]
+                go_on(held)
+                row = integer(row + step)
 
     return store
 
@@ -92,48 +105,69 @@ def planar_store(dtype: str, tokens: tuple[str, ...], tile: Tile, run: int):
     (shared, thread, channel, columns, plane, f, operands, scalars): the tile's columns are the channels from `channel`
     on, of which `columns` exist, and lie `plane` elements apart.
     """
-    from nbdnn.kernels.cuda import epilogue, ptx, ptx_tile
+    from nbdnn.kernels.cuda import ptx, ptx_tile
 
     integer, long, word = ptx.INTEGER[32], ptx.INTEGER[64], ptx.WORD
-    load_word, load_quad, float_of = ptx_tile.LOAD_SHARED[1], ptx_tile.LOAD_SHARED[4], ptx_tile.float_of
-    finish_four, shift_of, store_part = finish_quad(dtype, tokens), bias_quad(dtype, tokens, False), store_quad("f32")
-    finish_one = epilogue.store(dtype, tokens)
+    load_word, load_sums, to_floats = ptx_tile.LOAD_SHARED[1], ptx_tile.LOAD_SHARED[run], ptx_tile.floats_of
+    shift_of, store_part = bias_quad(dtype, tokens, False), store_quad("f32")
     column_bytes, rows_at, runs, elements = tile.column_bytes, tile.rows_at, tile.m // run, tile.n * tile.m // run
     threads = tile.threads
+    at_once, words, ask, finish, go_on = asked(dtype, tokens, run, elements // threads, holds_bias=True)
 
     @ptx.inline
-    def four(where, to_parts, part, at, channel, operands, scalars):
-        out, bias, residual, parts = operands
-        words = load_quad(where)
-        values = (float_of(words[0]), float_of(words[1]), float_of(words[2]), float_of(words[3]))
-        if to_parts:
-            store_part(parts, long(part + at), values)
-        else:
-            finish_four(values, scalars[0], scalars[1], out, at, shift_of(bias, channel), residual)
+    def store_one(parts, at, value):
+        parts[at] = value
+
+    if run == 1:
+        store_part, to_floats = store_one, ptx_tile.float_of
 
     @ptx.inline
-    def one(where, to_parts, part, at, channel, operands, scalars):
-        out, bias, residual, parts = operands
-        value = float_of(load_word(where))
-        if to_parts:
-            parts[long(part + at)] = value
-        else:
-            finish_one(value, scalars[0], scalars[1], out, at, bias, channel, residual)
-
-    finish = four if run == QUAD else one
-
-    @ptx.inline
-    def store(shared, thread, channel, columns, plane, f, operands, scalars):
+    def store_each(shared, thread, channel, columns, plane, f, operands, scalars):
+        """Where nothing is read."""
+        out, bias, _, parts = operands
         part, element = long(long(ptx.block_y()) * f.part_elems), thread
+        held = ptx.cuda.local.array(words, word)
         while element < elements:
             column, piece = ptx.divided(element, integer(runs))
             row = integer(piece * run)
             place = integer(load_word(word(shared + rows_at + 4 * row)))
             if place >= 0 and column < columns:
                 own_channel = integer(channel + column)
-                where = word(shared + column * column_bytes + 4 * row)
+                values = to_floats(load_sums(word(shared + column * column_bytes + 4 * row)))
                 at = integer(place + own_channel * plane)
-                finish(where, f.part_elems > 0, part, at, own_channel, operands, scalars)
+                if f.part_elems > 0:
+                    store_part(parts, long(part + at), values)
+                else:
+                    finish(held, values, scalars, out, at, shift_of(bias, own_channel))
             element = integer(element + threads)
 
-    return store
+    @ptx.inline
+    def store(shared, thread, channel, columns, plane, f, operands, scalars):
+        out, bias, residual, parts = operands
+        part, element = long(long(ptx.block_y()) * f.part_elems), thread
+        held, places = ptx.cuda.local.array(words, word), ptx.cuda.local.array(at_once, integer)
+        while element < elements:
+            for i in range(at_once):
+                later = integer(element + i * threads)
+                column, piece = ptx.divided(later, integer(runs))
+                at, own_channel = integer(-1), integer(channel + column)
+                if later < elements and column < columns:
+                    place = integer(load_word(word(shared + rows_at + 4 * run * piece)))
+                    at = integer(place + own_channel * plane) if place >= 0 else place
+                ask(held, i, at >= 0 and f.part_elems == 0, (out, bias, residual), at, own_channel)
+                places[i] = at
+            for _ in range(at_once):
+                column, piece = ptx.divided(element, integer(runs))
+                row, at = integer(piece * run), places[0]
+                if at >= 0:
+                    values = to_floats(load_sums(word(shared + column * column_bytes + 4 * row)))
+                    if f.part_elems > 0:
+                        store_part(parts, long(part + at), values)
+                    else:
+                        finish(held, values, scalars, out, at, shift_of(bias, integer(channel + column)))
+                for i in range(at_once - 1):
+                    places[i] = places[i + 1]
+                go_on(held)
+                element = integer(element + threads)
+
+    return store if at_once > 1 else store_each

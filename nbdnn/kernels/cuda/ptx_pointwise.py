@@ -16,7 +16,7 @@ from nbdnn.kernels.cuda.ptx import F32, I32, load_words, packed, unpacked
 from nbdnn.kernels.cuda.ptx_tile import shared_at
 from nbdnn.kernels.cuda.ptx_vector import load_vector, store_vector
 
-_READ_WORDS = 8  # of outputs that are asked for at once
+_READ_WORDS = 12  # of outputs that are asked for before the first is waited for
 
 
 class _Loads:
@@ -129,32 +129,30 @@ def stored(products: Products, tokens: tuple[str, ...], bias_is_wide: bool):
                 for i in range(0, wide.held, words):
                     is_there = builder.and_(is_narrow, builder.icmp_signed("<", I32(wide.place(i)), wide_left))
                     runs.append((i, j, builder.add(row, I32(wide.place(i))), is_there))
-            # What is read and then written keeps its order: several are asked for before the first is waited for.
-            together = _READ_WORDS // words
-            for group in (runs[at : at + together] for at in range(0, len(runs), together)):
-                read = [
-                    loaded(out, at, alive, words, constant=False) if reads_out else zeros for _, _, at, alive in group
-                ]
-                for (i, j, at, is_there), before in zip(group, read, strict=True):
-                    shift = zeros
-                    if has_bias and bias_is_wide:
-                        shift = loaded(bias, builder.add(first_bias, I32(wide.place(i))), is_there, words)
-                    elif has_bias:
-                        shift = loaded(bias, builder.add(first_bias, I32(narrow.place(j))), is_there, 1) * words
-                    added = loaded(residual, at, is_there, words) if has_residual else zeros
-                    finished = []
-                    for lane in range(words):
-                        given = [
-                            total[(i + lane) * narrow.held + j],
-                            alpha,
-                            beta,
-                            before[lane],
-                            shift[lane],
-                            added[lane],
-                        ]
-                        value = context.compile_internal(builder, finish, signature(real, *[real] * 6), given)
-                        finished.append(value)
-                    store_vector(builder, builder.gep(out, [at]), is_there, "f32", finished)
+            # What is read and then written keeps its order: some are asked for before the first is waited for.
+            read: list = []
+
+            def ask():
+                if reads_out and len(read) < len(runs):
+                    *_, at, is_there = runs[len(read)]
+                    read.append(loaded(out, at, is_there, words, constant=False))
+
+            for _ in range(_READ_WORDS // words):
+                ask()
+            for number, (i, j, at, is_there) in enumerate(runs):
+                before, shift = read[number] if reads_out else zeros, zeros
+                if has_bias and bias_is_wide:
+                    shift = loaded(bias, builder.add(first_bias, I32(wide.place(i))), is_there, words)
+                elif has_bias:
+                    shift = loaded(bias, builder.add(first_bias, I32(narrow.place(j))), is_there, 1) * words
+                added = loaded(residual, at, is_there, words) if has_residual else zeros
+                finished = []
+                for lane in range(words):
+                    of_lane = [before[lane], shift[lane], added[lane]]
+                    given = [total[(i + lane) * narrow.held + j], alpha, beta, *of_lane]
+                    finished.append(context.compile_internal(builder, finish, signature(real, *[real] * 6), given))
+                ask()
+                store_vector(builder, builder.gep(out, [at]), is_there, "f32", finished)
             return context.get_dummy_value()
 
         floats, reals = types.UniTuple(types.float32, products.sums), types.UniTuple(types.float32, 2)

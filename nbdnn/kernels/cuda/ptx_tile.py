@@ -98,6 +98,16 @@ def words_of(typingctx, values):
     return signature(words, values), codegen
 
 
+@intrinsic
+def floats_of(typingctx, words):
+    """The float32 whose bits a tuple of words are."""
+
+    def codegen(context, builder, sig, args):
+        return packed(builder, [builder.bitcast(word, F32) for word in unpacked(builder, args[0], words.count)])
+
+    return signature(types.UniTuple(types.float32, words.count), words), codegen
+
+
 def _paired(select):
     text = f"prmt.b32 $0, $1, $2, {select:#x};"
 

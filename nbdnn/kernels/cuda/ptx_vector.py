@@ -222,6 +222,28 @@ def load_wanted(dtype: str):
     return load
 
 
+@cache
+def ask(dtype: str, lanes: int):
+    """Intrinsic (base, at, wanted) -> the words of a vector, zeros unless it is wanted; a single 16-bit element is the
+    low half of one. Asked for where it says so: other loads may be moved to where they are used."""
+    count = max(lanes * ITEMSIZE[dtype] // 4, 1)
+
+    @intrinsic
+    def load(typingctx, base, at, wanted):
+        def codegen(context, builder, sig, args):
+            where = builder.ptrtoint(builder.gep(args[0], [args[1]]), I64)
+            if lanes * ITEMSIZE[dtype] == 2:
+                text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u16 $0, [$1]; }"
+                words = [asm(builder, I32, text, "=&r,l,r", [where, builder.zext(args[2], I32)], EFFECT)]
+            else:
+                words = load_parts(builder, builder.gep(args[0], [args[1]]), args[2], dtype, lanes, constant=False)
+            return packed(builder, words)
+
+        return signature(types.UniTuple(types.uint32, count), base, at, types.boolean), codegen
+
+    return load
+
+
 # ---- float32 in shared memory, by 32-bit addresses -------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from nbdnn.kernels.cuda import epilogue
 from nbdnn.kernels.cuda.ptx import F32, I32, packed, unpacked
 from nbdnn.kernels.cuda.ptx_vector import (
     floats,
+    load_parts,
     load_vector,
     moved,
     narrowed,
@@ -28,6 +29,8 @@ from nbdnn.kernels.cuda.ptx_vector import (
     widened,
 )
 from nbdnn.problem import ITEMSIZE
+
+_MOST_WORDS = 16  # of an output that is read: rows are asked for ahead, at least one
 
 
 class Rows(NamedTuple):
@@ -102,28 +105,68 @@ def _row(builder, dtype, lanes, offsets, place, row: int):
     return values
 
 
-def _finished_row(context, builder, end: End, sums, place, row: int):
-    """(address, whether it is in the output, elements) of each vector of one row of sums."""
-    real = types.float32
-    finish, of_six = epilogue.finish("f32", end.tokens).py_func, signature(real, *[real] * 6)
-    at_row = moved(builder, place["row"], row)
-    inside = builder.icmp_unsigned("<", at_row, place["rows"])
-    start = stepped(builder, place["at"], at_row, place["row_step"])
-    nothing, bias = [F32(0.0)] * end.lanes, unpacked(builder, place["bias"], end.lanes)
-    for i, offset in enumerate(end.columns):
-        column = moved(builder, place["column"], offset)
-        wanted = builder.and_(inside, builder.icmp_unsigned("<", column, place["columns"]))
-        index = stepped(builder, start, column, place["column_step"])
-        where, added = builder.gep(place["out"], [index]), builder.gep(place["residual"], [index])
-        of_out = (builder, where, wanted, end.dtype, end.lanes)
-        before = load_vector(*of_out, constant=False) if "beta" in end.tokens else nothing
-        residual = load_vector(builder, added, *of_out[2:]) if "res" in end.tokens else nothing
-        vector = sums[i * end.lanes : (i + 1) * end.lanes]
-        finished = [
-            context.compile_internal(builder, finish, of_six, [total, place["alpha"], place["beta"], *others])
-            for total, *others in zip(vector, before, bias, residual, strict=True)
-        ]
-        yield where, wanted, finished
+class _Ending:
+    """Rows of sums to the output, in a known order. Of an output that is read, some are asked for before the first is
+    complete: no load of it may pass a store, as those of a residual may."""
+
+    def __init__(self, context, builder, end: End, place: dict, order, apart: int = 1) -> None:
+        """place: the target's fields. order: the rows, so far apart in the output."""
+        self._context, self._builder, self._end, self._place, self._apart = context, builder, end, place, apart
+        self._later = list(order) if "beta" in end.tokens else []
+        self._asked: dict[int, list] = {}
+        for _ in range(max(1, _MOST_WORDS // (len(end.columns) * parts_of(end.dtype, end.lanes)[1]))):
+            self._ask()
+
+    def _vectors(self, row: int):
+        """(element of the output, whether it is there) of each vector of a row."""
+        builder, place = self._builder, self._place
+        at_row = moved(builder, place["row"], row * self._apart)
+        inside = builder.icmp_unsigned("<", at_row, place["rows"])
+        start = stepped(builder, place["at"], at_row, place["row_step"])
+        for offset in self._end.columns:
+            column = moved(builder, place["column"], offset)
+            wanted = builder.and_(inside, builder.icmp_unsigned("<", column, place["columns"]))
+            yield stepped(builder, start, column, place["column_step"]), wanted
+
+    def _ask(self) -> None:
+        """For the next row."""
+        if self._later:
+            row, out, of = self._later.pop(0), self._place["out"], (self._end.dtype, self._end.lanes)
+            self._asked[row] = [
+                load_parts(self._builder, self._builder.gep(out, [index]), wanted, *of, constant=False)
+                for index, wanted in self._vectors(row)
+            ]
+
+    def finished(self, row: int, sums):
+        """(address, whether it is in the output, elements) of each vector of a row, of its sums."""
+        builder, end, place, real = self._builder, self._end, self._place, types.float32
+        finish, of_six = epilogue.finish("f32", end.tokens).py_func, signature(real, *[real] * 6)
+        nothing, bias = [F32(0.0)] * end.lanes, unpacked(builder, place["bias"], end.lanes)
+        asked = self._asked.pop(row, None)
+        for i, (index, wanted) in enumerate(self._vectors(row)):
+            before = widened(builder, end.dtype, asked[i]) if asked else nothing
+            added = builder.gep(place["residual"], [index])
+            residual = load_vector(builder, added, wanted, *end[:2]) if "res" in end.tokens else nothing
+            vector = sums[i * end.lanes : (i + 1) * end.lanes]
+            given = [place["alpha"], place["beta"]]
+            elements = [
+                self._context.compile_internal(builder, finish, of_six, [total, *given, *others])
+                for total, *others in zip(vector, before, bias, residual, strict=True)
+            ]
+            yield builder.gep(place["out"], [index]), wanted, elements
+        self._ask()
+
+    def store(self, rows, sums) -> None:
+        """Rows of all sums."""
+        of_row = len(self._end.columns) * self._end.lanes
+        for row in rows:
+            for where, wanted, elements in self.finished(row, sums[row * of_row : (row + 1) * of_row]):
+                store_vector(self._builder, where, wanted, self._end.dtype, elements)
+
+
+def _completed(rows: Rows) -> list[int]:
+    """Rows of the sums, in the order in which they are complete."""
+    return [row for *_, complete in rows.steps for row in complete]
 
 
 @cache
@@ -138,13 +181,15 @@ def multiply_rows(rows: Rows, end: End | None = None):
     def multiply(typingctx, sums, weights, source, target):
         def codegen(context, builder, sig, args):
             totals, factors = (unpacked(builder, args[i], sig.args[i].count) for i in (0, 1))
-            place = _fields(builder, args[2], sig.args[2])
+            place, ending = _fields(builder, args[2], sig.args[2]), None
+            if end is not None:
+                ending = _Ending(context, builder, end, _fields(builder, args[3], sig.args[3]), _completed(rows))
             for row, table, complete in rows.steps:
                 values = _row(builder, rows.dtype, rows.lanes, rows.offsets, place, row)
                 for i, j, k in table:
                     totals[i] = builder.fma(values[j], factors[k], totals[i])
-                if end is not None:
-                    _end_rows(context, builder, end, totals, _fields(builder, args[3], sig.args[3]), complete)
+                if ending is not None:
+                    ending.store(complete, totals)
             return packed(builder, totals)
 
         return signature(sums, sums, weights, source, target), codegen
@@ -174,29 +219,18 @@ def multiply_shared_rows(rows: Rows, end: End, row_bytes: int, pixel_bytes: int)
     def multiply(typingctx, weights, address, target):
         def codegen(context, builder, sig, args):
             totals, factors = [F32(0.0)] * count, unpacked(builder, args[0], sig.args[0].count)
-            image, place = (
-                builder.inttoptr(args[1], ir.IntType(8).as_pointer(3)),
-                _fields(builder, args[2], sig.args[2]),
-            )
+            image = builder.inttoptr(args[1], ir.IntType(8).as_pointer(3))
+            ending = _Ending(context, builder, end, _fields(builder, args[2], sig.args[2]), _completed(rows))
             for row, table, complete in rows.steps:
                 values = _shared_row(builder, rows, image, row * row_bytes, pixel_bytes)
                 for i, j, k in table:
                     totals[i] = builder.fma(values[j], factors[k], totals[i])
-                _end_rows(context, builder, end, totals, place, complete)
+                ending.store(complete, totals)
             return context.get_dummy_value()
 
         return signature(types.none, weights, types.uint32, target), codegen
 
     return multiply
-
-
-def _end_rows(context, builder, end: End, sums, place, complete, apart=1):
-    """Finish and store rows of the sums."""
-    of_row = len(end.columns) * end.lanes
-    for row in complete:
-        vectors = _finished_row(context, builder, end, sums[row * of_row : (row + 1) * of_row], place, row * apart)
-        for where, wanted, finished in vectors:
-            store_vector(builder, where, wanted, end.dtype, finished)
 
 
 @cache
@@ -207,7 +241,7 @@ def store_rows(end: End, count: int, apart: int = 1):
     def store(typingctx, sums, target):
         def codegen(context, builder, sig, args):
             totals, place = unpacked(builder, args[0], sig.args[0].count), _fields(builder, args[1], sig.args[1])
-            _end_rows(context, builder, end, totals, place, range(count), apart)
+            _Ending(context, builder, end, place, range(count), apart).store(range(count), totals)
             return context.get_dummy_value()
 
         return signature(types.none, sums, target), codegen
@@ -225,11 +259,10 @@ def finish_rows(end: End, count: int, apart: int):
     def finish(typingctx, sums, target):
         def codegen(context, builder, sig, args):
             totals, place = unpacked(builder, args[0], count * of_row), _fields(builder, args[1], sig.args[1])
-            every = []
+            ending, every = _Ending(context, builder, end, place, range(count), apart), []
             for row in range(count):
-                of_sums = totals[row * of_row : (row + 1) * of_row]
-                for _, _, finished in _finished_row(context, builder, end, of_sums, place, row * apart):
-                    every += finished
+                for _, _, elements in ending.finished(row, totals[row * of_row : (row + 1) * of_row]):
+                    every += elements
             return packed(builder, narrowed(builder, end.dtype, every))
 
         return signature(words, sums, target), codegen

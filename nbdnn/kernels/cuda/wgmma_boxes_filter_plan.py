@@ -18,6 +18,7 @@ from nbdnn.kernels.cuda.tensor_map import TensorMap
 from nbdnn.kernels.cuda.wgmma_boxes_plan import (
     GROUP,
     LEAST_STAGES,
+    READ_REGISTERS,
     ROWS,
     product_clocks,
     refused_operands,
@@ -148,9 +149,10 @@ def configs(problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
 
 def every_tile(problem: ConvProblem, device: Gpu) -> Iterator[Tile]:
     """All that find room in registers and shared memory."""
+    beside = _OTHER_REGISTERS + READ_REGISTERS * ("beta" in problem.epilogue)
     for groups, columns, blocks in product(_GROUPS, _COLUMNS, _BLOCKS):
         shape = Tile(groups, columns, 1, 0, blocks)
-        if shape.sums + _OTHER_REGISTERS > registers(shape.workers + WARP, blocks):
+        if shape.sums + beside > registers(shape.workers + WARP, blocks):
             continue
         most = min(chunks(problem)[0], device.sms * blocks // prod(tiles(problem, shape)))
         for parts in sorted({1, max(1, most)}):

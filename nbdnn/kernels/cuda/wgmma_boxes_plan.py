@@ -23,8 +23,8 @@ from nbdnn.problem_conv import ConvProblem
 GROUP, ROWS = 128, 64  # threads of a warpgroup, and its rows
 LEAST_STAGES = 3  # one is given back when the next is multiplied, and two were up to 1.3 times as slow
 _GROUPS, _COLUMNS, _BLOCKS = (1, 2, 3, 4), (32, 64, 96, 128, 160, 192, 256), (1, 2, 3, 4)
-# Of a thread beside its sums; for each tensor of the output's extents that is read; for results of float32.
-_OTHER_REGISTERS, _READ_REGISTERS, _WIDE_REGISTERS = 40, 12, 8
+# Of a thread beside its sums; where the output or a residual is read; for results of float32, and once more if so.
+_OTHER_REGISTERS, READ_REGISTERS, _WIDE_REGISTERS = 40, 16, 8
 # Fitted to 1,877 tiles of 58 problems in 16 bits, of 48 channels and more (H200), which they meet within 8 % in the
 # mean; of 107 problems the guess takes 1.04 of the fastest. Of the matrix units a block reaches a share alone, and
 # beside another; clocks of a row of a box, of which more are spent where a line is not whole, and where rows are no
@@ -154,8 +154,10 @@ def configs(problem: ConvProblem, device: Gpu) -> tuple[Tile, ...]:
 
 def every_tile(problem: ConvProblem, device: Gpu) -> Iterator[Tile]:
     """All that find room in registers and shared memory."""
-    read = len({"beta", "res"}.intersection(problem.epilogue))
-    beside = _OTHER_REGISTERS + _READ_REGISTERS * read + (_WIDE_REGISTERS if problem.dtype == "f32" else 0)
+    reads = not {"beta", "res"}.isdisjoint(problem.epilogue)
+    beside = (
+        _OTHER_REGISTERS + READ_REGISTERS * reads + (_WIDE_REGISTERS * (1 + reads) if problem.dtype == "f32" else 0)
+    )
     for groups, columns, blocks in product(_GROUPS, _COLUMNS, _BLOCKS):
         tile = Tile(groups, columns, 0, blocks)
         if tile.sums + beside <= registers(tile.workers + WARP, blocks):

@@ -91,12 +91,14 @@ def input_kernel(*specialised_on):
 
 
 def output_kernel(*specialised_on):
-    from nbdnn.kernels.cuda import epilogue, ptx, ptx_products
+    from nbdnn.kernels.cuda import epilogue, ptx, ptx_products, ptx_tile, ptx_vector
 
     m, channels_last, tokens = Variant(*specialised_on)
     integer, real, extent = ptx.INTEGER[32], ptx.REAL["f32"], m + 2
     area, outputs, transform = extent * extent, m * m, ptx_products.sandwich(filtering(m, 3).output)
-    located, store = _located(m, channels_last), epilogue.store("f32", tokens)
+    located, finished, ask = _located(m, channels_last), epilogue.finish("f32", tokens), ptx_vector.ask("f32", 1)
+    reads_out, has_bias, has_residual = "beta" in tokens, "bias" in tokens, "res" in tokens
+    load, float_of, nothing = ptx.load_constant, ptx_tile.float_of, real(0.0)
 
     def transform_output(products, y, bias, residual, alpha, beta, f):
         element = integer(ptx.block_x() * THREADS + ptx.thread_x())
@@ -104,15 +106,24 @@ def output_kernel(*specialised_on):
         if n < 0:
             return
         source, target = ptx.cuda.local.array(area, real), ptx.cuda.local.array(outputs, real)
+        before = ptx.cuda.local.array(outputs, real)
         for plane in range(area):
-            source[plane] = ptx.load_constant(products, integer(f.start + plane * f.plane + element))
+            source[plane] = load(products, integer(f.start + plane * f.plane + element))
         transform(source, target)
         at = integer(n * f.stride_n + c * f.stride_c + h * f.stride_h + w * f.stride_w)
+        if reads_out:  # all of it, since no load may pass a store
+            for i in range(m):
+                for j in range(m):
+                    to = integer(at + i * f.stride_h + j * f.stride_w)
+                    before[i * m + j] = float_of(ask(y, to, h + i < f.height and w + j < f.width)[0])
+        shift = load(bias, c) if has_bias else nothing
         for i in range(m):
             for j in range(m):
                 if h + i < f.height and w + j < f.width:
-                    to = integer(at + i * f.stride_h + j * f.stride_w)
-                    store(target[i * m + j], alpha, beta, y, to, bias, c, residual)
+                    to, own = integer(at + i * f.stride_h + j * f.stride_w), i * m + j
+                    out = before[own] if reads_out else nothing
+                    added = load(residual, to) if has_residual else nothing
+                    y[to] = finished(target[own], alpha, beta, out, shift, added)
 
     data = ptx.pointer("f32")
     return transform_output, (data, data, data, data, real, real, ptx.record(ImageFields, 32))
