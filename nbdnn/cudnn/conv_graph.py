@@ -146,8 +146,10 @@ class _Run:
             self._handle.use(stream)
         if status := latest[1]():
             error = failure("cudnnBackendExecute", status)
-            is_refusal = error.kind in (Status.BAD_PARAM, Status.NOT_SUPPORTED)
-            raise (RefusedOperands if is_refusal else CudnnError)(f"{error}; {self._problem}")
+            if error.kind in (Status.BAD_PARAM, Status.NOT_SUPPORTED):
+                raise RefusedOperands(f"{error}; {self._problem}")
+            with naming(self._problem):
+                raise error
 
     def _executing(
         self, pointers: tuple[int, ...], scalars: tuple[float, ...], workspace: int

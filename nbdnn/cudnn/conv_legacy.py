@@ -68,7 +68,7 @@ def _outside_of_the_api(problem: ConvProblem, name: str) -> str:
     if problem.dtype in ("f16", "bf16") and problem.groups > 1 and (problem.op, name) == ("conv_bwd_filter", "ALGO_1"):
         return f"with groups it adds the parts of a sum in {problem.dtype}"
     if name == "ALGO_1" and splits_odd_channels(problem):
-        return f"{problem.c} to {problem.k} channels last, 1x1: sums were off by up to 100 times what is permitted"
+        return f"{problem.c} to {problem.k} channels last, 1x1: sums were off by up to 118 times what is permitted"
     if "WINOGRAD" in name and max(problem.filter) > _WINOGRAD_TAPS:
         return f"a filter extent of {max(problem.filter)}: sums were off by 0.4 of a small integer with 5"
     if "WINOGRAD" in name and problem.c == problem.groups:

@@ -265,11 +265,11 @@ class _Race:
 def store_failure(problem: Problem, device: Device, database: Database, option: Option, reason: str) -> None:
     """Keep that a guess could not run, so that nobody takes it again."""
     events.emit("failed", problem, option.candidate.id, reason)
-    database.store([_row(problem, device, option, Verdict(None, reason), None, "failed")])
+    database.store([_row(problem, device, option, Verdict(None, reason), None)])
 
 
 def _row(
-    problem: Problem, device: Device, option: Option, verdict: Verdict, watch: Samples | None, status: str
+    problem: Problem, device: Device, option: Option, verdict: Verdict, watch: Samples | None, status: str = "ok"
 ) -> Measurement:
     candidate = option.candidate
     return Measurement(

@@ -11,6 +11,7 @@ from edge_cases import edges
 from planned import DEVICE
 
 from nbdnn.cudnn import conv_graph, conv_operations, graph, handle
+from nbdnn.cudnn.api import StatusError
 from nbdnn.cudnn.conv_graph import BWD_DATA, BWD_FILTER, FWD, Graph, _chosen, _defaults, _proposals, _unusual, _usual
 from nbdnn.cudnn.conv_operations import Scalars, operations
 from nbdnn.cudnn.descriptors import Backend
@@ -18,6 +19,7 @@ from nbdnn.cudnn.enums import NumericalNote
 from nbdnn.cudnn.graph import EngineConfig, Packs, Proposal, operation_graph, plan
 from nbdnn.cudnn.handle import property_descriptor
 from nbdnn.dispatch import registry
+from nbdnn.errors import RefusedOperands
 from nbdnn.problem import DEFAULT_ALIGN, parse
 from nbdnn.problem_conv import CONV_OPS, ConvProblem
 from nbdnn.tolerance import transforms
@@ -274,6 +276,20 @@ def test_what_was_executed_last_lives_until_another_is(monkeypatch: pytest.Monke
         run._ready_for((1.0, 0.5)).packs((address,) * 2, 0)
     run((16, 32), (1.0, 0.5), 0, 0)
     assert len(executed) == conv_graph._MOST_SCALARS + 2 and all(executed)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(2003, RefusedOperands), (3000, RefusedOperands), (5000, StatusError)])
+def test_what_is_refused_is_told_from_what_fails(
+    status: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = conv_graph._Ready(SimpleNamespace(descriptor=SimpleNamespace(address=2)), Packs([(1, 0)]))  # type: ignore[arg-type]
+    monkeypatch.setattr(conv_graph, "handle", lambda device: SimpleNamespace(address=1, stream=0))
+    monkeypatch.setattr(conv_graph, "prepared", lambda *_: lambda: status)
+    monkeypatch.setattr(conv_graph._Run, "_made", lambda *_: made)
+    nothing, problem = Proposal(EngineConfig(0), frozenset(), False, 0), parse(f"conv_fwd:f32:{LAYER}:nchw")
+    run = conv_graph._Run(problem, nothing, nothing, DEVICE)  # type: ignore[arg-type]
+    with pytest.raises(kind, match=rf"^cudnnBackendExecute -> CUDNN_STATUS_\w+ \({status}\).*; {problem}$"):
+        run((16, 32), (1.0, 0.0), 0, 0)
 
 
 def test_an_interrupted_change_of_stream_is_made_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:

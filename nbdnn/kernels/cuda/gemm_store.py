@@ -170,4 +170,4 @@ def planar_store(dtype: str, tokens: tuple[str, ...], tile: Tile, run: int):
                 go_on(held)
                 element = integer(element + threads)
 
-    return store if at_once > 1 else store_each
+    return store_each if {"beta", "res"}.isdisjoint(tokens) else store
