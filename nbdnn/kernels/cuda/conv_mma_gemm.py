@@ -302,7 +302,8 @@ class MmaGemm(MmaCandidate):
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         (chosen, parts), start_bytes = config, parts_bytes(problem, config)
         integers, forward = gather_tiles(problem, *config), self.op == "conv_fwd"
-        variant = _Variant(forward, problem.dtype, problem.ndim, problem.epilogue, chosen, _run(problem))
+        epilogue = () if parts > 1 else problem.epilogue
+        variant = _Variant(forward, problem.dtype, problem.ndim, epilogue, chosen, _run(problem))
         first, second = input_places(problem, start_bytes)
         product = Launch(
             source=Source(_kernel, variant, chosen.threads, chosen.min_blocks),

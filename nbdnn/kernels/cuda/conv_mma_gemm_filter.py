@@ -283,7 +283,7 @@ class MmaGemmFilter(MmaCandidate):
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         chosen, start_bytes, parts = config.tile, parts_bytes(problem, config), added_parts(problem, config)
         plain = {*problem.filter, *problem.stride} == {1} and not any(map(sum, problem.pad))
-        variant = _Variant(problem.dtype, problem.ndim, plain, problem.epilogue, chosen)
+        variant = _Variant(problem.dtype, problem.ndim, plain, () if parts else problem.epilogue, chosen)
         product = Launch(
             source=Source(_kernel, variant, chosen.threads, chosen.min_blocks),
             grid=(self.work(problem, chosen).blocks, config.parts, 1),

@@ -27,7 +27,7 @@ from nbdnn.kernels.cuda.gemm_plan import refused_operands
 from nbdnn.kernels.cuda.geometry import index_bits
 from nbdnn.kernels.cuda.launch import Launch, LaunchedCandidate, gather_pointers
 from nbdnn.kernels.cuda.peaks import blocks_at_once, copy_bytes_per_s
-from nbdnn.kernels.cuda.window_store import in_turn, store_run
+from nbdnn.kernels.cuda.window_store import stored_in_turn
 from nbdnn.problem_conv import ConvProblem
 
 _THREADS, _WARPS = 256, 8
@@ -88,7 +88,6 @@ def _kernel(*specialised_on):
     load, load_constant = ptx.LOAD[4], ptx.LOAD_CONSTANT[4]
     load_shared, store_shared, store_word = ptx_tile.LOAD_SHARED[4], ptx_tile.STORE_SHARED[4], ptx_tile.STORE_SHARED[1]
     multiply, low_halves, high_halves = ptx_tile.MULTIPLY[v.dtype], ptx_tile.PAIR_HALVES[0], ptx_tile.PAIR_HALVES[1]
-    finish = store_run(v.dtype, v.epilogue, _VECTOR)
     is_whole = v.whole
     nothing = (word(0), word(0), word(0), word(0))
 
@@ -172,15 +171,13 @@ def _kernel(*specialised_on):
                 add_tile(acc, tile * 2 * of_pixel + out * _VECTOR + 2 * j, words, tile * _WORDS, four)
 
     @ptx.inline
-    def store_one(half, first_sum, sums, state):
-        first, out, lane, to, extra, f = state
+    def place_of(half, first_sum, state):
+        first, out, lane, f = state
         pixel = integer(first + half * 8 + (lane >> 2))
         channel = integer(out + first_sum * 4 + (lane & 3) * _VECTOR)
-        if pixel < f.pixels and channel < f.outputs:
-            bias, residual, alpha, beta = extra
-            finish(sums, alpha, beta, to, integer(pixel * f.outputs + channel), bias, channel, residual)
+        return pixel < f.pixels and channel < f.outputs, integer(pixel * f.outputs + channel), channel
 
-    store_all = in_turn(store_one, 2 * tiles, of_pixel, _VECTOR)
+    store_all = stored_in_turn(place_of, v.dtype, v.epilogue, 2 * tiles, of_pixel, _VECTOR)
 
     @ptx.inline
     def wide(x, y, first, shared, lane, extra, f):
@@ -197,7 +194,7 @@ def _kernel(*specialised_on):
             add_chunk(acc, one, filters, 0)
             if held > 1:
                 add_chunk(acc, two, integer(filters + _CHUNK_BYTES), 0)
-            store_all(acc, (first, out, lane, y, extra, f))
+            store_all(acc, y, extra, (first, out, lane, f))
             out, filters = integer(out + _CHUNK), integer(filters + held * _CHUNK_BYTES)
 
     @ptx.inline
@@ -222,7 +219,7 @@ def _kernel(*specialised_on):
                 for i in range(of_chunk):
                     words[i] = following[i]
             chunk, filters = integer(chunk + 1), integer(filters + _CHUNK_BYTES)
-        store_all(acc, (first, integer(0), lane, y, extra, f))
+        store_all(acc, y, extra, (first, integer(0), lane, f))
 
     fill, outputs_of = fill_columns if v.turned else fill_rows, wide if v.kind == "wide" else narrow
 

@@ -260,7 +260,8 @@ class WgmmaGemm(WgmmaCandidate):
         (chosen, parts), start_bytes, last = config, parts_bytes(problem, config), filters_last(problem)
         integers, forward = self.integers(problem, config), self.op == "conv_fwd"
         turned = not forward and not last
-        variant = _Variant(turned, problem.dtype, problem.ndim, problem.epilogue, chosen, _run(problem))
+        epilogue = () if parts > 1 else problem.epilogue
+        variant = _Variant(turned, problem.dtype, problem.ndim, epilogue, chosen, _run(problem))
         first, second = input_places(problem, start_bytes, last)
         image, filters = (first, second) if forward else (second, first)
         product = Launch(

@@ -187,7 +187,7 @@ class WgmmaGemmFilter(WgmmaCandidate):
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         chosen, start_bytes, parts = config.tile, parts_bytes(problem, config), added_parts(problem, config)
-        variant = _Variant(problem.dtype, problem.ndim, problem.epilogue, chosen)
+        variant = _Variant(problem.dtype, problem.ndim, () if parts else problem.epilogue, chosen)
         image, gradients = input_places(problem, start_bytes)
         product = Launch(
             source=Source(_kernel, variant, chosen.threads + WARP, chosen.min_blocks),

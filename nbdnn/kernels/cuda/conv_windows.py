@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from nbdnn.kernels.cuda.window_filters import fill_filters, fill_table
 from nbdnn.kernels.cuda.window_records import Forward, Windows
-from nbdnn.kernels.cuda.window_store import in_turn, store_run
+from nbdnn.kernels.cuda.window_store import stored_in_turn
 from nbdnn.kernels.cuda.window_tile import fill, tile_place
 
 THREADS = 256
@@ -38,7 +38,6 @@ def mma_kernel(*specialised_on):
     variant = Forward(*specialised_on)
     shape, filters, m_tiles, run = variant.shape, variant.filters, variant.m_tiles, variant.run
     integer, word, real = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"]
-    finish = store_run(shape.dtype, variant.epilogue, run)
     n_tiles, quad_bytes, pixel_bytes = filters // 8, shape.quad_bytes, shape.pixel_bytes
     load_offset, load = ptx_tile.LOAD_SHARED[1], ptx_tile.LOAD_SHARED[quad_bytes // 4]
     multiply = ptx_tile.MULTIPLY["tf32" if shape.math == "tf32" else shape.dtype]
@@ -126,20 +125,19 @@ def mma_kernel(*specialised_on):
             add_step(acc, pixels, table, filters_at, lane, t < rest)
 
     @ptx.inline
-    def store_one(eighth, inner, sums, state):
-        """Some filters, from the `inner`-th that a lane has, of pixel g of each eight that its warp takes."""
-        part, t, to, extra, f = state
-        y, n, p_first, q_first, first, channel = to
-        bias, residual, alpha, beta = extra
+    def place_of(eighth, inner, state):
+        """Of some filters, from the `inner`-th that a lane has, of pixel g of each eight that its warp takes."""
+        part, t, to, f = state
+        n, p_first, q_first, first, channel = to
         pixel = integer(part * m_tiles * 16 + eighth * 8)
         p, q = integer(p_first + (pixel >> f.columns_log2)), integer(q_first + (pixel & (1 << f.columns_log2) - 1))
-        o = integer((inner // together * 4 + t) * together + inner % together)
-        if p < f.rows and q < f.columns and first + o < f.group_out:
-            k = integer(channel + o)
-            place = integer(n * f.out_n + p * f.out_h + q * f.out_w + k * f.out_c)
-            finish(sums, alpha, beta, y, place, bias, k, residual)
+        of, rest = ptx.divided(inner, integer(together))
+        o = integer((of * 4 + t) * together + rest)
+        k = integer(channel + o)
+        place = integer(n * f.out_n + p * f.out_h + q * f.out_w + k * f.out_c)
+        return p < f.rows and q < f.columns and first + o < f.group_out, place, k
 
-    store_all = in_turn(store_one, m_tiles * 2, n_tiles * 2, run)
+    store_all = stored_in_turn(place_of, shape.dtype, variant.epilogue, m_tiles * 2, n_tiles * 2, run)
 
     @ptx.inline
     def task_outputs(unit, part, slab, lane, to, extra, f):
@@ -155,7 +153,7 @@ def mma_kernel(*specialised_on):
             acc[i] = real(0.0)
         sum_windows(acc, pixels, unit, lane, f)
         y, n, p, q, first, channel = to
-        store_all(acc, (part, t, (y, n, p, integer(q + g), first, channel), extra, f))
+        store_all(acc, y, extra, (part, t, (n, p, integer(q + g), first, channel), f))
 
     return _kernel(variant, task_outputs)
 
@@ -166,7 +164,6 @@ def fma_kernel(*specialised_on):
     variant = Forward(*specialised_on)
     shape, filters, run = variant.shape, variant.filters, variant.run
     integer, word, real = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"]
-    finish = store_run(shape.dtype, variant.epilogue, run)
     channels, pixel_bytes = shape.channels, shape.pixel_bytes
     load_offset, load, value = ptx_tile.LOAD_SHARED[1], ptx_tile.LOAD_SHARED[4], ptx_tile.float_of
     count, held = FMA_PIXELS * filters, FMA_PIXELS * 4
@@ -201,19 +198,17 @@ def fma_kernel(*specialised_on):
             quad = integer(quad + 1)
 
     @ptx.inline
-    def store_one(j, o, sums, state):
-        """Some filters, from `o` on, of a thread's j-th pixel."""
-        part, lane, to, extra, f = state
-        y, n, p_first, q_first, first, channel = to
-        bias, residual, alpha, beta = extra
+    def place_of(j, o, state):
+        """Of some filters, from `o` on, of a thread's j-th pixel."""
+        part, lane, to, f = state
+        n, p_first, q_first, first, channel = to
         pixel = integer((part * FMA_PIXELS + j) * 32 + lane)
         p, q = integer(p_first + (pixel >> f.columns_log2)), integer(q_first + (pixel & (1 << f.columns_log2) - 1))
-        if p < f.rows and q < f.columns and first + o < f.group_out:
-            k = integer(channel + o)
-            at = integer(n * f.out_n + p * f.out_h + q * f.out_w + k * f.out_c)
-            finish(sums, alpha, beta, y, at, bias, k, residual)
+        k = integer(channel + o)
+        at = integer(n * f.out_n + p * f.out_h + q * f.out_w + k * f.out_c)
+        return p < f.rows and q < f.columns and first + o < f.group_out, at, k
 
-    store_all = in_turn(store_one, FMA_PIXELS, filters, run)
+    store_all = stored_in_turn(place_of, shape.dtype, variant.epilogue, FMA_PIXELS, filters, run)
 
     @ptx.inline
     def task_outputs(unit, part, slab, lane, to, extra, f):
@@ -227,7 +222,8 @@ def fma_kernel(*specialised_on):
         for i in range(count):
             acc[i] = real(0.0)
         sum_windows(acc, pixels, unit, f)
-        store_all(acc, (part, lane, to, extra, f))
+        y, n, p, q, first, channel = to
+        store_all(acc, y, extra, (part, lane, (n, p, q, first, channel), f))
 
     return _kernel(variant, task_outputs)
 

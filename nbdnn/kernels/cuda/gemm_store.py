@@ -2,7 +2,8 @@
 
     out[row, column] = epilogue(sums[row, column])                               one part
     parts[part, row, column] = sums[row, column]                                 several parts of a reduction, to be
-                                                                                 added by `add_parts.py`
+                                                                                 added and finished by `add_parts.py`,
+                                                                                 so that these have no epilogue
 Where the output is channels-last, a thread finishes four channels of a pixel; where it is planar, four pixels of a
 channel, or one where planes are no multiple of four: 16 bytes of float32, 8 of 16 bits, and the warp whole lines.
 
@@ -78,8 +79,7 @@ def tile_store(dtype: str, tokens: tuple[str, ...], tile: Tile):
                 place, of_row = integer(-1), integer(row + i * step)
                 if alive and of_row < extent_m:
                     place = integer(load_word(word(shared + rows_at + 4 * of_row)))
-                wanted = place >= 0 and f.part_elems == 0
-                ask(held, i, wanted, (out, bias, residual), integer(place + column), channel)
+                ask(held, i, place >= 0, (out, bias, residual), integer(place + column), channel)
                 places[i] = place
             for _ in range(at_once):
                 place = places[0]
@@ -154,7 +154,7 @@ def planar_store(dtype: str, tokens: tuple[str, ...], tile: Tile, run: int):
                 if later < elements and column < columns:
                     place = integer(load_word(word(shared + rows_at + 4 * run * piece)))
                     at = integer(place + own_channel * plane) if place >= 0 else place
-                ask(held, i, at >= 0 and f.part_elems == 0, (out, bias, residual), at, own_channel)
+                ask(held, i, at >= 0, (out, bias, residual), at, own_channel)
                 places[i] = at
             for _ in range(at_once):
                 column, piece = ptx.divided(element, integer(runs))

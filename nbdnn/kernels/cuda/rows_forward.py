@@ -30,7 +30,7 @@ from nbdnn.kernels.cuda.rows_tile import (
     tile_place,
     word_place,
 )
-from nbdnn.kernels.cuda.window_store import dealt_filter, in_turn, store_run
+from nbdnn.kernels.cuda.window_store import dealt_filter, stored_in_turn
 
 THREADS = 256
 _WARPS = THREADS // 32
@@ -241,23 +241,22 @@ def _make_outputs(variant: Forward, of_pixel: int, place_of, filter_of, summed):
     lines, units, filters, groups, run = variant.lines, variant.units, variant.filters, variant.groups, variant.run
     integer, word, real, step_bytes = ptx.INTEGER[32], ptx.cuda.types.uint32, ptx.REAL["f32"], lines.step_bytes
     placed, row_and_column = tile_place(lines), group_place()
-    finish, load = store_run(lines.dtype, variant.epilogue, run), ptx_tile.LOAD_SHARED[1]
+    load = ptx_tile.LOAD_SHARED[1]
     addresses, spread = ptx_rows.addresses(groups, ENTRY_BYTES), ptx_local.spread(groups * of_pixel)
     count, selector = groups * of_pixel, ptx_rows.halves_selector
 
     @ptx.inline
-    def store_one(j, inner, sums, state):
-        """Some filters, from the `inner`-th that a lane has, of its pixel of the j-th group."""
-        entry, pixel, part, to, extra, f = state
-        y, n, p_first, q_first, first = to
-        bias, residual, alpha, beta = extra
+    def output_place(j, inner, state):
+        """Of some filters, from the `inner`-th that a lane has, of its pixel of the j-th group."""
+        entry, pixel, part, to, f = state
+        n, p_first, q_first, first = to
         row, column = row_and_column(load(word(entry + j * ENTRY_BYTES + 4)))
         p, q, k = integer(p_first + row), integer(q_first + column + pixel), integer(first + filter_of(inner, part))
-        if p < f.rows and q < f.columns and k < f.out_c:
-            at = integer(n * f.out_n + p * f.out_h + q * f.out_w + k * f.out_k)
-            finish(sums, alpha, beta, y, at, bias, k, residual)
+        at = integer(n * f.out_n + p * f.out_h + q * f.out_w + k * f.out_k)
+        return p < f.rows and q < f.columns and k < f.out_c, at, k
 
-    store_all = in_turn(store_one, groups, of_pixel, run)
+    most = 8 if run > 1 else 4  # words; more would spill
+    store_all = stored_in_turn(output_place, lines.dtype, variant.epilogue, groups, of_pixel, run, most_words=most)
 
     @ptx.inline
     def made(y, tile, slab, first, extra, f, thread):
@@ -272,8 +271,8 @@ def _make_outputs(variant: Forward, of_pixel: int, place_of, filter_of, summed):
             pixels = addresses(word(entry), word(start & -4))
             sums = ptx.cuda.local.array(count, real)
             spread(sums, summed(pixels, unit, lane, selector(start), f))
-            to = (y, n, p, q, integer(first + unit * filters))
-            store_all(sums, (entry, pixel, filter_part, to, extra, f))
+            to = (n, p, q, integer(first + unit * filters))
+            store_all(sums, y, extra, (entry, pixel, filter_part, to, f))
             turn = integer(turn + _WARPS)
 
     return made
