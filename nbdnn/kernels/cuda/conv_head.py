@@ -10,7 +10,7 @@ from __future__ import annotations
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import head_plan
 from nbdnn.kernels.cuda.head_plan import Config
-from nbdnn.kernels.cuda.window_candidate import ByWindows, Planned, Shares
+from nbdnn.kernels.cuda.window_candidate import ByWindows, Planned, Shares, Slower
 from nbdnn.kernels.cuda.window_plan import image
 from nbdnn.problem_conv import ConvProblem
 
@@ -21,7 +21,7 @@ class Head(ByWindows[Config]):
     """Few channels out."""
 
     algorithm = "head"
-    shares, smallest = Shares(0.4, 0.1, 0.5), head_plan.SMALLEST
+    shares, slower, smallest = Shares(0.4, 0.1, 0.5), Slower(last=1.6), head_plan.SMALLEST
 
     def plan(self, problem: ConvProblem, config: Config, device: Gpu) -> Planned:
         return head_plan.forward(problem, self.units_math(problem), config, device)

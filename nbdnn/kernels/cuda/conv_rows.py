@@ -12,7 +12,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda import rows_launch, rows_phases_launch
 from nbdnn.kernels.cuda.rows_launch import CONFIGS, SMALLEST, Config
 from nbdnn.kernels.cuda.rows_plan import refusal
-from nbdnn.kernels.cuda.window_candidate import ByWindows, Planned, Shares
+from nbdnn.kernels.cuda.window_candidate import ByWindows, Planned, Shares, Slower
 from nbdnn.kernels.cuda.window_plan import exchanged, image, without_few
 from nbdnn.problem import ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
@@ -25,7 +25,7 @@ class ByRows(ByWindows[Config]):
     """Windows of raw rows."""
 
     algorithm = "rows"
-    shares, smallest = Shares(0.65, 0.35, 0.65), SMALLEST
+    shares, slower, smallest = Shares(0.65, 0.35, 0.65), Slower(1.25, 2.3, 1.35), SMALLEST
 
     def plan(self, problem: ConvProblem, config: Config, device: Gpu) -> Planned:
         math = self.units_math(problem)

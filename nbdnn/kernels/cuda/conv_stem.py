@@ -8,6 +8,7 @@ traffic and their order of summation.
 
 from __future__ import annotations
 
+from nbdnn.kernels.cuda.window_candidate import Slower
 from nbdnn.kernels.cuda.window_launch import Windowed
 from nbdnn.kernels.cuda.window_plan import QUAD, without_few
 from nbdnn.problem_conv import ConvProblem
@@ -16,7 +17,7 @@ from nbdnn.problem_conv import ConvProblem
 class Stem(Windowed):
     """Few channels in, all of them in one quad."""
 
-    algorithm = "stem"
+    algorithm, slower = "stem", Slower(2.1, 3.0, 1.8)
 
     def refused(self, problem: ConvProblem) -> str:
         return super().refused(problem) or without_few(problem, QUAD)

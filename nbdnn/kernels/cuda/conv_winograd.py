@@ -43,6 +43,8 @@ from nbdnn.problem_conv import ConvProblem
 
 _TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
 _INT32_END = 2**31 - 2**16
+# Of guesses, by some 200 measurements on an H200: three launches of transforms, and the product of 2x2 tiles, of 4x4.
+_TRANSFORMS_US, _OF_SMALL_TILES = 4.5, 0.85
 
 
 class _Plan(NamedTuple):
@@ -112,7 +114,7 @@ class Winograd(LaunchedCandidate[Config]):
 
     def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
         moved_bytes = problem.min_bytes + 2 * 4 * _plan(problem, self._m).end
-        side_us = 3 * fma_plan.LAUNCH_US + moved_bytes / copy_bytes_per_s(device) * 1e6
+        side_us = _TRANSFORMS_US + moved_bytes / copy_bytes_per_s(device) * 1e6
         return side_us + fma_plan.product_us(self._product(problem), config, device)
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
@@ -127,7 +129,8 @@ class Winograd(LaunchedCandidate[Config]):
     def _product(self, problem: ConvProblem) -> Product:
         plan = _plan(problem, self._m)
         # Nothing is split: no part may be stored.
-        return Product((self._m + 2) ** 2, plan.tiles, plan.group_out, ceil(plan.group_in / STAGE_K), 1 << 40)
+        slower = _OF_SMALL_TILES if self._m == 2 else 1.0
+        return Product((self._m + 2) ** 2, plan.tiles, plan.group_out, ceil(plan.group_in / STAGE_K), 1 << 40, slower)
 
 
 def _filter_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:

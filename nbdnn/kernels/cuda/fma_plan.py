@@ -15,12 +15,13 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s
 
 # Instructions of a stage and thread, by count: multiply-adds, others, and those of each copy of 4 bytes.
 _PRODUCTS, _OTHERS, _OF_A_COPY = 512, 60, 6
-_EFFICIENCY = 0.85  # of the rate that their count promises
+_EFFICIENCY = 0.8  # of the rate that their count promises
 _BUSY_WARPS = 8.0  # of a multiprocessor, from which on it reaches that
 # Of the rate, where one block of a forward or bwd_data has a multiprocessor: nobody multiplies while its threads meet.
 LONE = 0.85
-LAUNCH_US = 2.5
-_STAGES_OF_START = 3  # what filling the pipeline and storing a tile cost, in stages
+LAUNCH_US = 0.6  # which waits by itself for what is before it
+_OF_A_PART = 1.5  # times what a copy of its bytes takes
+_STAGES_OF_START = 2  # what filling the pipeline and storing a tile cost, in stages
 MOST_PARTS = 128  # of a forward or bwd_data
 # Of a bwd_filter, whose sums are over all pixels: few channels are few tiles. Beyond MOST_PARTS, every fourth.
 MOST_FILTER_PARTS, _PARTS_STEP = 1024, 4
@@ -64,7 +65,7 @@ def product_us(product: Product, config: Config, device: Gpu) -> float:
         of_stage_us += rest * stage_us(tile, rest, device) / (product.lone if rest == 1 else 1.0)
     us = LAUNCH_US + stages * of_stage_us * product.slower
     if parts > 1:
-        us += LAUNCH_US + (2 * parts + 1) * product.out_elems * 4 / copy_bytes_per_s(device) * 1e6
+        us += LAUNCH_US + _OF_A_PART * (2 * parts + 1) * product.out_elems * 4 / copy_bytes_per_s(device) * 1e6
     return us
 
 
