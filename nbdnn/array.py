@@ -216,8 +216,11 @@ class UnknownDtype(InvalidType):
     """A dtype that nbdnn has no use for, as its library calls it."""
 
     def __init__(self, given: object) -> None:
-        super().__init__(_unexpected(given, tuple(ITEMSIZE)))
+        super().__init__(given)
         self.given = given
+
+    def __str__(self) -> str:
+        return _unexpected(self.given, tuple(ITEMSIZE))
 
 
 def dtype_named(name: str, given: object = None) -> str:

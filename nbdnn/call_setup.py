@@ -183,7 +183,8 @@ def copies_of(
 def common_alignment(views: Sequence[View | None], copies: Sequence[Copied], staged: Sequence[int]) -> int:
     """What the addresses that a runner will see are all multiples of; outputs at the places `staged` are allocated."""
     elsewhere = {copied.place for copied in copies} | set(staged)
-    return alignment([each.pointer for i, each in enumerate(views) if each is not None and i not in elsewhere])
+    seen = [each for i, each in enumerate(views) if each is not None and i not in elsewhere]
+    return alignment([each.pointer for each in seen if 0 not in each.shape])
 
 
 def assemble(

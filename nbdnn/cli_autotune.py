@@ -49,7 +49,7 @@ class Tuned(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     wanted = layers(args)
-    device, database = place(args)
+    device, database = place(args, writing=True)
     results: list[Tuned] = []
     left_out, interrupted = LeftOut(), False
     try:

@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     wanted = layers(args)
-    device, database = place(args)
+    device, database = place(args, writing=True)
     everything, left_out = [], LeftOut()
     for layer, result in tuned(wanted, device, database, args.budget, left_out, args.again):
         rows = _rows(layer, result, device)

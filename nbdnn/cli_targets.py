@@ -6,15 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbdnn import config, workload_onnx
 from nbdnn.device import Device, named
-from nbdnn.dispatch.sqlite_file import MAGIC
-from nbdnn.errors import DatabaseError, InvalidProblem
+from nbdnn.errors import InvalidProblem
 from nbdnn.problem import FAMILIES, ITEMSIZE, OPS, Problem, parse
 from nbdnn.workloads import WORKLOADS, Layer, merged, workload
 
@@ -29,7 +27,7 @@ def add_targets(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="TARGET",
         help=f"a workload ({', '.join(WORKLOADS)}), a model (.onnx), a problem text, or a file of them, one a line, "
-        "# for comments",
+        "# for comments, - for standard input",
     )
     of_workloads = parser.add_argument_group("workloads and models")
     of_workloads.add_argument(
@@ -63,27 +61,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def place(args: argparse.Namespace) -> tuple[Device, Database]:
-    """The device and the database that the arguments name."""
+def place(args: argparse.Namespace, *, writing: bool = False) -> tuple[Device, Database]:
+    """The device and the database that the arguments name: DatabaseError where the latter cannot be used."""
     from nbdnn.dispatch import dispatcher
 
     if args.db:
         config.set_flags(tune__db=args.db)
     device, database = named(args.device), dispatcher.database()
     if args.db:
-        _check_database(database.path)
+        database.check(writing)
     return device, database
-
-
-def _check_database(path: Path) -> None:
-    """DatabaseError of a file that never was one. Where nobody has named it just now, it would be set aside."""
-    beginning = b""
-    with suppress(OSError):  # what cannot be read is gone on without, and told of
-        if path.is_file():
-            with path.open("rb") as file:
-                beginning = file.read(len(MAGIC))
-    if not MAGIC.startswith(beginning):
-        raise DatabaseError(f"{path} is not a database")
 
 
 def layers(args: argparse.Namespace) -> list[Layer]:
@@ -123,13 +110,14 @@ def _resolve(target: str, args: argparse.Namespace) -> list[Layer]:
         return workload(target, args.batch or 1, args.dtype or "f32", args.layout or "nchw", train=args.train)
     if target.partition(":")[0] in OPS:
         return [Layer(parse(target), "", 1)]
-    if Path(target).is_file():
-        return _model(Path(target), args) if target.endswith(workload_onnx.SUFFIX) else _read(Path(target))
+    path = Path("/dev/stdin" if target == "-" else target)
+    if path.exists() and not path.is_dir():  # a pipe too
+        return _model(path, args) if target.endswith(workload_onnx.SUFFIX) else _read(path)
     if ":" in target:
         return [Layer(parse(target), "", 1)]  # which says what is wrong with it
-    if os.path.isdir(target):
+    if path.is_dir():
         raise InvalidProblem(f"{target} is not a file, but a folder")
-    if Path(target).suffix or os.sep in target:
+    if path.suffix or os.sep in target:
         raise InvalidProblem(f"there is no file {target}")
     raise InvalidProblem(f"{target!r} is not a workload ({', '.join(WORKLOADS)}), a problem text or a file")
 

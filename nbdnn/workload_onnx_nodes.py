@@ -146,7 +146,9 @@ def _convolution(
 
 
 def _conv(node: Node) -> Problem:
-    x, (k, _, *taps) = node.shape(0), node.shape(1)
+    x, (k, of_group, *taps), groups = node.shape(0), node.shape(1), node.attributes.get("group", 1)
+    if x[1] != groups * of_group:
+        raise InvalidProblem(f"of {x[1]} channels, its filter has {of_group} in each of {groups} groups")
     pads = _pads(node, _same_excess(node, x[2:], taps))
     problem = _convolution(node, "conv_fwd", x, k, taps, pads, ("bias",) if node.takes(2) else ())
     _check(problem.y_shape, node.result)

@@ -6,10 +6,12 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +358,39 @@ def test_a_closed_output_is_no_error(arguments: str) -> None:
 def test_images_beyond_any_memory_are_explained(op: str, extents: str, db: str) -> None:
     problem = f"{op}:f32:{extents}:k8r3s3:p0x0:u1x1:d1x1:g1:conv:nchw"
     assert "cpu/im2col" in nbdnn("explain", problem, "--db", db).stdout
+
+
+@pytest.mark.parametrize("command", ["autotune", "bench"])
+@pytest.mark.parametrize("fault", ["folder", "foreign", "newer", "no place"])
+def test_nothing_is_measured_for_a_database_that_cannot_keep_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, fault: str
+) -> None:
+    path, reason = tmp_path / "tuning.db", "is a database of another program"
+    if fault == "folder":
+        path, reason = tmp_path, "is not a file"
+    elif fault == "no place":
+        (tmp_path / "file").touch()
+        path, reason = tmp_path / "file" / "tuning.db", f"cannot be written: {tmp_path / 'file'} is no folder"
+    else:
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("CREATE TABLE something (a)")
+            if fault == "newer":
+                connection.execute("PRAGMA user_version = 99")
+                reason = "is of schema 99, made by a newer nbdnn"
+    assert main([command, PROBLEM, "--db", str(path), "--budget", "0.1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"nbdnn: error: {re.escape(str(path))} ({reason})[^\n]*\n", err), err
+
+
+def test_problems_come_from_standard_input_and_pipes() -> None:
+    for command in (
+        f"echo {PROBLEM} | {sys.executable} -m nbdnn explain -",
+        f"{sys.executable} -m nbdnn explain <(echo {PROBLEM})",
+    ):
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(PROBLEM)
 
 
 def test_nothing_is_left_beside_what_is_no_database(db: str, tmp_path: Path) -> None:

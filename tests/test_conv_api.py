@@ -5,6 +5,8 @@ Layouts and memory: test_conv_layouts.py. Types and array libraries: test_conv_t
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -308,3 +310,16 @@ def test_the_guess_for_filters_as_large_as_the_image(op: str) -> None:
         rows = nbdnn.explain(f"{op}:f32:{dims}:p0x0:u1x1:d1x1:g1:cross:nchw").rows
         (chosen,) = (row.candidate for row in rows if row.chosen)
         assert chosen.endswith("gemm"), f"{dims}: {chosen}"
+
+
+def test_what_is_empty_may_lie_anywhere() -> None:
+    images = np.ndarray((2, *X.shape[1:]), X.dtype, np.empty(2 * X[0].nbytes + 1, np.uint8), 1)
+    assert dnn_conv(images[:0], W).shape == (0, *dnn_conv(X, W).shape[1:])
+    assert (dnn_gradweight(images[:0], dnn_conv(X, W)[:0], W.shape) == 0).all()
+
+
+def test_errors_survive_other_processes() -> None:
+    with pytest.raises(InvalidType) as caught:
+        dnn_conv(X.astype(np.int32), W)
+    for again in (pickle.loads(pickle.dumps(caught.value)), copy.copy(caught.value)):
+        assert (type(again), str(again)) == (type(caught.value), str(caught.value))

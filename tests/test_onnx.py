@@ -171,6 +171,7 @@ def test_transposed_convolutions_have_groups(path: Path) -> None:
         (node("Conv", "x w"), (2, 8, 14), "2 or 3 spatial axes, not 1"),
         (node("Conv", "x w", pads=[-1, 0, 0, 0]), IMAGE, "pads -1x0x0x0, expected 4 numbers"),
         (node("Conv", "x"), IMAGE, "without input 1"),
+        (node("Conv", "x w", group=2), IMAGE, "of 8 channels, its filter has 8 in each of 2 groups"),
         (node("Conv", "x w", pads=[1, 1]), IMAGE, "pads 1x1, expected 4 numbers of at least 0"),
         (node("ConvTranspose", "x w", output_shape=[16, 17]), IMAGE, "with an output_shape instead of pads"),
         (node("MaxPool", kernel_shape=[2, 2], ceil_mode=1, strides=[2, 2]), IMAGE, "of extents 2x8x7x8, .* 2x8x7x7"),

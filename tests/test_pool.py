@@ -443,3 +443,9 @@ def test_gradients_past_the_caches(id: str, vector_bytes: int, dtype: str, devic
     some = [p for p in every if candidate.supports(p, small).ok][:: 1 if dtype == "f32" else 2]
     for problem in (*some, whole_lines):
         check(candidate, problem, NoConfig(), small)
+
+
+@pytest.mark.parametrize("extent", [512, 3000])
+def test_averages_of_large_planes_keep_what_is_small_beside_a_sum(extent: int) -> None:
+    x = np.full((1, 2, extent, extent), 0.1, np.float32)
+    np.testing.assert_allclose(dnn_pool(x, extent, mode="average_inc_pad"), x[:, :, :1, :1], rtol=2e-5)

@@ -90,6 +90,10 @@ class Database:
             return ""
         return f"{self.path} cannot be written" if self.mode == "read-write" else f"tune.mode is {self.mode}"
 
+    def check(self, writing: bool) -> None:
+        """DatabaseError of a file of which `rows`, or writing `store`, would only warn, and go on without it."""
+        self._file.check(writing)
+
     def close(self) -> None:
         """Close the calling thread's connection. The next use opens it again."""
         self._file.close()

@@ -92,6 +92,13 @@ class SqliteFile:
         self._patience_s = PATIENCE_S
         return result
 
+    def check(self, writing: bool) -> None:
+        """DatabaseError of what is no database of nbdnn's; writing: also of a place where none can be begun."""
+        with suppress(DamagedFile, OSError):  # the first use tells, and goes on
+            self._is_prepared()
+            if writing and self.writable:
+                self.write(lambda connection: None)
+
     def set_aside(self, seen: Identity) -> Path | None:
         """Rename the damaged file and its companions; the new name, or None where another process was faster."""
 
@@ -204,7 +211,10 @@ class SqliteFile:
         if identity is None and not create:
             return None
         if identity is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except FileExistsError:
+                raise UnwritablePlace(f"{self.path} cannot be written: {self.path.parent} is no folder") from None
         elif not self._lock_path.exists():
             self._is_prepared()  # raises for what is no database of ours, before anything is written beside it
         with self._locked(alone=False):
@@ -240,6 +250,8 @@ class SqliteFile:
             header = file.read(100)
         if not header:
             return False
+        if not header.startswith(MAGIC) and header.strip(b"\0") and not self._lock_path.exists():
+            raise DatabaseError(f"{self.path} is not a database")  # and never was one of nbdnn's
         if len(header) < 100 or not header.startswith(MAGIC):
             raise DamagedFile(f"{self.path} is not a database", identity)
         version, application = (int.from_bytes(header[at : at + 4], "big", signed=True) for at in (60, 68))

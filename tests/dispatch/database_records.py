@@ -106,6 +106,11 @@ def one_warning(path: Path, *words: str) -> Iterator[None]:
         assert word in str(warning.message)
 
 
+def used_before(path: Path) -> None:
+    """Leave what every use of a database does: without it a file that begins as none is left alone."""
+    Path(f"{path}.lock").touch()
+
+
 def crashed(work: Callable[[], object]) -> None:
     """Run `work` in a child that dies at once, its connections open."""
     child = os.fork()

@@ -332,6 +332,29 @@ def test_read_only_does_not_set_aside(path: Path) -> None:
     assert contents(path.parent) == before
 
 
+@pytest.mark.parametrize("mode", ["read-only", "read-write"])
+def test_what_never_was_a_database_stays_as_it_is(path: Path, mode: str) -> None:
+    path.parent.mkdir()
+    path.write_text("some notes\n" * 50)
+    before = contents(path.parent)
+    db = opened(path, mode)
+    with one_warning(path, "is not a database; going on without it"):
+        assert rows(db) == []
+        db.store([measurement()])
+        assert rows(db) == [measurement()]
+    assert contents(path.parent) == before
+
+
+def test_a_file_of_zeros_is_damaged(path: Path) -> None:
+    """As file systems leave one after a power cut."""
+    path.parent.mkdir()
+    path.write_bytes(bytes(8192))
+    db = opened(path)
+    with one_warning(path, ".damaged-"):
+        db.store([measurement()])
+    assert rows(opened(path)) == [measurement()]
+
+
 def test_an_empty_file_is_a_new_database(path: Path) -> None:
     path.parent.mkdir()
     path.touch()

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from database_records import DEVICE, PROBLEM, finish, measurement, sql, start
+from database_records import DEVICE, PROBLEM, finish, measurement, sql, start, used_before
 
 from nbdnn.dispatch import database
 from nbdnn.dispatch.database import Database
@@ -59,6 +59,7 @@ def test_eight_processes_write_at_once(tmp_path: Path, before: str) -> None:
         path.touch()
     elif before == "damaged file":
         path.write_bytes(b"rubbish " * 5000)
+        used_before(path)
     elif before == "database":
         Database(path, shipped=None).store([measurement("first")])
     # Warnings are errors in the writers unless the file is damaged, where only one of them may give one.
@@ -160,6 +161,7 @@ def test_kill_9_while_setting_aside(tmp_path: Path) -> None:
     def spoil(path: Path) -> Path:
         path.parent.mkdir()
         path.write_bytes(b"rubbish " * 1000)
+        used_before(path)
         Path(f"{path}-wal").write_bytes(b"rubbish " * 1000)
         return path
 
@@ -228,6 +230,7 @@ def test_rotten_bytes_never_become_a_time(
         rotten = bytearray(content)
         harm(rotten, rng)
         path.write_bytes(rotten)
+        used_before(path)
         db = Database(path, shipped=None)
         found = db.rows(DEVICE, PROBLEM)
         assert all(row == stored[row.config] for row in found)

@@ -6,7 +6,8 @@
 A task is a run of planes; of the gradient of a sum, channels-last, a run of pixels. Maxima and sums of channels are in
 `pool_channels.py`, the gradient of a maximum of channels in `pool_max_channels.py`.
 
-Traffic: x and y (dy and dx) once. Sums in float32 (float64), in vectors of partial sums. Source: own.
+Traffic: x and y (dy and dx) once. Sums in float32 (float64), in vectors of partial sums of a block, then of blocks.
+Source: own.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from nbdnn.problem_pool import PoolProblem
 
 _TASKS_PER_THREAD = 8
 _PLANE_VECTORS = 4  # of sums, a power of 2: enough to wait for no addition
+_BLOCK = 1 << 13  # elements of a plane that are added up by themselves: float32 loses what is small beside a sum
 
 # planes: of one channel, or pixels; elements: of a plane. scratch: a line of channels for a worker.
 _FIELDS = record("planes", "planes_a_task", "elements", "averages", "channels", "scratch", "scratch_bytes")
@@ -181,7 +183,13 @@ def _planes_task(op: str, dtype: str, is_max: bool, vl: int):
         pointers, f = i64(args), at(ctx)
         scale = real(1.0) / real(f.elements if f.averages else 1)
         for plane in range(index * f.planes_a_task, min(f.planes, (index + 1) * f.planes_a_task)):
-            found = join(pointers[0] + plane * f.elements * itemsize, f.elements)
+            start = pointers[0] + plane * f.elements * itemsize
+            if is_max:
+                found = join(start, f.elements)
+            else:
+                found = real(0.0)
+                for first in range(0, f.elements, _BLOCK):
+                    found += join(start + first * itemsize, min(_BLOCK, f.elements - first))
             data(pointers[1])[plane] = narrow(found * scale)
 
     def sums_backward(args, ctx, index, worker):
