@@ -37,6 +37,7 @@ _ALIGN_BYTES = 16
 _KNOWN = 4096  # answers kept: a program with more shapes than that asks again
 _WINOGRAD_TAPS = 3
 # 16-bit backward in NHWC falls back to kernels that took up to 100 times as long as the graph's.
+_WHOLE = ("implicit_gemm", "implicit_precomp_gemm", "gemm", "algo_1")  # that split no sum
 _SLOW_16_BIT_NHWC = 100.0
 
 
@@ -192,7 +193,7 @@ class Legacy(Candidate[NoConfig, Gpu]):
         place = ranking.index(self._value) if self._value in ranking else len(ranking)
         backward_16_bit = self.op != "conv_fwd" and problem.dtype in ("f16", "bf16")
         slow = backward_16_bit and problem.channels_last
-        whole = self.algorithm == "algo_1"
+        whole = self.algorithm in _WHOLE
         return method_us(problem, device, place, slower=_SLOW_16_BIT_NHWC if slow else 1.0, whole=whole)
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Gpu) -> Runner:

@@ -37,8 +37,9 @@ _SHARE_OF_ODD_GROUPS = 0.065  # of channels that are no power of two
 _OF_F32 = {"conv_fwd": (0.4, 8.0), "conv_bwd_data": (0.33, 10.0), "conv_bwd_filter": (0.3, 20.0)}
 # A filter gradient that splits no sum goes through all pixels in each block: 25,000 took 390 us, 400,000 2100. So do
 # forwards and image gradients through all of a sum, however few outputs there are: 4608 products, for 512 channels of
-# one 7x7 image, took 166 us, 960 38 (40 layers of 1 to 4 images).
-_PIXEL_US, _PRODUCT_US, _LAUNCH_OF_SUM_US = 0.012, 0.035, 4.0
+# one 7x7 image, took 166 us, 960 38 (40 layers of 1 to 4 images). Others do so where image gradients have filters of
+# one tap, more slowly: 2048 products took 142 us, 512 43.
+_PIXEL_US, _PRODUCT_US, _LAUNCH_OF_SUM_US, _OTHER_PRODUCT_US = 0.012, 0.035, 4.0, 0.067
 # 16-bit data in NCHW are turned to channels-last and back, in launches of their own: us, and how often the bytes of all
 # operands pass once more. Of 1x1, whose planes are read as they lie where pixels are whole vectors, with what is fused,
 # and without (68 us of 13 for 32x128x28x28 to 512 with bias and relu in f16; 36 without vectors for 256x14x14 to 1024).
@@ -77,8 +78,8 @@ def method_us(
         if problem.align < DEFAULT_ALIGN:
             busy_us, odd_us = busy_us * _UNALIGNED, max(odd_us, _ODD_US)
     us = busy_us * slower + launch_us + odd_us
-    if whole and kind == "f32" and problem.op != "conv_bwd_filter":
-        us = max(us, _summed(problem) * _PRODUCT_US + _LAUNCH_OF_SUM_US)
+    if kind == "f32" and problem.op != "conv_bwd_filter" and (whole or prod(problem.filter) == 1):
+        us = max(us, _summed(problem) * (_PRODUCT_US if whole else _OTHER_PRODUCT_US) + _LAUNCH_OF_SUM_US)
     return us * (1 + _A_PLACE * place)
 
 
