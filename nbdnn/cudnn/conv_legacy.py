@@ -20,7 +20,7 @@ from nbdnn import driver
 from nbdnn.candidate import YES, Candidate, NoConfig, Runner, Support
 from nbdnn.cudnn.api import StatusError, call, failure, function, naming
 from nbdnn.cudnn.conv_operations import roundings_with_beta, splits_odd_channels
-from nbdnn.cudnn.cost import method_us
+from nbdnn.cudnn.cost import method_us, spectra_us
 from nbdnn.cudnn.descriptors import conv_descriptors
 from nbdnn.cudnn.enums import BwdDataAlgo, BwdFilterAlgo, FwdAlgo, Status
 from nbdnn.cudnn.handle import handle
@@ -37,8 +37,8 @@ _ALIGN_BYTES = 16
 _KNOWN = 4096  # answers kept: a program with more shapes than that asks again
 _WINOGRAD_TAPS = 3
 # 16-bit backward in NHWC falls back to kernels that took up to 100 times as long as the graph's.
-_WHOLE = ("implicit_gemm", "implicit_precomp_gemm", "gemm", "algo_1")  # that split no sum
 _SLOW_16_BIT_NHWC = 100.0
+_WHOLE = ("implicit_gemm", "implicit_precomp_gemm", "gemm", "algo_1")  # that split no sum
 
 
 class _Rank(ctypes.Structure):
@@ -194,7 +194,10 @@ class Legacy(Candidate[NoConfig, Gpu]):
         backward_16_bit = self.op != "conv_fwd" and problem.dtype in ("f16", "bf16")
         slow = backward_16_bit and problem.channels_last
         whole = self.algorithm in _WHOLE
-        return method_us(problem, device, place, slower=_SLOW_16_BIT_NHWC if slow else 1.0, whole=whole)
+        us = method_us(problem, device, place, slower=_SLOW_16_BIT_NHWC if slow else 1.0, whole=whole)
+        if not self.algorithm.startswith("fft"):
+            return us
+        return max(us, spectra_us(problem, device, tiled=self.algorithm == "fft_tiling"))
 
     def prepare(self, problem: ConvProblem, config: NoConfig, device: Gpu) -> Runner:
         with naming(problem):

@@ -7,7 +7,7 @@ further place in cuDNN's ranking adds a little, so that its order holds among eq
 
 from __future__ import annotations
 
-from math import prod
+from math import ceil, prod
 
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, floor_us, tensor_flops_per_s
@@ -45,6 +45,9 @@ _PIXEL_US, _PRODUCT_US, _LAUNCH_OF_SUM_US, _OTHER_PRODUCT_US = 0.012, 0.035, 4.0
 # and without (68 us of 13 for 32x128x28x28 to 512 with bias and relu in f16; 36 without vectors for 256x14x14 to 1024).
 _TURNED = ("f16", "bf16")
 _TURN_TAPS, _TURN_FUSED, _TURN_POINTS = (11.0, 2.0), (9.0, 6.3), (2.0, 4.0)
+# Spectra are of tiles of 32x32 or of whole images, which took twice what a copy of them does, and more (320 layers, an
+# H200). So do those of filters alone: 512 to 512 channels of 3x3 take 700 us for one image.
+_FFT_TILE, _SMALLEST_FFT, _OF_WHOLE_IMAGES = 32, 8, 2.0
 
 
 def method_us(
@@ -81,6 +84,20 @@ def method_us(
     if kind == "f32" and problem.op != "conv_bwd_filter" and (whole or prod(problem.filter) == 1):
         us = max(us, _summed(problem) * (_PRODUCT_US if whole else _OTHER_PRODUCT_US) + _LAUNCH_OF_SUM_US)
     return us * (1 + _A_PLACE * place)
+
+
+def spectra_us(problem: ConvProblem, device: Gpu, tiled: bool) -> float:
+    """Microseconds in which the spectra of all operands are written and read."""
+    if tiled:
+        extents = [_FFT_TILE] * problem.ndim
+        steps = [_FFT_TILE - taps + 1 for taps in problem.filter]
+        tiles = prod(ceil(out / max(1, step)) for out, step in zip(problem.out_spatial, steps, strict=True))
+    else:
+        padded = [extent + sum(pads) for extent, pads in zip(problem.spatial, problem.pad, strict=True)]
+        extents, tiles = [max(_SMALLEST_FFT, 1 << (extent - 1).bit_length()) for extent in padded], 1
+    elems = prod(extents[:-1]) * (extents[-1] // 2 + 1)
+    spectra = problem.k * problem.c // problem.groups + tiles * problem.n * (problem.k + problem.c)
+    return 2 * 8 * elems * spectra * (1.0 if tiled else _OF_WHOLE_IMAGES) / copy_bytes_per_s(device) * 1e6
 
 
 def _summed(problem: ConvProblem) -> float:
