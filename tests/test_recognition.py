@@ -295,6 +295,15 @@ def test_what_has_no_shape_is_refused_as_ever(torch: ModuleType) -> None:
         dnn_softmax(ragged)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_between_the_graphs_of_torch_compile(torch: ModuleType) -> None:
+    softmax = torch.compiler.disable(dnn_softmax)
+    x = torch.randn(4, 5)
+    for _ in range(2):  # and what is recognised
+        y = torch.compile(lambda x: softmax(x * 2) + 1, backend="eager")(x)
+        torch.testing.assert_close(y, torch.softmax(x * 2, 1) + 1)
+
+
 def test_what_is_traced_has_no_values(torch: ModuleType) -> None:
     for traced in (torch.vmap(dnn_softmax), torch.func.grad(lambda x: dnn_softmax(x).sum())):
         with pytest.raises(InvalidType, match=r"x: .* cannot be called inside torch.vmap or torch.func"):
