@@ -43,8 +43,9 @@ from nbdnn.problem_conv import ConvProblem
 
 _TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
 _INT32_END = 2**31 - 2**16
-# Of guesses, by some 200 measurements on an H200: three launches of transforms, and the product of 2x2 tiles, of 4x4.
-_TRANSFORMS_US, _OF_SMALL_TILES = 4.5, 0.85
+# Of guesses, by some 250 measurements on an H200: three launches of transforms; the product of 2x2 tiles, of 4x4; and
+# warps of a multiprocessor that keep its units busy, whose copies find neighbours.
+_TRANSFORMS_US, _OF_SMALL_TILES, _BUSY_WARPS = 4.5, 0.85, 5.5
 
 
 class _Plan(NamedTuple):
@@ -130,7 +131,10 @@ class Winograd(LaunchedCandidate[Config]):
         plan = _plan(problem, self._m)
         # Nothing is split: no part may be stored.
         slower = _OF_SMALL_TILES if self._m == 2 else 1.0
-        return Product((self._m + 2) ** 2, plan.tiles, plan.group_out, ceil(plan.group_in / STAGE_K), 1 << 40, slower)
+        stages = ceil(plan.group_in / STAGE_K)
+        return Product(
+            (self._m + 2) ** 2, plan.tiles, plan.group_out, stages, 1 << 40, slower, fma_plan.LONE, _BUSY_WARPS
+        )
 
 
 def _filter_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:

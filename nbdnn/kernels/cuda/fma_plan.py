@@ -16,7 +16,7 @@ from nbdnn.kernels.cuda.peaks import copy_bytes_per_s, fma_flops_per_s
 # Instructions of a stage and thread, by count: multiply-adds, others, and those of each copy of 4 bytes.
 _PRODUCTS, _OTHERS, _OF_A_COPY = 512, 60, 6
 _EFFICIENCY = 0.8  # of the rate that their count promises
-_BUSY_WARPS = 8.0  # of a multiprocessor, from which on it reaches that
+BUSY_WARPS = 8.0  # of a multiprocessor, from which on it reaches that
 # Of the rate, where one block of a forward or bwd_data has a multiprocessor: nobody multiplies while its threads meet.
 LONE = 0.85
 LAUNCH_US = 0.6  # which waits by itself for what is before it
@@ -42,7 +42,8 @@ class Config(NamedTuple):
 class Product(NamedTuple):
     """`products` of m x n outputs, each summing `stages` stages; out_elems of all together.
 
-    slower: times what a stage takes; lone: of the rate, where a multiprocessor has one block.
+    slower: times what a stage takes; lone: of the rate, where a multiprocessor has one block; busy_warps: of a
+    multiprocessor, from which on it reaches the rate.
     """
 
     products: int
@@ -52,6 +53,7 @@ class Product(NamedTuple):
     out_elems: int
     slower: float = 1.0
     lone: float = 1.0
+    busy_warps: float = BUSY_WARPS
 
 
 def product_us(product: Product, config: Config, device: Gpu) -> float:
@@ -60,21 +62,21 @@ def product_us(product: Product, config: Config, device: Gpu) -> float:
     blocks = product.products * ceil(product.m / tile.m) * ceil(product.n / tile.n) * parts
     stages = ceil(product.stages / parts) + _STAGES_OF_START
     full, rest = divmod(ceil(blocks / device.sms), tile.min_blocks)
-    of_stage_us = full * tile.min_blocks * stage_us(tile, tile.min_blocks, device)
+    of_stage_us = full * tile.min_blocks * stage_us(tile, tile.min_blocks, device, product.busy_warps)
     if rest:
-        of_stage_us += rest * stage_us(tile, rest, device) / (product.lone if rest == 1 else 1.0)
+        of_stage_us += rest * stage_us(tile, rest, device, product.busy_warps) / (product.lone if rest == 1 else 1.0)
     us = LAUNCH_US + stages * of_stage_us * product.slower
     if parts > 1:
         us += LAUNCH_US + _OF_A_PART * (2 * parts + 1) * product.out_elems * 4 / copy_bytes_per_s(device) * 1e6
     return us
 
 
-def stage_us(tile: Tile, on_one: int, device: Gpu) -> float:
+def stage_us(tile: Tile, on_one: int, device: Gpu, busy_warps: float = BUSY_WARPS) -> float:
     """Microseconds in which a multiprocessor that has so many blocks gets a stage of one of them done."""
     warps = min(on_one, tile.min_blocks) * tile.threads / 32
     copies = STAGE_K * (tile.m + tile.n) / tile.threads
     share = _EFFICIENCY * _PRODUCTS / (_PRODUCTS + _OTHERS + _OF_A_COPY * copies)
-    rate = share * min(1.0, warps / _BUSY_WARPS) * fma_flops_per_s(device, "f32") / device.sms
+    rate = share * min(1.0, warps / busy_warps) * fma_flops_per_s(device, "f32") / device.sms
     return 2 * tile.m * tile.n * STAGE_K / rate * 1e6
 
 
