@@ -44,7 +44,9 @@ _PIXEL_US, _PRODUCT_US, _LAUNCH_OF_SUM_US, _OTHER_PRODUCT_US = 0.012, 0.035, 4.0
 # operands pass once more. Of 1x1, whose planes are read as they lie where pixels are whole vectors, with what is fused,
 # and without (68 us of 13 for 32x128x28x28 to 512 with bias and relu in f16; 36 without vectors for 256x14x14 to 1024).
 _TURNED = ("f16", "bf16")
+# Those that are turned split no sum: 2048 products took 23 us, 576 9.
 _TURN_TAPS, _TURN_FUSED, _TURN_POINTS = (11.0, 2.0), (9.0, 6.3), (2.0, 4.0)
+_TURNED_PRODUCT_US = 0.009
 # Spectra are of tiles of 32x32 or of whole images, which took twice what a copy of them does, and more (320 layers, an
 # H200). So do those of filters alone: 512 to 512 channels of 3x3 take 700 us for one image.
 _FFT_TILE, _SMALLEST_FFT, _OF_WHOLE_IMAGES = 32, 8, 2.0
@@ -117,7 +119,12 @@ def _turning(problem: ConvProblem, is_pointwise: bool) -> tuple[float, float]:
         return _TURN_FUSED
     mixed = problem.channels_last != problem.y_channels_last
     is_turned = mixed or problem.op == "conv_bwd_filter" or prod(problem.spatial) % _VECTOR_ELEMS > 0
-    return _TURN_POINTS if is_turned else (0.0, 0.0)
+    if not is_turned:
+        return 0.0, 0.0
+    launches_us, times = _TURN_POINTS
+    if problem.op != "conv_bwd_filter":
+        launches_us = max(launches_us, _summed(problem) * _TURNED_PRODUCT_US)
+    return launches_us, times
 
 
 def _rate(op: str, kind: str, is_pointwise: bool) -> tuple[float, float]:
