@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from time import perf_counter
 from typing import NamedTuple
 
@@ -33,7 +35,9 @@ from nbdnn.problem import Problem
 # Who takes this many times the best is not sampled again: after the first sample, and after the third.
 _HOPELESS, _BEATEN = 3.0, 1.3
 # The guess's first so many are not given up for one sample, in which somebody else may have had the machine: of a 3x3
-# layer the guess took 13.7 ms once, and 1.2 when it was asked again.
+# layer the guess took 13.7 ms once, and 1.2 when it was asked again. Nor are those that should be as fast as the best,
+# by their guess and what the candidate's other configs took of theirs: three of 2000 first samples on a GPU were five
+# to ten times too long.
 _GUESSED = 3
 # Enough is this many samples, or three that took this long together, or one that took a second.
 _SAMPLES, _LONG_S, _VERY_LONG_S = 7, 0.3, 1.0
@@ -177,7 +181,12 @@ class _Race:
                 if progress:
                     progress(done, len(options), str(option))
                 self._enter(option)
-            doubted = [entrant for entrant in self._entrants[:_GUESSED] if self._seems_hopeless(entrant)]
+            expected_us = self._expected_us()
+            doubted = [
+                entrant
+                for entrant, us in zip(self._entrants, expected_us, strict=True)
+                if self._seems_hopeless(entrant) and us <= _BEATEN * self._best_us()
+            ]
             self._sample(doubted)
             while contenders := [entrant for entrant in self._entrants if self._goes_on(entrant)]:
                 if not self._sample(contenders):
@@ -221,6 +230,16 @@ class _Race:
     def _best_us(self) -> float:
         times = [min(entrant.watch.samples_us) for entrant in self._entrants]
         return min(times if self._known_us is None else [*times, self._known_us])
+
+    def _expected_us(self) -> Iterator[float]:
+        """Of each entrant: its guess, times what the candidate's configs took of theirs; 0 of the guess's first."""
+        guesses_us, taken = [], defaultdict[str, list[float]](list)
+        for entrant in self._entrants:
+            candidate, config_, _ = entrant.option
+            guesses_us.append(candidate.estimate(self._problem, config_, self._device))
+            taken[candidate.id].append(min(entrant.watch.samples_us) / guesses_us[-1])
+        for place, (entrant, guess_us) in enumerate(zip(self._entrants, guesses_us, strict=True)):
+            yield 0.0 if place < _GUESSED else guess_us * median_low(taken[entrant.option.candidate.id])
 
     def _is_near(self, entrant: _Entrant, factor: float) -> bool:
         return min(entrant.watch.samples_us) <= factor * self._best_us()

@@ -39,7 +39,7 @@ class Fake(Candidate):
         algorithm: str,
         us: float | Mapping[str, float] = 50.0,
         *,
-        estimate: float = 1.0,
+        estimate: float | Mapping[str, float] = 1.0,
         workspace_bytes: int = 0,
         behaviour: str = "right",
         refuses_height: int = -1,
@@ -63,7 +63,7 @@ class Fake(Candidate):
         return self.needs
 
     def estimate(self, problem: Problem, config: Hashable, device: Cpu) -> float:
-        return self.estimated
+        return self.estimated[str(config)] if isinstance(self.estimated, Mapping) else self.estimated
 
     def prepare(self, problem: Problem, config: Hashable, device: Cpu) -> Runner:
         self.prepared.append(str(config))

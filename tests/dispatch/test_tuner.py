@@ -131,6 +131,26 @@ def test_the_guess_is_not_given_up_for_one_sample(monkeypatch: pytest.MonkeyPatc
     assert best is not None and best.candidate.algorithm == "guessed"
 
 
+def test_one_sample_gives_up_no_config_that_should_be_fast(monkeypatch: pytest.MonkeyPatch, database: Database) -> None:
+    tiles = {f"tile {i}": 5000.0 for i in range(4)}
+    guesses = dict.fromkeys(tiles, 10.0) | {"last": 1.5}
+    guessed = Fake("guessed", dict.fromkeys("abc", 1500.0), estimate=1.0)
+    register(monkeypatch, guessed, Fake("many", tiles | {"last": 100.0}, estimate=guesses))
+    monkeypatch.setattr(timing, "_displacements", lambda: 0)
+    enter, last = tuner._Race._enter, []
+
+    def enter_amiss(race: tuner._Race, option: Option) -> None:
+        enter(race, option)
+        if option.config == "last":
+            last.append(race._entrants[-1])
+            last[0].watch.samples_us[0] *= 100
+
+    monkeypatch.setattr(tuner._Race, "_enter", enter_amiss)
+    best = tune(database).best
+    assert best is not None and best.config == "last"
+    assert len(last[0].watch.samples_us) > 1
+
+
 def test_the_callers_operands_are_measured_and_never_written() -> None:
     rng = np.random.default_rng(0)
     x, w = (rng.uniform(-1, 1, shape).astype(np.float32) for shape in (SMALL.x_shape, SMALL.w_shape))
