@@ -35,18 +35,24 @@ _FEWEST_IN_GROUP, _SHARE_OF_GROUPS, _TILE_CHANNELS, _FILTERS_OF_PART = 4, 0.26, 
 _SHARE_OF_ODD_GROUPS = 0.065  # of channels that are no power of two
 # Float32: share and launch of 106 layers of a ResNet-50 and a MobileNet v2, in planes, that had no few channels.
 _OF_F32 = {"conv_fwd": (0.4, 8.0), "conv_bwd_data": (0.33, 10.0), "conv_bwd_filter": (0.3, 20.0)}
-# A filter gradient that splits no sum goes through all pixels in each block: 25,000 took 390 us, 400,000 2100. So do
-# forwards and image gradients through all of a sum, however few outputs there are: 4608 products, for 512 channels of
-# one 7x7 image, took 166 us, 960 38 (40 layers of 1 to 4 images). Others do so where image gradients have filters of
-# one tap, more slowly: 2048 products took 142 us, 512 43.
-_PIXEL_US, _PRODUCT_US, _LAUNCH_OF_SUM_US, _OTHER_PRODUCT_US = 0.012, 0.035, 4.0, 0.067
+# A filter gradient that splits no sum goes through all pixels in each block: 25,000 took 390 us, 400,000 2100.
+_PIXEL_US = 0.012
+# So do forwards and image gradients through the products of an output, however few outputs there are: 4608 of them, for
+# 512 channels of one 7x7 image, took 166 us in float32, 12 in 16 bits and 30 in planes (200 layers of 1 to 4 images).
+# us of a product, and of the rest: in float32 by what splits no sum, and by what does but for filters of one tap; in 16
+# bits by (whether there is one tap, whether channels are last).
+_WHOLE_SUM, _OTHER_SUM = (0.035, 4.0), (0.067, 4.0)
+_NARROW_SUM = {
+    (True, True): (0.0015, 2.7),
+    (True, False): (0.0098, 3.0),
+    (False, True): (0.0018, 4.0),
+    (False, False): (0.0043, 9.5),
+}
 # 16-bit data in NCHW are turned to channels-last and back, in launches of their own: us, and how often the bytes of all
 # operands pass once more. Of 1x1, whose planes are read as they lie where pixels are whole vectors, with what is fused,
 # and without (68 us of 13 for 32x128x28x28 to 512 with bias and relu in f16; 36 without vectors for 256x14x14 to 1024).
 _TURNED = ("f16", "bf16")
-# Those that are turned split no sum: 2048 products took 23 us, 576 9.
 _TURN_TAPS, _TURN_FUSED, _TURN_POINTS = (11.0, 2.0), (9.0, 6.3), (2.0, 4.0)
-_TURNED_PRODUCT_US = 0.009
 # Spectra are of tiles of 32x32 or of whole images, which took twice what a copy of them does, and more (320 layers, an
 # H200). So do those of filters alone: 512 to 512 channels of 3x3 take 700 us for one image.
 _FFT_TILE, _SMALLEST_FFT, _OF_WHOLE_IMAGES = 32, 8, 2.0
@@ -82,9 +88,7 @@ def method_us(
         odd_us = odd_us or launches_us
         if problem.align < DEFAULT_ALIGN:
             busy_us, odd_us = busy_us * _UNALIGNED, max(odd_us, _ODD_US)
-    us = busy_us * slower + launch_us + odd_us
-    if kind == "f32" and problem.op != "conv_bwd_filter" and (whole or prod(problem.filter) == 1):
-        us = max(us, _summed(problem) * (_PRODUCT_US if whole else _OTHER_PRODUCT_US) + _LAUNCH_OF_SUM_US)
+    us = max(busy_us * slower + launch_us + odd_us, 0.0 if tf32 else _sum_us(problem, whole))
     return us * (1 + _A_PLACE * place)
 
 
@@ -102,11 +106,22 @@ def spectra_us(problem: ConvProblem, device: Gpu, tiled: bool) -> float:
     return 2 * 8 * elems * spectra * (1.0 if tiled else _OF_WHOLE_IMAGES) / copy_bytes_per_s(device) * 1e6
 
 
-def _summed(problem: ConvProblem) -> float:
-    """Products of an output."""
-    if problem.op == "conv_fwd":
-        return problem.c // problem.groups * prod(problem.filter)
-    return problem.k // problem.groups * max(1.0, prod(problem.filter) / prod(problem.stride))
+def _sum_us(problem: ConvProblem, whole: bool) -> float:
+    """Microseconds in which the products of an output follow each other; 0 where that is not known."""
+    taps, reached = prod(problem.filter), prod(problem.filter) / prod(problem.stride)
+    if problem.op == "conv_bwd_filter" or problem.groups > 1 or not _is_plain(problem):
+        return 0.0
+    products = problem.c * taps if problem.op == "conv_fwd" else problem.k * max(1.0, reached)
+    if problem.dtype == "f32" and (whole or taps == 1):
+        product_us, rest_us = _WHOLE_SUM if whole else _OTHER_SUM
+    elif problem.dtype in _TURNED:
+        is_last = problem.channels_last and problem.y_channels_last
+        # Planes of one tap are read as they lie where their pixels are whole vectors.
+        as_last = is_last or (taps == 1 and _turning(problem, max(problem.stride, default=1) == 1) == (0.0, 0.0))
+        product_us, rest_us = _NARROW_SUM[taps == 1, as_last]
+    else:
+        return 0.0
+    return products * product_us + rest_us
 
 
 def _turning(problem: ConvProblem, is_pointwise: bool) -> tuple[float, float]:
@@ -119,12 +134,7 @@ def _turning(problem: ConvProblem, is_pointwise: bool) -> tuple[float, float]:
         return _TURN_FUSED
     mixed = problem.channels_last != problem.y_channels_last
     is_turned = mixed or problem.op == "conv_bwd_filter" or prod(problem.spatial) % _VECTOR_ELEMS > 0
-    if not is_turned:
-        return 0.0, 0.0
-    launches_us, times = _TURN_POINTS
-    if problem.op != "conv_bwd_filter":
-        launches_us = max(launches_us, _summed(problem) * _TURNED_PRODUCT_US)
-    return launches_us, times
+    return _TURN_POINTS if is_turned else (0.0, 0.0)
 
 
 def _rate(op: str, kind: str, is_pointwise: bool) -> tuple[float, float]:
