@@ -39,7 +39,7 @@ def asked(dtype: str, tokens: tuple[str, ...], run: int, most: int, *, holds_bia
 
     reads_out, has_residual = "beta" in tokens, "res" in tokens
     holds_bias = holds_bias and "bias" in tokens and (reads_out or has_residual)
-    (of_run, load, value_of), (_, load_bias, bias_of) = _moved(dtype, run), _moved(dtype, 1)
+    (of_run, load, value_of), (_, load_bias, bias_of) = moved(dtype, run), moved(dtype, 1)
     residual_at = of_run * reads_out
     bias_at = residual_at + of_run * has_residual
     of_all = bias_at + holds_bias
@@ -85,7 +85,8 @@ def asked(dtype: str, tokens: tuple[str, ...], run: int, most: int, *, holds_bia
     return Asked(at_once, words, ask, finish_quad if run == QUAD else finish_one, go_on)
 
 
-def _moved(dtype: str, run: int):
+@cache
+def moved(dtype: str, run: int):
     """Words of a run; device functions (held, place, wanted, pointer, at): a run to a local array; and (held, place,
     element) -> one of its elements in float32."""
     from nbdnn.kernels.cuda import ptx, ptx_tile, ptx_vector

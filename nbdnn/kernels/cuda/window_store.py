@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from nbdnn.kernels.cuda.asked import moved
 from nbdnn.kernels.cuda.window_tile import held_words
-from nbdnn.problem import ITEMSIZE
 
 _MOST_RUNS = 4  # that a thread has asked for, beside its sums
 
@@ -91,21 +91,17 @@ def _at_once(pixels: int, of_pixel: int, of_run: int, most_words: int) -> tuple[
 @cache
 def _asked_run(dtype: str, tokens: tuple[str, ...], run: int):
     """Words of what the epilogue of a run reads; device function (held, at, wanted, out, residual, place)."""
-    from nbdnn.kernels.cuda import ptx, ptx_vector
+    from nbdnn.kernels.cuda import ptx
 
-    words, load = max(run * ITEMSIZE[dtype] // 4, 1), ptx_vector.ask(dtype, run)
+    words, load, _ = moved(dtype, run)
     reads_out, has_residual = "beta" in tokens, "res" in tokens
 
     @ptx.inline
     def ask(held, at, wanted, out, residual, place):
         if reads_out:
-            before = load(out, place, wanted)
-            for i in range(words):
-                held[at + i] = before[i]
+            load(held, at, wanted, out, place)
         if has_residual:
-            added = load(residual, place, wanted)
-            for i in range(words):
-                held[at + words * reads_out + i] = added[i]
+            load(held, at + words * reads_out, wanted, residual, place)
 
     return words * (reads_out + has_residual), ask
 
@@ -113,28 +109,17 @@ def _asked_run(dtype: str, tokens: tuple[str, ...], run: int):
 @cache
 def _finished_run(dtype: str, tokens: tuple[str, ...], run: int):
     """Device function (sums, held, out, at, extra, channel): out[at:at+run] by the first of the sums and words."""
-    from nbdnn.kernels.cuda import epilogue, ptx, ptx_tile
+    from nbdnn.kernels.cuda import epilogue, ptx
 
     name = epilogue.activation_of(tokens)
     activated = epilogue.activate(name, "f32")
     finished = epilogue.finish("f32", tuple(token for token in tokens if token != name))
     widen, narrow, real, integer = ptx.WIDEN[dtype], ptx.NARROW[dtype], ptx.REAL["f32"], ptx.INTEGER[32]
-    words_count = max(run * ITEMSIZE[dtype] // 4, 1)
+    words_count, _, value_of = moved(dtype, run)
     _, take = held_words(words_count)
-    store, pair = ptx.STORE[words_count], ptx_tile.UNPACK.get(dtype)
-    packed = pack_words(dtype, words_count)
+    store, packed = ptx.STORE[words_count], pack_words(dtype, words_count)
     reads_out, has_bias, has_residual = "beta" in tokens, "bias" in tokens, "res" in tokens
     residual_at = words_count * reads_out
-
-    @ptx.inline
-    def half(held, at, e):
-        return pair(held[at + (e >> 1)])[e & 1]
-
-    @ptx.inline
-    def whole(held, at, e):
-        return ptx_tile.float_of(held[at + e])
-
-    value_of = whole if pair is None else half
 
     @ptx.inline
     def activate_indexed(results):
