@@ -168,6 +168,8 @@ def test_equal_maxima_of_many_windows(dtype: Any) -> None:
         ((1, 2, 4, 5, 7), (2, 3, 4), (1, 1, 1), (1, 2, 3)),
         ((9, 2, 9, 7, 23), (3, 3, 3), (2, 2, 2), (1, 1, 1)),  # windows that share a plane with those a depth before
         ((9, 2, 6, 7, 19), (3, 2, 3), (1, 1, 1), (0, 1, 1)),  # and two planes
+        ((9, 2, 6, 2, 22), (2, 2, 4), (1, 1, 1), (0, 0, 0)),  # the first of which share none with another image
+        ((9, 2, 5, 7, 19), (2, 3, 3), (1, 1, 1), (1, 1, 1)),  # or one before the image
     ],
 )
 @pytest.mark.parametrize("last", [False, True])

@@ -74,14 +74,15 @@ def moved(builder, start, *steps):
     return start
 
 
-def ask_ahead(builder, line, i, row: Row, ahead_bytes: int, vectors: int = 1, writes: bool = False) -> None:
+def ask_ahead(builder, line, i, row: Row, ahead_bytes, vectors: int = 1, writes: bool = False) -> None:
     """Ask for what lies so far behind as many vectors from element i of a line on. One request with each vector that is
     met, for the next plane's also where this one ends: all for 8x192x28x28 (3x3) took 0.48 ms from memory, 0.90 with
     requests for 8 KiB at once and none for y and dy, and 0.40 from cache with either (Zen 5, two threads)."""
     itemsize = ITEMSIZE[row.dtype]
+    ahead_bytes = I64(ahead_bytes) if isinstance(ahead_bytes, int) else ahead_bytes
+    start = builder.add(moved(builder, line, (i, I64(itemsize))), ahead_bytes)
     for vector in range(vectors):
-        behind = I64(ahead_bytes + vector * row.vl * itemsize)
-        ask(builder, builder.add(moved(builder, line, (i, I64(itemsize))), behind), writes)
+        ask(builder, builder.add(start, I64(vector * row.vl * itemsize)), writes)
 
 
 def least(builder, a, b):
@@ -105,39 +106,53 @@ def _quotient(builder, value, divisor: int):
 
 
 class Reader:
-    """Lines of `in_w` elements as vectors of what windows side by side, `out_w` of them a line, have of them."""
+    """Lines of `in_w` elements as vectors of what windows side by side, `out_w` of them a line, have of them.
+
+    order: the window of each lane, None as they are. Two vectors of 32 bytes give every second element by one
+    instruction where each half stays in its place, and by two in the order of windows.
+    """
 
     def __init__(self, builder, row: Row, kind: int, in_w, out_w) -> None:
         self._builder, self._row, self._kind, self._in_w, self._out_w = builder, row, kind, in_w, out_w
         self._compute = DEFAULT_COMPUTE[row.dtype]
         self._read, _, self._itemsize, _ = row_types(row.dtype, self._compute, row.vl)
+        quarter = row.vl // 4
+        swapped = [quarter * part + lane for part in (0, 2, 1, 3) for lane in range(quarter)]
+        self.order = swapped if row.step == 2 and row.vl * self._itemsize == 32 else None
 
     def end_inside(self):
         """Windows before this have their last tap inside of a line."""
         return self._end(self._row.taps - 1)
 
     def masks(self, q, has_end: bool = True) -> list:
-        """By tap, which windows from q on have it inside of the image, and exist; None: all. has_end: whether they may
-        reach a line's end; else its beginning alone counts."""
+        """By tap and in `order`, which windows from q on have it inside of the image, and exist; None: all. has_end:
+        whether they may reach a line's end; else its beginning alone counts."""
         builder, row = self._builder, self._row
         found = []
         for r in range(row.taps):
             low = builder.sub(I64(-((r - row.pad) // row.step)), q) if r < row.pad else None
             high = builder.sub(least(builder, self._end(r), self._out_w), q) if has_end else None
-            found.append(None if low is high is None else lanes_between(builder, row.vl, 0, low, high))
+            found.append(None if low is high is None else lanes_between(builder, row.vl, 0, low, high, self.order))
         return found
 
+    def arranged(self, value):
+        """A vector by windows in `order`, or the other way round."""
+        if self.order is None:
+            return value
+        order = ir.Constant(ir.VectorType(I32, self._row.vl), self.order)
+        return self._builder.shuffle_vector(value, value, order)
+
     def values(self, line, q) -> list:
-        """By tap, x of the windows from q on, in the type that is computed in."""
+        """By tap and in `order`, x of the windows from q on, in the type that is computed in."""
         builder, row, read = self._builder, self._row, self._read
         groups: dict[int, list] = {}
         given: dict[int, ir.Value] = {}
         for r in reversed(range(row.taps)):
-            if self._kind == CAREFUL or row.step == 1 or r + row.step not in given:
+            if self._kind == CAREFUL or row.step == 1 or self.order or r + row.step not in given:
                 given[r] = self._tap(line, q, r, groups)
                 continue
             # The window before has this element as a later tap: one is read instead of `step` vectors, of which most
-            # lie across two cache lines.
+            # lie across two cache lines where they are as wide as one.
             at = builder.add(builder.mul(q, I64(row.step)), I64(r - row.pad))
             before = splat(builder, builder.load(element(builder, line, at, read.element, self._itemsize)), read)
             order = ir.Constant(ir.VectorType(I32, row.vl), [row.vl, *range(row.vl - 1)])
@@ -150,12 +165,12 @@ class Reader:
         return builder.add(_quotient(builder, builder.add(self._in_w, I64(row.pad - r - 1)), row.step), I64(1))
 
     def _tap(self, line, q, r: int, groups: dict[int, list]):
-        builder, row = self._builder, self._row
+        builder, row, order = self._builder, self._row, self.order or range(self._row.vl)
         group, first = divmod(r - row.pad, row.step)
         if group not in groups:
             begin = builder.mul(builder.add(q, I64(group)), I64(row.step))
             groups[group] = [self._part(line, builder.add(begin, I64(part * row.vl))) for part in range(row.step)]
-        return merged(builder, groups[group], [divmod(lane * row.step + first, row.vl) for lane in range(row.vl)])
+        return merged(builder, groups[group], [divmod(window * row.step + first, row.vl) for window in order])
 
     def _part(self, line, start):
         builder, mask = self._builder, None

@@ -114,7 +114,7 @@ def join_lines(row: Row, taps_h: int, step_h: int, mode: str, is_narrow: bool):
                 to = moved(builder, y, (loop.index, y_line))
                 ask_ahead(builder, to, q, row, AHEAD_BYTES, writes=True)
                 slot = element(builder, to, q, read, itemsize)
-                store(builder, convert(builder, total, compute, dtype, vl), slot, itemsize, exist)
+                store(builder, convert(builder, reader.arranged(total), compute, dtype, vl), slot, itemsize, exist)
 
         def columns(q) -> None:
             exist = lanes_between(builder, vl, 0, None, out_w) if is_narrow else None

@@ -18,7 +18,7 @@ from nbdnn.kernels.cpu.compile import DEVICE, compile_task
 from nbdnn.kernels.cpu.cost import streams
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.pool_axes import Axes
-from nbdnn.kernels.cpu.pool_lines import CAREFUL, SAFE, WHOLE, Row
+from nbdnn.kernels.cpu.pool_lines import AHEAD_BYTES, CAREFUL, SAFE, WHOLE, Row
 from nbdnn.kernels.cpu.pool_lines_find import find_lines, found_bytes
 from nbdnn.kernels.cpu.pool_lines_give import give_lines
 from nbdnn.kernels.cpu.scratch import own_pages, whole_lines
@@ -31,6 +31,7 @@ _LINE_BYTES = 64
 _LEAST_LANES = 4
 _MOST_KNOWN = 27  # taps of a window that are met without a loop
 _BLOCK_BYTES = 8192  # of x or dx: lines that one column goes down before the next
+_NOBODYS = -(1 << 62)  # for the number of a line of windows
 GUARD = 8  # bytes on each side of a line of what is chosen; as many as taps
 
 _FIELDS = record(
@@ -64,39 +65,39 @@ def find_windows(row: Row, windows: Windows, remembers: bool):
         line_bytes, out_bytes = f.in_w * itemsize, f.out_w * itemsize
         plane_bytes = f.in_h * line_bytes
         first_d, first_h = d * f.step_d - f.pad_d, p * f.step_h - f.pad_h
-        low_d, end_d = max(first_d, 0), min(first_d + f.taps_d, f.in_d)
-        low_h, end_h = max(first_h, 0), min(first_h + f.taps_h, f.in_h)
-        planes, lines, number = (
-            max(0, end_d - low_d),
-            max(0, end_h - low_h),
-            (low_d - first_d) * f.taps_h + low_h - first_h,
-        )
-        x = pointers[0] + ((plane * f.in_d + low_d) * f.in_h + low_h) * line_bytes
-        x_end = x + max(0, planes - 1) * plane_bytes + (lines + (count - 1) * f.step_h) * line_bytes
+        low_d, end_d = max(0, -first_d), min(f.taps_d, f.in_d - first_d)
+        low_h, end_h = max(0, -first_h), min(f.taps_h, f.in_h - first_h)
+        planes, lines = max(0, end_d - low_d), max(0, end_h - low_h)
+        x_begin, y_begin = pointers[0], pointers[1]
+        x = x_begin + (plane * f.in_d + first_d) * plane_bytes + first_h * line_bytes
+        x_low = x + low_d * plane_bytes + low_h * line_bytes
+        x_end = x_low + max(0, planes - 1) * plane_bytes + (lines + (count - 1) * f.step_h) * line_bytes
         window = (plane * f.out_d + d) * f.out_h + p
-        y, y_end = pointers[1] + window * out_bytes, pointers[1] + (window + count) * out_bytes
-        how = WHOLE if known_d > 0 and planes == known_d and lines == known_h else SAFE
-        ends_x, ends_y = f.planes * f.in_d * plane_bytes, f.planes * f.out_d * f.out_h * out_bytes
-        if x - before < pointers[0] or x_end + behind > pointers[0] + ends_x or y_end + behind > pointers[1] + ends_y:
-            how = CAREFUL
-        is_found, slots = 0, found
-        if shares and how == WHOLE:
+        y, y_end = y_begin + window * out_bytes, y_begin + (window + count) * out_bytes
+        is_found, slots, numbers = 0, found + (f.out_h * 8 + p * f.found_bytes), i64(found)
+        if shares and lines == known_h and end_d == known_d and (low_d == 0 or low_d == shared_d):
             # Whose windows they were, line by line; behind these numbers, what was found.
-            numbers, is_found, slots = i64(found), int(d > 0), found + (f.out_h * 8 + p * f.found_bytes)
+            is_found = 1
             for i in range(p, p + count):
                 if numbers[i] != window - p + i - f.out_h:
                     is_found = 0
+        how = WHOLE if known_d > 0 and (planes == known_d or is_found) and lines == known_h else SAFE
+        ends_x, ends_y = f.planes * f.in_d * plane_bytes, f.planes * f.out_d * f.out_h * out_bytes
+        if x_low - before < x_begin or x_end + behind > x_begin + ends_x or y_end + behind > y_begin + ends_y:
+            how = CAREFUL
+        if shares and how == WHOLE:
             for i in range(p, p + count):
                 numbers[i] = window - p + i
+        ahead_bytes = f.step_d * plane_bytes if row.is_deep else AHEAD_BYTES
         find_some(how, count, x, f.step_h * line_bytes, y, out_bytes, chosen + window * f.pitch, f.pitch, f.in_w,
-                  f.out_w, planes, lines, plane_bytes, line_bytes, number * taps, f.taps_h * taps, slots, f.found_bytes,
-                  is_found)  # fmt: skip
+                  f.out_w, low_d, planes, low_h, lines, plane_bytes, line_bytes, f.taps_h * taps, slots, f.found_bytes,
+                  is_found, ahead_bytes)  # fmt: skip
 
     @njit(**DEVICE)
     def find_run(f, pointers, chosen, found, line, end):
         if shares:
             for i in range(f.out_h):
-                i64(found)[i] = -1
+                i64(found)[i] = _NOBODYS
         first, line_bytes = line, f.in_w * itemsize
         few = max(1, _BLOCK_BYTES // (f.step_h * line_bytes))
         first_whole = -(-f.pad_h // f.step_h)
@@ -104,6 +105,12 @@ def find_windows(row: Row, windows: Windows, remembers: bool):
         while line < end:
             p, rest = line % f.out_h, line // f.out_h
             d, plane = rest % f.out_d, rest // f.out_d
+            if shares and d == 0 and p == 0:
+                for i in range(f.out_h):
+                    i64(found)[i] = line + i - f.out_h if f.pad_d == shared_d else _NOBODYS
+                # Before an image there is nothing: NaNs, which nothing is equal to.
+                for i in range(f.out_h, f.out_h + f.out_h * f.found_bytes // 8):
+                    i64(found)[i] = -1
             end_p = min(f.out_h, p + end - line)
             line += end_p - p
             while p < end_p:

@@ -41,7 +41,7 @@ def _scatter(dtype: str):
 
     @njit(**DEVICE)
     def scatter(f, dy, dx, chosen):
-        offsets, cleared = offsets_of(f.offsets), 0  # elements
+        offsets, cleared, windows, apart = offsets_of(f.offsets), 0, f.out_w, f.step_w * itemsize
         for line in range(f.out_d * f.out_h):
             depth, row = line // f.out_h * f.step_d - f.pad_d, line % f.out_h * f.step_h - f.pad_h
             reached = ((min(f.in_d, depth + f.taps_d) - 1) * f.in_h + min(f.in_h, row + f.taps_h)) * f.in_w
@@ -50,9 +50,10 @@ def _scatter(dtype: str):
                 cleared = reached
             taps, shares = taps_of(chosen + line * f.pitch), data(dy + line * f.out_w * itemsize)
             first = dx + ((depth * f.in_h + row) * f.in_w - f.pad_w) * itemsize
-            for q in range(f.out_w):
+            for q in range(windows):
                 if taps[q] != NONE:
-                    data(first + q * f.step_w * itemsize + offsets[taps[q]])[0] += shares[q]
+                    data(first + offsets[taps[q]])[0] += shares[q]
+                first += apart
         clear(dx + cleared * itemsize, f.in_d * f.in_h * f.in_w - cleared, real(0.0))
 
     return scatter

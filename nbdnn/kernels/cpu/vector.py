@@ -232,11 +232,11 @@ def masked(builder, type_):
     return access
 
 
-def lanes_between(builder, vl, lane0, low, high):
-    """Mask of the lanes whose number, counted from lane0, is at least low and less than high, of which one may be
-    None."""
+def lanes_between(builder, vl, lane0, low, high, order=None):
+    """Mask of the lanes whose number, counted from lane0 or as `order` has them, is at least low and less than high, of
+    which one may be None."""
     type_ = ir.VectorType(I32, vl)
-    lanes = ir.Constant(type_, list(range(lane0, lane0 + vl)))
+    lanes = ir.Constant(type_, order or list(range(lane0, lane0 + vl)))
     bounds = [("<", high), (">=", low)]
     masks = [
         builder.icmp_signed(order, lanes, splat(builder, builder.trunc(bound, I32), type_))
