@@ -48,6 +48,11 @@ _NARROW_SUM = {
     (False, True): (0.0018, 4.0),
     (False, False): (0.0043, 9.5),
 }
+# In 16 bits, channels last: of image gradients with strides, by whether there is one tap, the same; of filter
+# gradients, by whether they are products of matrices, us of a pixel (the sums of more than some thousands are split)
+# and of the rest (30 layers of two images: 11.5 us was guessed to be 5.1).
+_STRIDED_SUM = {True: (0.0013, 9.5), False: (0.0066, 6.6)}
+_FILTER_SUM, _FILTER_PIXELS = {True: (0.0003, 4.8), False: (0.0007, 7.0)}, 6272
 # 16-bit data in NCHW are turned to channels-last and back, in launches of their own: us, and how often the bytes of all
 # operands pass once more. Of 1x1, whose planes are read as they lie where pixels are whole vectors, with what is fused,
 # and without (68 us of 13 for 32x128x28x28 to 512 with bias and relu in f16; 36 without vectors for 256x14x14 to 1024).
@@ -109,16 +114,23 @@ def spectra_us(problem: ConvProblem, device: Gpu, tiled: bool) -> float:
 def _sum_us(problem: ConvProblem, whole: bool) -> float:
     """Microseconds in which the products of an output follow each other; 0 where that is not known."""
     taps, reached = prod(problem.filter), prod(problem.filter) / prod(problem.stride)
-    if problem.op == "conv_bwd_filter" or problem.groups > 1 or not _is_plain(problem):
+    is_last, is_strided = problem.channels_last and problem.y_channels_last, max(problem.stride, default=1) > 1
+    if problem.groups > 1 or not _is_plain(problem):
         return 0.0
+    if problem.op == "conv_bwd_filter":
+        if problem.dtype not in _TURNED or not is_last:
+            return 0.0
+        pixel_us, rest_us = _FILTER_SUM[taps == 1 and not is_strided]
+        return min(problem.n * prod(problem.out_spatial), _FILTER_PIXELS) * pixel_us + rest_us
     products = problem.c * taps if problem.op == "conv_fwd" else problem.k * max(1.0, reached)
     if problem.dtype == "f32" and (whole or taps == 1):
         product_us, rest_us = _WHOLE_SUM if whole else _OTHER_SUM
     elif problem.dtype in _TURNED:
-        is_last = problem.channels_last and problem.y_channels_last
         # Planes of one tap are read as they lie where their pixels are whole vectors.
-        as_last = is_last or (taps == 1 and _turning(problem, max(problem.stride, default=1) == 1) == (0.0, 0.0))
+        as_last = is_last or (taps == 1 and _turning(problem, not is_strided) == (0.0, 0.0))
         product_us, rest_us = _NARROW_SUM[taps == 1, as_last]
+        if problem.op == "conv_bwd_data" and is_strided and is_last:
+            product_us, rest_us = _STRIDED_SUM[taps == 1]
     else:
         return 0.0
     return products * product_us + rest_us

@@ -317,7 +317,7 @@ def _cuda_softmax() -> _Lists:
 
 def _cuda_bn() -> _Lists:
     from nbdnn.cudnn import bn_legacy
-    from nbdnn.kernels.cuda import bn_few_rows, bn_held, bn_resident, bn_streamed, bn_teams
+    from nbdnn.kernels.cuda import bn_few_rows, bn_flat, bn_held, bn_resident, bn_streamed, bn_teams
 
     return {
         "bn_train": (
@@ -328,7 +328,7 @@ def _cuda_bn() -> _Lists:
             *bn_legacy.TRAIN,
             bn_streamed.TRAIN,
         ),
-        "bn_infer": (bn_few_rows.INFER, *bn_legacy.INFER, bn_streamed.INFER),
+        "bn_infer": (bn_few_rows.INFER, bn_flat.INFER, *bn_legacy.INFER, bn_streamed.INFER),
         "bn_bwd": (bn_few_rows.BWD, bn_held.BWD, bn_teams.BWD, bn_resident.BWD, *bn_legacy.BWD, bn_streamed.BWD),
         "bn_infer_bwd": (bn_few_rows.INFER_BWD, bn_streamed.INFER_BWD),
     }

@@ -28,6 +28,9 @@ KERNELS = (
     ("bn_bwd:bf16:n32c64h28w28:per-activation:nhwc:pf32", "few_rows"),
     ("bn_infer_bwd:f64:n3c5h5w7:per-activation:nchw", "few_rows"),
     ("bn_infer:f16:n3c6h5w7:per-activation:nchw", "few_rows"),
+    ("bn_infer:f32:n1c2048h7w7:spatial:nchw", "flat"),
+    ("bn_infer:bf16:n32c512h7w7:spatial:nchw:pf32", "flat"),
+    ("bn_infer:f64:n3c5h5w7:spatial:nchw", "flat"),
     ("bn_train:f32:n32c256h56w56:spatial:nchw", "held"),
     ("bn_bwd:bf16:n4096c4096h1w1:per-activation:nchw:pf32", "held"),
     ("bn_train:f16:n3c5h5w7:spatial:nchw:run", "held"),
@@ -237,6 +240,26 @@ def test_threads_that_have_all_rows_of_their_channels(text: str, monkeypatch: py
     block = emulated_ptx.install(monkeypatch)
     problem = parse(text)
     candidate = registry.candidate(f"{problem.op}/numba/few_rows")
+    for config in candidate.configs(problem, H200):
+        emulated.assert_near(candidate, problem, config, values(problem, "normal"), H200, block, problem.scalars)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bn_infer:f32:n2c12h7w7:spatial:nchw",
+        "bn_infer:f16:n3c40h1w3:spatial:nchw:pf32",
+        "bn_infer:bf16:n1c3h5w7:spatial:nchw",
+        "bn_infer:f32:n5c9d2h3w4:spatial:ncdhw",
+        "bn_infer:f16:n4c33h8w8:spatial:nchw:pf32:a4",
+        "bn_infer:f32:n2c5h40w41:spatial:nchw",
+    ],
+)
+def test_vectors_of_two_planes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which begin in one and end in the next, also of the next image; in planes of few elements, and of many."""
+    block = emulated_ptx.install(monkeypatch)
+    problem = parse(text)
+    candidate = registry.candidate("bn_infer/numba/flat")
     for config in candidate.configs(problem, H200):
         emulated.assert_near(candidate, problem, config, values(problem, "normal"), H200, block, problem.scalars)
 

@@ -35,7 +35,9 @@ _BLOCKS_AT_LEAST = 2  # of a multiprocessor, where columns are joined for want o
 _NARROW = 32  # channels of a block, where inference takes two slabs at a time: f32 is 2 % faster
 _LAUNCH_US, _NEXT_US = 3.0, 1.5  # of the first kernel; of each beside it, and of what lies between them
 _SHARE_OF_COPY = 0.9
-_BLOCK_US, _SUMMING_BLOCK_US = 3e-3, 5.5e-3  # of a block, however little it has to do; of one that sums
+# Inference: of a launch, of a block, of a thread's vectors; and how much longer too few blocks take.
+_INFER_US, _INFER_BLOCK_US, _INFER_SLOT_US, _INFER_FEW = 1.6, 1.5e-3, 0.14, 1.5
+_BLOCK_US = 5.5e-3  # of a block that sums, however little it has to do
 _SLOT_US = 0.13  # of a thread's vectors, one after the other
 _FINISHED_US = 2.5e-4  # of a channel, by a kernel of its own
 # Where neighbours are channels (H200): what the sums of a block cost in training, of 8 channels a thread and of fewer;
@@ -287,20 +289,21 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
 
     def estimate(self, problem: BnProblem, config: Streamed, device: Gpu) -> float:
         integers, inputs = _walk(problem, config), sum(o.size_bytes for o in problem.operands if o.role == "in")
+        blocks, rate = integers.parts * integers.slabs, copy_bytes_per_s(device) * _SHARE_OF_COPY
+        if self.op == "bn_infer":
+            moved_us = problem.min_bytes / rate * min(max(1.0, device.sms / blocks), _INFER_FEW) * 1e6
+            return _INFER_US + max(moved_us, blocks * _INFER_BLOCK_US, integers.slots * _INFER_SLOT_US)
         again = max(0, inputs - device.l2_bytes // 2) if self.op in ("bn_train", "bn_bwd") else 0
-        others, busy_blocks = {"bn_infer": (0, 2), "bn_infer_bwd": (2, 4)}.get(self.op, (3, 4))
+        others = 2 if self.op == "bn_infer_bwd" else 3
         others = 0 if _is_alone(problem, integers) else others
-        few = max(1.0, busy_blocks * device.sms / (integers.parts * integers.slabs))
-        rate = copy_bytes_per_s(device) * _SHARE_OF_COPY
+        few = max(1.0, 4 * device.sms / blocks)
         sums_us, v = 0.0, plan.variant(problem, config.columns, _THREADS)
         if self.op in ("bn_train", "bn_bwd") and not v.planar:
-            sums_us = integers.parts * integers.slabs * _SUMS_US[v.lanes < 8] + integers.parts / 32 * _PARTS_US
+            sums_us = blocks * _SUMS_US[v.lanes < 8] + integers.parts / 32 * _PARTS_US
         moved_us = (problem.min_bytes + again) / rate * min(few, 8.0) * 1e6
-        of_block_us = _BLOCK_US if self.op == "bn_infer" else _SUMMING_BLOCK_US
-        begun_us = integers.parts * integers.slabs * of_block_us
         if others:
             sums_us += problem.planes[1] * _FINISHED_US
-        return _LAUNCH_US + others * _NEXT_US + sums_us + max(moved_us, begun_us, integers.slots * _SLOT_US)
+        return _LAUNCH_US + others * _NEXT_US + sums_us + max(moved_us, blocks * _BLOCK_US, integers.slots * _SLOT_US)
 
     def launches(self, problem: BnProblem, config: Streamed, device: Gpu) -> list[Launch]:
         v, integers = plan.variant(problem, config.columns, _THREADS), _walk(problem, config)

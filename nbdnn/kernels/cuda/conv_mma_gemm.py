@@ -296,8 +296,9 @@ class MmaGemm(MmaCandidate):
         group_out, group_in = self._channels(problem)
         kinds = residues(problem)
         blocks = kinds * problem.groups * tiles_m(problem, tile) * ceil(group_out / tile.n)
-        stages = prod(problem.filter) * ceil(group_in / tile.k_elems(data_type(problem))) / kinds
-        return Work(blocks, stages)
+        of_tap = ceil(group_in / tile.k_elems(data_type(problem)))
+        most_taps = prod(ceil(taps / u) for taps, u in zip(problem.filter, problem.stride, strict=True))
+        return Work(blocks, prod(problem.filter) * of_tap / kinds, most_taps * of_tap if kinds > 1 else 0)
 
     def launches(self, problem: ConvProblem, config: Config, device: Gpu) -> list[Launch]:
         (chosen, parts), start_bytes = config, parts_bytes(problem, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from math import ceil
+from math import ceil, sqrt
 from typing import ClassVar, NamedTuple
 
 from nbdnn.candidate import YES, Support
@@ -45,10 +45,11 @@ class Config(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Blocks of a tile, not counting parts, and stages of one on average."""
+    """Blocks of a tile, not counting parts, and stages of one on average; of the longest where they differ, else 0."""
 
     blocks: int
     stages: float
+    longest: int = 0
 
 
 def staged(m: int, n: int, warps_m: int, warps_n: int, k_bytes: int, min_blocks: int, *, deep: bool = False) -> Tile:
@@ -138,11 +139,17 @@ class MmaCandidate(LaunchedCandidate[Config]):
 
     def estimate(self, problem: ConvProblem, config: Config, device: Gpu) -> float:
         tile, parts = config
-        blocks, stages = self.work(problem, tile)
+        blocks, stages, longest = self.work(problem, tile)
         flops_per_s = peaks.tensor_flops_per_s(device, problem.dtype, problem.dtype == "f32") / device.sms
         share = self.peak_share.get(device.capability[0], min(self.peak_share.values())) * _SUMS_SHARE[tile.sums]
+        share *= 2 * sqrt(tile.m * tile.n) / (tile.m + tile.n)  # tiles that are no squares copy more for a product
         stage_us = 2 * tile.m * tile.n * tile.k_elems(data_type(problem)) / (flops_per_s * share) * 1e6
-        products_us = ceil(blocks * parts / device.sms) * (stages / parts + self.fill_stages) * stage_us
+        turns = blocks * parts / device.sms
+        if longest:
+            passed = max(turns * (stages / parts + self.fill_stages), longest / parts + self.fill_stages)
+        else:
+            passed = ceil(turns) * (stages / parts + self.fill_stages)
+        products_us = passed * stage_us
         bytes_per_us = peaks.copy_bytes_per_s(device) / 1e6
         us = _LAUNCH_US + max(products_us, problem.min_bytes / bytes_per_us / _SHARE_OF_COPY)
         if moved_bytes := parts_bytes(problem, config):

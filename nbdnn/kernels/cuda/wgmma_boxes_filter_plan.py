@@ -33,8 +33,8 @@ _GROUPS, _COLUMNS, _BLOCKS = (1, 2, 3, 4), (32, 64, 96, 128, 192, 256), (1, 2)
 _OTHER_REGISTERS = 32  # of a thread beside its sums
 # Fitted to 730 tiles of 45 problems on an H200: the guess takes 1.03 of the fastest. As in `wgmma_boxes_plan.py`; and
 # what the launch takes that adds the parts, and of the time of memory for these.
-_LAUNCH_US, _SHARES, _POWER, _ROW_CLOCKS, _LATENCY_CLOCKS = 2.92, (0.58, 0.52), 2.6, 0.35, 2230
-_PARTS_US, _PARTS_MOVED, _FEW = 1.9, 0.78, 0.43  # part of the multiprocessors that memory keeps busy
+_LAUNCH_US, _SHARES, _POWER, _ROW_CLOCKS, _LATENCY_CLOCKS = 2.0, (0.58, 0.52), 2.6, 0.35, 2230
+_PARTS_US, _PARTS_MOVED, _FEW = 1.5, 0.78, 0.43  # part of the multiprocessors that memory keeps busy
 _KNOWN = 256
 
 
