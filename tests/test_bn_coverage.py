@@ -43,7 +43,7 @@ COVERAGE = {
         (*_NEIGHBOURS_DIFFER, "n32c256h56w56:spatial:nhwc"),
     ),
     "numba/few_rows": (BN_OPS, _DTYPES, (_SPATIAL[3], *_ACTIVATION)),
-    "numba/flat": (("bn_infer",), _DTYPES, (_SPATIAL[0], _SPATIAL[2], "n1c2048h7w7:spatial:nchw")),
+    "numba/flat": (("bn_infer",), _DTYPES, (*_SPATIAL, *_ACTIVATION)),
     "numba/streamed": (BN_OPS, _DTYPES, (*_SPATIAL, *_ACTIVATION)),
     "cudnn/spatial": (BN_OPS[:3], _CUDNN_DTYPES, _SPATIAL),
     "cudnn/spatial_persistent": (("bn_train", "bn_bwd"), _CUDNN_DTYPES, _SPATIAL),

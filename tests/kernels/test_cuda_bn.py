@@ -31,6 +31,7 @@ KERNELS = (
     ("bn_infer:f32:n1c2048h7w7:spatial:nchw", "flat"),
     ("bn_infer:bf16:n32c512h7w7:spatial:nchw:pf32", "flat"),
     ("bn_infer:f64:n3c5h5w7:spatial:nchw", "flat"),
+    ("bn_infer:f16:n1c64h56w56:spatial:nhwc:pf32", "flat"),
     ("bn_train:f32:n32c256h56w56:spatial:nchw", "held"),
     ("bn_bwd:bf16:n4096c4096h1w1:per-activation:nchw:pf32", "held"),
     ("bn_train:f16:n3c5h5w7:spatial:nchw:run", "held"),
@@ -253,10 +254,15 @@ def test_threads_that_have_all_rows_of_their_channels(text: str, monkeypatch: py
         "bn_infer:f32:n5c9d2h3w4:spatial:ncdhw",
         "bn_infer:f16:n4c33h8w8:spatial:nchw:pf32:a4",
         "bn_infer:f32:n2c5h40w41:spatial:nchw",
+        "bn_infer:f16:n3c24h5w7:spatial:nhwc:pf32",
+        "bn_infer:f16:n3c24h5w7:spatial:nhwc:pf32:a4",
+        "bn_infer:bf16:n2c40h3w3:spatial:nhwc",
+        "bn_infer:f32:n5c6h3w3:per-activation:nchw",
+        "bn_infer:f32:n1c1h1w1:spatial:nchw",
     ],
 )
-def test_vectors_of_two_planes(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which begin in one and end in the next, also of the next image; in planes of few elements, and of many."""
+def test_vectors_of_two_planes_and_of_channels(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which begin in one plane and end in the next, also of the next image; in planes of few elements, and of many."""
     block = emulated_ptx.install(monkeypatch)
     problem = parse(text)
     candidate = registry.candidate("bn_infer/numba/flat")
