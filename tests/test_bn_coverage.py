@@ -42,7 +42,7 @@ COVERAGE = {
         _DTYPES,
         (*_NEIGHBOURS_DIFFER, "n32c256h56w56:spatial:nhwc"),
     ),
-    "numba/few_rows": (BN_OPS, _DTYPES, (_SPATIAL[3], *_ACTIVATION)),
+    "numba/few_rows": (("bn_train", "bn_bwd", "bn_infer_bwd"), _DTYPES, (_SPATIAL[3], *_ACTIVATION)),
     "numba/flat": (("bn_infer",), _DTYPES, (*_SPATIAL, *_ACTIVATION)),
     "numba/streamed": (BN_OPS, _DTYPES, (*_SPATIAL, *_ACTIVATION)),
     "cudnn/spatial": (BN_OPS[:3], _CUDNN_DTYPES, _SPATIAL),

@@ -328,7 +328,7 @@ def _cuda_bn() -> _Lists:
             *bn_legacy.TRAIN,
             bn_streamed.TRAIN,
         ),
-        "bn_infer": (bn_few_rows.INFER, bn_flat.INFER, *bn_legacy.INFER, bn_streamed.INFER),
+        "bn_infer": (bn_flat.INFER, *bn_legacy.INFER, bn_streamed.INFER),
         "bn_bwd": (bn_few_rows.BWD, bn_held.BWD, bn_teams.BWD, bn_resident.BWD, *bn_legacy.BWD, bn_streamed.BWD),
         "bn_infer_bwd": (bn_few_rows.INFER_BWD, bn_streamed.INFER_BWD),
     }

@@ -29,7 +29,7 @@ _MOST_ROWS = 64
 _MOST_LANES, _WHOLE_BYTES = 4, 16
 _KEPT_BYTES, _MOST_AT_ONCE = 64, 16  # of the rows of an array that a thread has on their way
 _LAUNCH_US, _TURN_US = 1.5, 1.0  # of the launch; of rows that are waited for
-_FINISHED_US = {"bn_train": 0.15, "bn_infer": 0.05, "bn_bwd": 0.05, "bn_infer_bwd": 0.15}  # of a channel, for its roots
+_FINISHED_US = {"bn_train": 0.15, "bn_bwd": 0.05, "bn_infer_bwd": 0.15}  # of a channel, for its roots
 _SHARE_OF_COPY, _SHARE_OF_TWO = 0.8, 0.55  # of the copy rate; of that, where a thread's vectors are of 2 bytes
 _IN_FLIGHT_BYTES = 24 << 10  # of a multiprocessor, for the memory to be busy
 
@@ -153,14 +153,6 @@ def _kernel(at_once: int, *specialised_on):
         written = four_arrays()
         for i in range(lanes):
             a[i], b[i], origin[i], pivot[i] = real(0.0), real(0.0), real(0.0), real(0.0)
-        if op == "bn_infer":
-            coefficients = finished(known, written, pivot, a, b, real(1.0), epsilon, factor)
-            scale_rows(coefficients, values, gradients, loaded, out, at, row, f)
-            while row + at_once < f.rows:
-                row, at = integer(row + at_once), integer(at + step)
-                load_rows(loaded, x, dy, at, row, f)
-                scale_rows(coefficients, values, gradients, loaded, out, at, row, f)
-            return
         if op == "bn_train":
             first_mean(pivot, values, gradients, loaded, f)
             for i in range(lanes):
@@ -192,7 +184,7 @@ def _kernel(at_once: int, *specialised_on):
 
 
 class RowsOfThreads(LaunchedCandidate[FewRows]):
-    """Batch normalisation of few rows of neighbouring channels."""
+    """Training of few rows of neighbouring channels, and the gradients."""
 
     algorithm = "few_rows"
 
@@ -214,7 +206,7 @@ class RowsOfThreads(LaunchedCandidate[FewRows]):
     def estimate(self, problem: BnProblem, config: FewRows, device: Gpu) -> float:
         rows, channels, _ = problem.planes
         at_once = _at_once(problem, config)
-        threads, arrays = channels / config.lanes, 1 if problem.op in ("bn_train", "bn_infer") else 2
+        threads, arrays = channels / config.lanes, 1 if problem.op == "bn_train" else 2
         row_bytes = arrays * config.lanes * ITEMSIZE[problem.dtype]
         known_bytes = (problem.min_bytes - (arrays + 1) * rows * channels * ITEMSIZE[problem.dtype]) / threads
         in_flight = min(threads, 1024 * device.sms) * (min(rows, at_once) * row_bytes + known_bytes / 2)
@@ -247,5 +239,4 @@ def _at_once(problem: BnProblem, config: FewRows) -> int:
     return min(_MOST_AT_ONCE, fit, 1 << max(0, rows - 1).bit_length())
 
 
-TRAIN, INFER = RowsOfThreads("bn_train"), RowsOfThreads("bn_infer")
-BWD, INFER_BWD = RowsOfThreads("bn_bwd"), RowsOfThreads("bn_infer_bwd")
+TRAIN, BWD, INFER_BWD = RowsOfThreads("bn_train"), RowsOfThreads("bn_bwd"), RowsOfThreads("bn_infer_bwd")

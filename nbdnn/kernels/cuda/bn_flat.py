@@ -29,7 +29,9 @@ _VECTOR_BYTES = 16
 _LAUNCH_US = {1: 1.4, 2: 1.75}  # by a thread's vectors
 _AT_ONCE = tuple(_LAUNCH_US)
 _BLOCKS_AT_ONCE = 8  # of a multiprocessor
-_SHARE_OF_COPY, _SHARE_OF_NARROW = 0.9, 0.8  # of 16-bit data the latter
+# Of a copy's rate; of 16-bit data by (whether neighbours are of one channel, a thread's vectors).
+_SHARE_OF_COPY = 0.95
+_SHARE_OF_NARROW = {(True, 1): 0.86, (True, 2): 0.92, (False, 1): 0.7, (False, 2): 0.94}
 
 
 class Flat(NamedTuple):
@@ -137,7 +139,8 @@ class FlatInference(LaunchedCandidate[Flat]):
         return tuple(sorted(map(Flat, _AT_ONCE), key=lambda config: self.estimate(problem, config, device)))
 
     def estimate(self, problem: BnProblem, config: Flat, device: Gpu) -> float:
-        share = _SHARE_OF_NARROW if ITEMSIZE[problem.dtype] == 2 else _SHARE_OF_COPY
+        is_planar, is_narrow = problem.planes[2] > 1, ITEMSIZE[problem.dtype] == 2
+        share = _SHARE_OF_NARROW[is_planar, config.at_once] if is_narrow else _SHARE_OF_COPY
         moved_us = problem.min_bytes / (copy_bytes_per_s(device) * share) * 1e6
         waves = _blocks(problem, config) / (_BLOCKS_AT_ONCE * device.sms)
         # The last blocks are half as many as would be there at once.

@@ -2,7 +2,7 @@
 
     NCHW              a column is a channel: the vectors of its planes, image after image
     NHWC, and every   a column is a vector of neighbouring channels: one vector a row; a slab of them, up to 128 bytes
-    per-activation    wide (256 in inference), goes to a block
+    per-activation    wide, goes to a block
     mode
 
     block:  `columns` threads side by side x threads / columns rows at a time

@@ -31,12 +31,12 @@ _AT_ONCE = 4  # vectors of a thread that are on their way
 _PARTS_AT_ONCE = 8  # sums of parts that a lane of the second kernel asks for
 _MIN_BLOCKS, _MIN_BLOCKS_WIDE = 3, 2  # of a multiprocessor: 85 registers a thread; 128 of 2 x 8 lanes and float64
 _CHUNK_BYTES = (32 << 10, 16 << 10, 64 << 10)  # of x, a block
-_BLOCKS_AT_LEAST = 2  # of a multiprocessor, where columns are joined for want of rows
-_NARROW = 32  # channels of a block, where inference takes two slabs at a time: f32 is 2 % faster
 _LAUNCH_US, _NEXT_US = 3.0, 1.5  # of the first kernel; of each beside it, and of what lies between them
 _SHARE_OF_COPY = 0.9
 # Inference: of a launch, of a block, of a thread's vectors; and how much longer too few blocks take.
 _INFER_US, _INFER_BLOCK_US, _INFER_SLOT_US, _INFER_FEW = 1.6, 1.5e-3, 0.14, 1.5
+_INFER_CHANNEL_US = 1.1e-5  # of a channel of a block, where neighbours are channels: its coefficients
+_INFER_NARROW = {2: 1.55, 4: 1.3, 8: 1.1}  # by bytes of a vector, how much longer those take that are less than 16
 _BLOCK_US = 5.5e-3  # of a block that sums, however little it has to do
 _SLOT_US = 0.13  # of a thread's vectors, one after the other
 _FINISHED_US = 2.5e-4  # of a channel, by a kernel of its own
@@ -267,12 +267,7 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         return YES
 
     def configs(self, problem: BnProblem, device: Gpu) -> tuple[Streamed, ...]:
-        columns, lanes = plan.widths(problem)[0], problem.vector_bytes // ITEMSIZE[problem.dtype]
-        narrow = problem.dtype == "f32" and columns * lanes == _NARROW
-        if self.op == "bn_infer" and narrow and problem.planes[1] >= 2 * _NARROW:
-            columns *= 2
-        if self.op == "bn_infer":
-            columns = _filled(problem, columns, device)
+        columns = plan.widths(problem)[0]
         every = [Streamed(columns, chunk_bytes >> 10) for chunk_bytes in _CHUNK_BYTES]
         if self.op == "bn_infer_bwd":  # as many blocks as are there at once
             v = plan.variant(problem, columns, _THREADS)
@@ -291,8 +286,11 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         integers, inputs = _walk(problem, config), sum(o.size_bytes for o in problem.operands if o.role == "in")
         blocks, rate = integers.parts * integers.slabs, copy_bytes_per_s(device) * _SHARE_OF_COPY
         if self.op == "bn_infer":
-            moved_us = problem.min_bytes / rate * min(max(1.0, device.sms / blocks), _INFER_FEW) * 1e6
-            return _INFER_US + max(moved_us, blocks * _INFER_BLOCK_US, integers.slots * _INFER_SLOT_US)
+            longer = min(max(1.0, device.sms / blocks), _INFER_FEW) * _INFER_NARROW.get(problem.vector_bytes, 1.0)
+            moved_us = problem.min_bytes / rate * longer * 1e6
+            found_us = 0.0 if problem.planes[2] > 1 else integers.parts * integers.channels * _INFER_CHANNEL_US
+            begun_us, in_turn_us = blocks * _INFER_BLOCK_US, integers.slots * _INFER_SLOT_US
+            return _INFER_US + max(moved_us, found_us, begun_us, in_turn_us)
         again = max(0, inputs - device.l2_bytes // 2) if self.op in ("bn_train", "bn_bwd") else 0
         others = 2 if self.op == "bn_infer_bwd" else 3
         others = 0 if _is_alone(problem, integers) else others
@@ -341,17 +339,6 @@ class StreamedTwice(LaunchedCandidate[Streamed]):
         if is_alone:
             return [over_rows(False)]
         return [over_rows(False), finish] if self.op == "bn_infer_bwd" else [over_rows(False), finish, over_rows(True)]
-
-
-def _filled(problem: BnProblem, columns: int, device: Gpu) -> int:
-    """As many columns as leave no thread of a block without its rows, as long as all multiprocessors have blocks."""
-    rows, channels, inner = problem.planes
-    vectors = channels * ITEMSIZE[problem.dtype] // problem.vector_bytes
-    while inner == 1 and columns * rows < _AT_ONCE * _THREADS and columns < _THREADS:
-        if vectors < 2 * columns * _BLOCKS_AT_LEAST * device.sms:
-            break
-        columns *= 2
-    return columns
 
 
 def _min_blocks(v: Variant) -> int:
