@@ -23,10 +23,10 @@ def dnn_batch_normalization_train(
     Parameters
     ----------
     inputs : array of 2 to 6 axes, (N, C, *spatial)
-        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX or CuPy; contiguous or channels-last (other strides
-        are made dense first). Arrays on a GPU are computed on that GPU, without waiting for the result.
+        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX, CuPy, Numba or what README names; contiguous or
+        channels-last (other strides are made dense first). On a GPU nothing waits for the result, but for JAX's arrays.
     gamma, beta : arrays with the axes of `inputs`, of extent 1 where they are reduced
-        With 16-bit inputs they may be float32.
+        With 16-bit inputs they may be float32; else, of differing dtypes, all of the call is cast to the common one.
     mode : 'per-activation' ('peractivation') or 'spatial'
         Statistics over axis 0, or over axis 0 and all after axis 1; m is the number of elements they are over.
     epsilon : float
@@ -34,14 +34,14 @@ def dnn_batch_normalization_train(
     running_average_factor : float
         f above.
     running_mean, running_var : arrays of the shape of `gamma`, optional
-        Both or neither.
+        Both or neither. They are not changed, and may not be `out`: take new_running_mean and new_running_var.
     policy : str, optional
         A selection policy ('guess_once', 'guess_on_shape_change', 'time_once', 'time_on_shape_change') or a candidate
         id such as 'bn_train/cpu/rows'. Default: flag dnn.policy.
     out : tuple of arrays, optional
         Where the results go, in the order in which they are returned, None for those to be allocated. They may not
         overlap an input.
-    stream : int or object with ``__cuda_stream__``, optional
+    stream : int, or a stream of PyTorch, CuPy, Numba or any with ``__cuda_stream__``, optional
         CUDA stream for arrays on a GPU. Default: the current one of their library, else the default stream.
     workspace_limit : int, optional
         Bytes of scratch memory that may be used; 0: none. Default: flag dnn.workspace_limit, else what is free.
@@ -55,7 +55,7 @@ def dnn_batch_normalization_train(
     Returns
     -------
     out, mean, invstd, and with running averages new_running_mean, new_running_var
-        The first of the shape, dtype, library and layout of `inputs`, the others of shape and dtype of `gamma`.
+        The first of the shape, library and layout of `inputs`, the others of shape and dtype of `gamma`, as cast.
 
     Raises
     ------

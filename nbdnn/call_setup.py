@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -94,11 +94,17 @@ def integer(name: str, value: Any, smallest: int) -> int:
 
 def integer_in(name: str, value: Any, each: Any, smallest: int, expected: str = "an int or a tuple of ints") -> int:
     """`each`, one of the numbers of `value`, where it is an int and not less than `smallest`."""
-    if not isinstance(each, Integral):  # an array of one integer is an index too, but no part of a key: it may change
+    if not is_whole(each):
         raise InvalidProblem(f"{name} is {value!r}, expected {expected}")
     if each < smallest:
         raise InvalidProblem(f"{name} is {value!r}: {each} is less than {smallest}")
     return int(each)
+
+
+def is_whole(number: Any) -> bool:
+    """Whether it is an int, or a float that equals one: a call with equal arguments is the same call, whichever came
+    first. An array of one integer is an index too, but no part of a key: it may change."""
+    return isinstance(number, Integral) or (isinstance(number, Real) and float(number).is_integer())
 
 
 def views_of(

@@ -197,7 +197,7 @@ def _file(arguments: Namespace, writable: bool = False) -> SqliteFile:
 def _existing(arguments: Namespace, writable: bool = False) -> SqliteFile:
     file = _file(arguments, writable)
     if not file.path.exists():
-        raise DatabaseError(f"{file.path}: there is no database")
+        raise DatabaseError(f"{file.path}: no database yet; `nbdnn autotune` writes one")
     return file
 
 

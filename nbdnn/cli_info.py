@@ -17,7 +17,7 @@ from nbdnn.device import Gpu
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "info", help="versions, device, database, candidates", description="Facts for a report of a problem."
+        "info", help="versions, device, database, candidates", description="Facts for a bug report."
     )
     add_place(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -50,7 +50,7 @@ def _facts(args: argparse.Namespace) -> dict[str, str]:
         works = {"multiprocessors": str(device.sms), "driver": f"for CUDA {device.driver}"}
     else:
         caches = f"L2 {size(device.l2_bytes)} a core, last level {size(device.llc_bytes)}"
-        works = {"threads": f"{device.threads} on {layer}" + _ADVICE.get(layer, "")}
+        works = {"threads": f"{device.threads}; Numba's layer: {layer}" + _ADVICE.get(layer, "")}
     return {
         "nbdnn": nbdnn.__version__,
         "python": f"{platform.python_version()} on {platform.platform()}",

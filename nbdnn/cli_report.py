@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
 
     file = SqliteFile(args.db or default_path(), writable=False)
     if not file.path.exists():
-        raise DatabaseError(f"{file.path}: there is no database")
+        raise DatabaseError(f"{file.path}: no database yet; `nbdnn autotune` writes one")
     rows = file.find(partial(upkeep.find, filter=upkeep.Filter(device=args.device, op=args.op)))
     if not rows:
         why = " of that kind" if args.op or args.device else ": nbdnn autotune makes them"

@@ -31,12 +31,12 @@ def add_targets(parser: argparse.ArgumentParser) -> None:
     )
     of_workloads = parser.add_argument_group("workloads and models")
     of_workloads.add_argument(
-        "--batch", type=positive, metavar="N", help="images (default: what a model says, where it says nothing 1)"
+        "--batch", type=positive, metavar="N", help="images in a batch (default: the model's, else 1)"
     )
     of_workloads.add_argument(
         "--dtype",
         choices=tuple(ITEMSIZE),
-        help="of every operand (default: that of a model's nodes, of a workload f32)",
+        help="of every operand (default: the model's; f32 for a workload)",
     )
     of_workloads.add_argument("--layout", choices=("nchw", "nhwc"), help="channels first or last (default nchw)")
     of_workloads.add_argument("--train", action="store_true", help="the gradients as well")

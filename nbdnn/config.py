@@ -14,7 +14,7 @@ dnn.allow_tf32           False                       True | False
 dnn.deterministic        False                       True | False
 dnn.workspace_limit      None                        bytes, or None: available memory
 dnn.fallback             warn                        warn | raise: when a named method cannot run
-dnn.policy               guess_on_shape_change       a selection policy or a candidate id, for ops without algo=
+dnn.policy               guess_on_shape_change       a selection policy or a candidate id, for ops but convolutions
 tune.budget_s            20.0                        seconds spent on measuring one problem
 tune.db                  (empty)                     file of the tuning database; empty: in the user data folder
 tune.mode                read-write                  read-write | read-only | off
@@ -143,10 +143,10 @@ _FLAGS: dict[str, _Flag] = {
     "dnn.conv.precision": _one_of(*PRECISIONS, default="as_input_f32"),
     "dnn.allow_tf32": _one_of(True, False, default=False),
     "dnn.deterministic": _one_of(True, False, default=False),
-    "dnn.workspace_limit": _Flag(None, "a number of bytes, None", _read_bytes),
+    "dnn.workspace_limit": _Flag(None, "a number of bytes, 0 or more, or None", _read_bytes),
     "dnn.fallback": _one_of("warn", "raise", default="warn"),
     "dnn.policy": _Flag("guess_on_shape_change", f"{', '.join(POLICIES)}, or a candidate id", _read_policy),
-    "tune.budget_s": _Flag(20.0, "a number of seconds", _read_seconds),
+    "tune.budget_s": _Flag(20.0, "a finite number of seconds, 0 or more", _read_seconds),
     "tune.db": _Flag("", "a path", _read_path),
     "tune.mode": _one_of("read-write", "read-only", "off", default="read-write"),
 }

@@ -36,8 +36,8 @@ def dnn_conv(
     Parameters
     ----------
     img : array (N, C, H, W)
-        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX or CuPy; contiguous or channels-last (other strides
-        are made dense first). Arrays on a GPU are computed on that GPU, without waiting for the result.
+        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX, CuPy, Numba or what README names; contiguous or
+        channels-last (other strides are made dense first). On a GPU nothing waits for the result, but for JAX's arrays.
     kerns : array (K, C / num_groups, R, S)
         Of the same dtype; else both are cast to the common one.
     border_mode : 'valid', 'full', 'half', int, tuple of int, or tuple of (before, after)
@@ -47,7 +47,8 @@ def dnn_conv(
     conv_mode : 'conv' or 'cross'
         'cross' does not flip the filter: it reads ``kerns[k, c, r, s]``.
     direction_hint : None, 'forward!', 'bprop weights' or 'bprop inputs'
-        Lets the forward computed as that gradient race too; a hint that does not apply is ignored.
+        The last two let a gradient's kernels compute the forward too, in the same race; where they do not apply they
+        are ignored. 'forward!' changes nothing.
     algo : str, optional
         A method ('none', 'small', 'large', 'fft', 'fft_tiling', 'winograd', 'winograd_non_fused'), a selection policy
         ('guess_once', 'guess_on_shape_change', 'time_once', 'time_on_shape_change') or a candidate id such as
@@ -65,7 +66,7 @@ def dnn_conv(
         Scale of the convolution and of what is in `out`; a beta needs `out`.
     out : array, optional
         Where the result goes; it may not overlap an operand.
-    stream : int or object with ``__cuda_stream__``, optional
+    stream : int, or a stream of PyTorch, CuPy, Numba or any with ``__cuda_stream__``, optional
         CUDA stream for arrays on a GPU. Default: the current one of their library, else the default stream.
     workspace_limit : int, optional
         Bytes of scratch memory that may be used; 0: none. Default: flag dnn.workspace_limit, else what is free.
@@ -91,7 +92,8 @@ def dnn_conv(
     Notes
     -----
     Sums are accumulated in the compute type, with an error of at most 8 * eps * sqrt(C*R*S) times the root sum of
-    squares of the products on zero-mean data; the result is rounded once. Thread-safe.
+    squares of the products on zero-mean data; the result is rounded once (by cuDNN in 16 bits twice, where it does not
+    fuse the epilogue or there is a beta). Thread-safe.
     """
     if workmem is not None:
         raise TypeError("workmem= is gone: say which algorithm with algo=")

@@ -144,7 +144,8 @@ def _problem(
     groups = call_setup.integer("num_groups", given.num_groups, 1)
     if x_shape[1] != w_shape[1] * groups:
         raise InvalidProblem(
-            f"img has {x_shape[1]} channels, kerns {w_shape[1]} in each of {groups} groups: {w_shape[1] * groups}"
+            f"img has {x_shape[1]} channels, kerns takes {w_shape[1] * groups} ({groups} x {w_shape[1]}); "
+            "axes are (N, C, ...)"
         )
     dilation = conv_arguments.axes("dilation", given.dilation, ndim)
     first_last, second_last, result_last = lasts

@@ -28,7 +28,7 @@ def dnn_dropout(
     dropout : float
         Probability of a zero, in [0, 1).
     seed : int
-        Of 64 bits, of a new generator, which draws the same mask at each call; of no account where `state` is given.
+        64 bits for a new generator; ignored with `state`. Without `state` every call with one seed draws the same mask.
     state : array (2,) of int64, optional
         (seed, offset) of x's library, on its device, from an earlier call. It advances by ceil(x.size / 4) in place, on
         the device: a captured graph draws a new mask at each replay. JAX gets a new one at each call, of NumPy where

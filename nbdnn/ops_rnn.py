@@ -11,7 +11,7 @@ from nbdnn.rnn import DIRECTION_MODES, RNNBlock
 
 
 class GpuDnnRNNOp(Layered):
-    """``GpuDnnRNNOp(rnn_mode, direction_mode)(desc, w, x, hx, cx)`` -> tape, y, hy, and of a LSTM cy.
+    """``GpuDnnRNNOp(rnn_mode, direction_mode)(desc, w, x, hx, cx)`` -> tape, y, hy, and of an LSTM cy.
 
     desc: the `nbdnn.RNNBlock` with sizes and input mode; what it says of mode and direction has to be the same. The
     tape takes the place of Theano's reserve, and is what `RNNBlock.grad` reads. An op is its own layer for the

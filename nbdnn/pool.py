@@ -24,14 +24,14 @@ def dnn_pool(
     Parameters
     ----------
     img : array (N, C, H, W) or (N, C, D, H, W)
-        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX or CuPy; contiguous or channels-last (other strides
-        are made dense first). Arrays on a GPU are computed on that GPU, without waiting for the result.
+        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX, CuPy, Numba or what README names; contiguous or
+        channels-last (other strides are made dense first). On a GPU nothing waits for the result, but for JAX's arrays.
     ws : int or tuple of ints
         Extents of the window: one for all spatial axes, or one for each.
     stride : int or tuple of ints, optional
         Steps between windows. Default: 1, not `ws`.
     mode : 'max', 'max_deterministic', 'average_inc_pad', 'average_exc_pad', 'average' or 'sum'
-        'average' is 'average_inc_pad'; the two maxima differ in what is promised of their gradients.
+        'average' is 'average_inc_pad'; 'max_deterministic' is 'max', whose gradient is deterministic already.
     pad : int or tuple of ints, optional
         What is added at both ends of each spatial axis. Default: 0.
     policy : str, optional
@@ -39,7 +39,7 @@ def dnn_pool(
         id such as 'pool_fwd/cpu/rows'. Default: flag dnn.policy.
     out : array, optional
         Where the result goes; it may not overlap `img`.
-    stream : int or object with ``__cuda_stream__``, optional
+    stream : int, or a stream of PyTorch, CuPy, Numba or any with ``__cuda_stream__``, optional
         CUDA stream for arrays on a GPU. Default: the current one of their library, else the default stream.
     workspace_limit : int, optional
         Bytes of scratch memory that may be used; 0: none. Default: flag dnn.workspace_limit, else what is free.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from typing import Any
 
 from nbdnn import call, call_setup
@@ -76,8 +75,8 @@ def _order(op: str, mode: str) -> tuple[int, ...]:
 
 def _axes(name: str, value: Any, ndim: int) -> tuple[int, ...]:
     """A number for each spatial axis."""
-    numbers = (value,) * ndim if isinstance(value, Integral) else value
-    if not isinstance(numbers, tuple) or not all(isinstance(number, Integral) for number in numbers):
+    numbers = value if isinstance(value, tuple) else (value,) * ndim
+    if not all(map(call_setup.is_whole, numbers)):
         raise InvalidProblem(f"{name} is {value!r}, expected an int or a tuple of ints")
     if len(numbers) != ndim:
         raise InvalidProblem(f"{name} has length {len(numbers)}, img has {ndim} spatial axes")

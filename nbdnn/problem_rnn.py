@@ -123,7 +123,7 @@ class RnnProblem(Problem):
         if size_elems * itemsize >= 2**63:  # of which there are no addresses
             raise InvalidProblem(f"w would have {size_elems} elements: {size_elems * itemsize} bytes")
         if self.skip and self.input != self.hidden:
-            raise InvalidProblem(f"skip input adds {self.input} inputs to {self.hidden} hidden units")
+            raise InvalidProblem(f"skip input needs as many inputs as hidden units: {self.input} and {self.hidden}")
         if self.training and self.op == "rnn_bwd":
             raise InvalidProblem("rnn_bwd writes no tape")
         if self.tape and self.op == "rnn_fwd" and not self.training:

@@ -23,7 +23,7 @@ class Tape:
 
     The arrays are the caller's, not copies: what is written into them between the forward and the gradient changes the
     gradient. memory: in float32 (float64 for float64), for each layer its outputs h (T, B, directions * H), then for
-    each step, sequence and direction what the mode keeps: of a LSTM i, f, g, o after their activations and the cell c;
+    each step, sequence and direction what the mode keeps: of an LSTM i, f, g, o after their activations and the cell c;
     of a GRU r, u, n and what r multiplied, R_n h + bR_n; of the others nothing more. own: where the memory is not that,
     but what a library keeps for its own gradient, whose it is. consumed: a gradient was told not to retain it.
     """
@@ -125,8 +125,8 @@ class RNNBlock:
         return RnnProblem("rnn_fwd", dtype, steps, batch, width, hidden, layers, mode, both, skip, training)
 
     def get_param_size(self, input_size: Sequence[int]) -> int:
-        """Elements of the parameter block for inputs [batch, I]: over the layers and their directions, the sum of
-        gates * (H * in + H * H + 2 * H)."""
+        """Elements of the parameter block for inputs [batch, I], whose batch does not count: over the layers and their
+        directions, the sum of gates * (H * in + H * H + 2 * H)."""
         return self._parameters(input_size).size_elems
 
     def split_params(self, w: Any, layer: int, input_size: Sequence[int]) -> list[Any]:
@@ -138,12 +138,12 @@ class RNNBlock:
         layer : int
             From 0; of a bidirectional block the pseudo-layer, 0 to 2L - 1: a layer's forward direction, then its
             backward.
-        input_size : [batch, I]
+        input_size : [batch, I], of which batch does not count
 
         Returns
         -------
         list
-            Of each gate W as (in, H), and bW (H,); then of each gate R as (H, H), and bR (H,). Gates: of a LSTM input,
+            Of each gate W as (in, H), and bW (H,); then of each gate R as (H, H), and bR (H,). Gates: of an LSTM input,
             forget, newmem, output; of a GRU reset, update, newmem. With skip input the first layer has None for each W.
             A matrix is stored as its transpose, so x @ W is the product. Copies where arrays have no views (JAX).
         """
@@ -153,7 +153,7 @@ class RNNBlock:
         if tuple(w.shape) != (parameters.size_elems,):
             raise InvalidProblem(f"w has shape {tuple(w.shape)}, expected {(parameters.size_elems,)}")
         if not isinstance(layer, Integral) or not 0 <= layer < parameters.pseudo_layers:
-            raise InvalidProblem(f"layer is {layer!r}, there are {parameters.pseudo_layers}")
+            raise InvalidProblem(f"layer is {layer!r}, expected 0 to {parameters.pseudo_layers - 1}")
         found: list[Any] = []
         for matrix, bias in zip(parameters.matrices(layer), parameters.biases(layer), strict=True):
             if matrix is None:
@@ -188,7 +188,7 @@ class RNNBlock:
         x : array (T, B, I)
             Of NumPy, PyTorch, JAX or CuPy; what is not dense is made so first.
         hx, cx : arrays (L * directions, B, H), optional
-            States to begin with; default zeros. cx is a LSTM's only.
+            States to begin with; default zeros. cx is an LSTM's only.
         training : bool
             Also return the tape that `grad` reads.
         policy : str, optional
@@ -197,7 +197,7 @@ class RNNBlock:
         out : tuple of arrays, optional
             Where the results but the tape go, in the order in which they are returned, None for those to be allocated.
             They may not overlap an input.
-        stream : int or object with ``__cuda_stream__``, optional
+        stream : int, or a stream of PyTorch, CuPy, Numba or any with ``__cuda_stream__``, optional
             CUDA stream for arrays on a GPU. Default: the current one of their library, else the default stream.
         workspace_limit : int, optional
             Bytes of scratch memory that may be used; 0: none. Default: flag dnn.workspace_limit, else what is free.
@@ -210,7 +210,7 @@ class RNNBlock:
 
         Returns
         -------
-        y, hy, and of a LSTM cy, and in training a `Tape`
+        y, hy, and of an LSTM cy, and in training a `Tape`
             y (T, B, directions * H): the last layer's outputs; hy, cy (L * directions, B, H): every layer's last
             states, those of a backward direction at t = 0. Without steps y is empty, hy is hx and cy is cx.
 
@@ -243,7 +243,7 @@ class RNNBlock:
             What that forward returned last. It may be read more than once, unless `retain_tape` is False.
         dy : array (T, B, directions * H)
         dhy, dcy : arrays (L * directions, B, H), optional
-            Gradients of the last states; default zeros. dcy is a LSTM's only.
+            Gradients of the last states; default zeros. dcy is an LSTM's only.
         retain_tape : bool
             False: this gradient is the last that reads the tape, and may write into its memory. cuDNN's would otherwise
             need a copy of what it kept.
@@ -252,7 +252,7 @@ class RNNBlock:
 
         Returns
         -------
-        dw, dx, dhx, and of a LSTM dcx
+        dw, dx, dhx, and of an LSTM dcx
             Also where hx and cx were not given. Each of the shape and dtype of what it is the gradient of.
 
         Raises

@@ -20,8 +20,8 @@ def dnn_softmax(
     Parameters
     ----------
     x : array (N, C), (N, C, W), (N, C, H, W) or (N, C, D, H, W)
-        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX or CuPy; contiguous or channels-last (other strides
-        are made dense first). Arrays on a GPU are computed on that GPU, without waiting for the result.
+        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX, CuPy, Numba or what README names; contiguous or
+        channels-last (other strides are made dense first). On a GPU nothing waits for the result, but for JAX's arrays.
     algo : 'accurate', 'fast' or 'log'
         'fast' does not subtract the maximum: it overflows where float32 does, at 88.7. 'log' is the logarithm.
     mode : 'channel' or 'instance'
@@ -31,7 +31,7 @@ def dnn_softmax(
         id such as 'softmax_fwd/cpu/rows'. Default: flag dnn.policy.
     out : array, optional
         Where the result goes; it may not overlap `x`.
-    stream : int or object with ``__cuda_stream__``, optional
+    stream : int, or a stream of PyTorch, CuPy, Numba or any with ``__cuda_stream__``, optional
         CUDA stream for arrays on a GPU. Default: the current one of their library, else the default stream.
     workspace_limit : int, optional
         Bytes of scratch memory that may be used; 0: none. Default: flag dnn.workspace_limit, else what is free.

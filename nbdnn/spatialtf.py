@@ -24,10 +24,10 @@ def dnn_spatialtf(
     Parameters
     ----------
     img : array (N, C, H, W)
-        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX or CuPy; contiguous or channels-last (other strides
-        are made dense first). Arrays on a GPU are computed on that GPU, without waiting for the result.
+        float16, bfloat16, float32 or float64 of NumPy, PyTorch, JAX, CuPy, Numba or what README names; contiguous or
+        channels-last (other strides are made dense first). On a GPU nothing waits for the result, but for JAX's arrays.
     theta : array (N, 2, 3)
-        With 16-bit images it may be float32, which is worth while: a float16 says where a pixel of 500 is to a quarter.
+        With 16-bit images it may be float32, and should: in float16 a position among 500 pixels is off by up to 1/4.
     scale_width, scale_height : float
         The output has ceil(H * scale_height) rows and ceil(W * scale_width) columns.
     policy : str, optional
@@ -35,7 +35,7 @@ def dnn_spatialtf(
         id such as 'spatialtf_fwd/cpu/planar'. Default: flag dnn.policy.
     out : array, optional
         Where the result goes; it may not overlap an input.
-    stream : int or object with ``__cuda_stream__``, optional
+    stream : int, or a stream of PyTorch, CuPy, Numba or any with ``__cuda_stream__``, optional
         CUDA stream for arrays on a GPU. Default: the current one of their library, else the default stream.
     workspace_limit : int, optional
         Bytes of scratch memory that may be used; 0: none. Default: flag dnn.workspace_limit, else what is free.
@@ -132,7 +132,7 @@ def dnn_spatialtf_grid(
 
     Returns
     -------
-    array (N, H', W', 2) of the dtype and library of `theta`: along the columns, along the rows; or `out`.
+    array (N, H', W', 2) of the dtype and library of `theta`: (x, y), x across columns, y down rows; or `out`.
 
     Raises
     ------
@@ -182,8 +182,8 @@ def dnn_spatialtf_sampler(
     img : array (N, C, H, W)
         As in `dnn_spatialtf`.
     grid : array (N, H', W', 2)
-        Positions along the columns, along the rows; -1 and 1 are the middles of the first and the last pixel. With
-        16-bit images it may be float32.
+        (x, y), x across the columns; -1 and 1 are the middles of the first and the last pixel. With 16-bit images it
+        may be float32.
     policy, out, stream, workspace_limit, deterministic, allow_tf32, layer
         As in `dnn_spatialtf`.
 

@@ -125,7 +125,7 @@ def test_what_is_not_there_is_an_error(db: str, tmp_path: Path, capsys: pytest.C
     empty = str(tmp_path / "empty.db")
     Path(empty).touch()
     for arguments, message in (
-        (["--db", str(tmp_path / "none.db")], f"{tmp_path / 'none.db'}: there is no database"),
+        (["--db", str(tmp_path / "none.db")], f"{tmp_path / 'none.db'}: no database yet; `nbdnn autotune` writes one"),
         (["--db", db, "--op", "pool_fwd"], f"{db} holds no measurement of that kind"),
         (["--db", empty], f"{empty} holds no measurement: nbdnn autotune makes them"),
         (["--db", db, "-o", "/nowhere/report.html"], "/nowhere/report.html: No such file or directory"),

@@ -69,8 +69,8 @@ def test_place_of_the_database(tmp_path: Path) -> None:
         ("dnn.conv.algo_fwd=deterministic", "valid: none, small, large, fft, "),
         ("dnn.conv.algo_bwd=large", "valid: none, small, deterministic, fft, fft_tiling, winograd_non_fused, "),
         ("dnn.deterministic", "'dnn.deterministic' is not of the form flag=value"),
-        ("tune.budget_s=-1", "tune.budget_s is '-1'; valid: a number of seconds"),
-        ("dnn.workspace_limit=1.5", "dnn.workspace_limit is '1.5'; valid: a number of bytes, None"),
+        ("tune.budget_s=-1", "tune.budget_s is '-1'; valid: a finite number of seconds, 0 or more"),
+        ("dnn.workspace_limit=1.5", "dnn.workspace_limit is '1.5'; valid: a number of bytes, 0 or more, or None"),
         ("dnn.policy=fastest", "dnn.policy is 'fastest'; valid: guess_once, "),
     ],
 )

@@ -42,7 +42,7 @@ FUNCTIONS: dict[str, Callable] = {
         ("allow_tf32", 2, "allow_tf32 is 2, expected True, False or None"),
         ("workspace_limit", -1, "workspace_limit is -1: -1 is less than 0"),
         ("workspace_limit", "a", "workspace_limit is 'a', expected an int$"),
-        ("workspace_limit", 1e6, "workspace_limit is 1000000.0, expected an int$"),
+        ("workspace_limit", 1.5, "workspace_limit is 1.5, expected an int$"),
         ("layer", [], r"layer is \[\], expected a name"),
         ("stream", "abc", "stream is 'abc', expected a handle or an object with __cuda_stream__"),
     ],

@@ -98,10 +98,14 @@ def test_defaults_are_stride_1_no_pad_and_the_maximum() -> None:
     np.testing.assert_array_equal(dnn_pool(x, 2, mode="average", pad=1), dnn_pool(x, 2, 1, "average_inc_pad", (1, 1)))
 
 
-def test_integers_of_numpy_are_integers() -> None:
+def test_what_equals_an_integer_is_one() -> None:
+    """Else an error of a first call would be none of a later one: equal arguments are the same call."""
     x = RNG.standard_normal((1, 2, 6, 6))
-    two = np.int64(2)
-    np.testing.assert_array_equal(dnn_pool(x, (two, 2), two, pad=np.int32(1)), dnn_pool(x, 2, 2, pad=1))
+    two, y = np.int64(2), dnn_pool(x, 2, 2, pad=1)
+    np.testing.assert_array_equal(dnn_pool(x, (two, 2), two, pad=np.int32(1)), y)
+    np.testing.assert_array_equal(dnn_pool(x[:, :, :5], 2.0, np.float32(2), pad=(1, 1.0)), y[:, :, :3])
+    with pytest.raises(InvalidProblem, match=r"ws is 2\.5, expected an int"):
+        dnn_pool(x, 2.5)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])

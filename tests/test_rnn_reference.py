@@ -181,7 +181,7 @@ def test_a_layer_has_neither_steps_nor_batch() -> None:
     "text, named",
     [
         ("rnn_fwd:f32:t5b3i8h16l0:gru:uni:linear", "layers is 0"),
-        ("rnn_fwd:f32:t5b3i8h16l1:gru:uni:skip", "8 inputs to 16 hidden"),
+        ("rnn_fwd:f32:t5b3i8h16l1:gru:uni:skip", "inputs as hidden units: 8 and 16"),
         ("rnn_fwd:f32:t5b3i8h16l1:gru:both:linear", "expected uni or bi"),
         ("rnn_fwd:f32:t5b3i8h16l1:elman:uni:linear", "'elman' is not one of rnn_relu"),
         ("rnn_bwd:f32:t5b3i8h16l1:gru:uni:linear:train", "writes no tape"),

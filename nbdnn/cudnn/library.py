@@ -32,7 +32,7 @@ class Tried(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.path} ({self.place}): {self.reason or 'used'}"
+        return f"{self.path} ({self.place}): {self.reason or 'opened'}"
 
 
 class Library(NamedTuple):

@@ -46,6 +46,9 @@ _lock = threading.Lock()
 def events(all_threads: bool = False) -> Iterator[list[Event]]:
     """Collect what happens while the block runs: ``with nbdnn.events() as log: ...``.
 
+    Kinds: selected (once a plan, not once a call), measured, failed, fallback, replaced, copied, rejected, ignored,
+    noisy; ``nbdnn.dispatch.events`` says what each means.
+
     Parameters
     ----------
     all_threads

@@ -10,6 +10,7 @@ time_once              complete measurements of this very problem, else the laye
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from nbdnn import config
@@ -270,15 +271,19 @@ def _named(problem: Problem, device: Device, database: Database, filters: Filter
         return Choice(fastest(usable, rows) or ranked(usable, problem, device)[0], "named")
     failed = [Refused(o.candidate, f"failed when tried: {rows[o.key].reason}") for o in options]
     if filters.candidate or config.current()["dnn.fallback"] == "raise":
-        raise unsupported(problem, [*refused, *failed])
+        raise unsupported(problem, [*_of_method(refused), *failed] or refused)
     return None
+
+
+def _of_method(refused: Iterable[Refused]) -> list[Refused]:
+    """Those that were not refused for their method."""
+    return [one for one in refused if not one.reason.startswith("its method is")]
 
 
 def _tell_fallback(problem: Problem, device: Device, filters: Filters, instead: Option) -> None:
     """An event a plan, and a warning once a problem and process."""
     _, refused = survey(problem, device, filters)
-    of_method = [r for r in refused if not r.reason.startswith("its method is")]
-    why = "; ".join(f"{r.candidate.id}: {r.reason}" for r in of_method) or "nobody implements it here"
+    why = "; ".join(f"{r.candidate.id}: {r.reason}" for r in _of_method(refused)) or "nobody implements it here"
     detail = f"algo={filters.method!r} cannot run ({why}); {instead} runs instead"
     events.emit("fallback", problem, instead.candidate.id, detail)
     with _lock:

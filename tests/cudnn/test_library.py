@@ -63,7 +63,7 @@ def linked(folder: Path, *missing: str) -> Path:
 def test_the_installed_one_is_loaded() -> None:
     version, path, tried = load()
     assert (version, path) == (library().version, str(library().path))
-    assert version >= search.OLDEST and tried[-1] == f"{path} (Python's packages): used"
+    assert version >= search.OLDEST and tried[-1] == f"{path} (Python's packages): opened"
 
 
 @pytest.mark.parametrize("named", ["file", "folder", "lib", "lib64"])
@@ -72,7 +72,7 @@ def test_the_flag_goes_first(tmp_path: Path, named: str) -> None:
     folder.mkdir(exist_ok=True)
     path = linked(folder) / SONAME
     _, used, tried = load(path if named == "file" else tmp_path)
-    assert used == str(path) and tried == [f"{path} (flag dnn.library_path): used"]
+    assert used == str(path) and tried == [f"{path} (flag dnn.library_path): opened"]
 
 
 @pytest.mark.parametrize("variable", _ROOTS)
@@ -80,13 +80,13 @@ def test_roots_in_the_environment(tmp_path: Path, variable: str) -> None:
     path = linked(tmp_path) / SONAME
     no_packages = "from nbdnn.cudnn import search; search.package_folders = lambda: []"
     _, used, tried = load(before=no_packages, **{variable: str(tmp_path)})
-    assert used == str(path) and tried == [f"{path} ({variable}): used"]
+    assert used == str(path) and tried == [f"{path} ({variable}): opened"]
 
 
 def test_one_that_the_process_has_loaded_wins(tmp_path: Path) -> None:
     installed = library().path
     _, used, tried = load(linked(tmp_path), before=f"import ctypes; ctypes.CDLL({str(installed)!r})")
-    assert used == str(installed) and tried[-1].endswith("(loaded before by another library): used")
+    assert used == str(installed) and tried[-1].endswith("(loaded before by another library): opened")
     assert f"has loaded {installed} before" in tried[0] and str(tmp_path) in tried[0]
 
 
@@ -148,7 +148,7 @@ def test_too_old_by_the_name_of_its_file(tmp_path: Path) -> None:
     fake_cudnn(tmp_path).rename(tmp_path / "libcudnn.so.9.14.0")
     (tmp_path / SONAME).symlink_to("libcudnn.so.9.14.0")
     _, _, tried = load(tmp_path)
-    assert "version 9.14.0 is older than 9.16.0" in tried[0] and tried[-1].endswith("used")
+    assert "version 9.14.0 is older than 9.16.0" in tried[0] and tried[-1].endswith("opened")
 
 
 def test_too_old_by_the_header_beside_it(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_parts_of_different_versions(tmp_path: Path) -> None:
 def test_a_file_that_is_no_library(tmp_path: Path) -> None:
     (linked(tmp_path, SONAME) / SONAME).write_text("<html>not found</html>" * 100)
     _, _, tried = load(tmp_path)
-    assert "invalid ELF header" in tried[0] and tried[-1].endswith("used")
+    assert "invalid ELF header" in tried[0] and tried[-1].endswith("opened")
 
 
 def test_what_it_opens_later_is_loaded_with_it() -> None:
