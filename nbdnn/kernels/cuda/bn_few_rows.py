@@ -28,7 +28,7 @@ _THREADS = 128
 _MOST_ROWS = 64
 _MOST_LANES, _WHOLE_BYTES = 4, 16
 _KEPT_BYTES, _MOST_AT_ONCE = 64, 16  # of the rows of an array that a thread has on their way
-_LAUNCH_US, _TURN_US = 1.5, 1.0  # of the launch; of rows that are waited for
+_LAUNCH_US, _TURN_US, _ROW_US = 1.5, 1.0, 0.16  # of the launch; of rows that are waited for; of one
 _FINISHED_US = {"bn_train": 0.15, "bn_bwd": 0.05, "bn_infer_bwd": 0.15}  # of a channel, for its roots
 _SHARE_OF_COPY, _SHARE_OF_TWO = 0.8, 0.55  # of the copy rate; of that, where a thread's vectors are of 2 bytes
 _IN_FLIGHT_BYTES = 24 << 10  # of a multiprocessor, for the memory to be busy
@@ -215,7 +215,10 @@ class RowsOfThreads(LaunchedCandidate[FewRows]):
             rate *= _SHARE_OF_TWO
         turns = ceil(rows / at_once) - 1
         waited_us = turns * _TURN_US + config.lanes * _FINISHED_US[self.op]
-        return _LAUNCH_US + waited_us + problem.min_bytes / rate * 1e6
+        moved_us = problem.min_bytes / rate * 1e6
+        if threads <= 1024 * device.sms:  # all are there at once, and wait for no more than their rows
+            moved_us = min(moved_us, problem.min_bytes / copy_bytes_per_s(device) * 1e6 + rows * _ROW_US)
+        return _LAUNCH_US + waited_us + moved_us
 
     def launches(self, problem: BnProblem, config: FewRows, device: Gpu) -> list[Launch]:
         rows, channels, _ = problem.planes
