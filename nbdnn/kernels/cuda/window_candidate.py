@@ -94,6 +94,7 @@ class ByWindows(LaunchedCandidate[ConfigT]):
 
     shares: Shares
     slower = Slower()
+    launch_us = 0.0  # of a forward, which `slower` does not count then; 0.0: all of it is slower
     smallest: tuple[ConfigT, ...]
     most_shared_bytes: float = inf  # of a block
 
@@ -165,8 +166,10 @@ class ByWindows(LaunchedCandidate[ConfigT]):
             moved_us *= _APART
         launches = 2 if self.op == "conv_bwd_filter" else 1
         idle = max(1.0, device.sms / (blocks * prod(others)))
-        us = launches * _LAUNCH_US + max(self.flops(problem) / flops_per_s * 1e6, moved_us) * idle
-        return us * self.slower.of(problem)
+        work_us, slower = max(self.flops(problem) / flops_per_s * 1e6, moved_us) * idle, self.slower.of(problem)
+        if self.launch_us and problem.op == "conv_fwd":
+            return self.launch_us + work_us * slower
+        return (launches * _LAUNCH_US + work_us) * slower
 
     def launches(self, problem: ConvProblem, config: ConfigT, device: Gpu) -> list[Launch]:
         planned = self.plan(problem, config, device)
