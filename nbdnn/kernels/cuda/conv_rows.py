@@ -26,7 +26,7 @@ class ByRows(ByWindows[Config]):
 
     algorithm = "rows"
     shares, slower, smallest = Shares(0.65, 0.35, 0.65), Slower(1.25, 2.3, 1.35, 1.5, 1.5), SMALLEST
-    launch_us = 3.0
+    busy_blocks, launch_us = 2, 3.0
 
     def plan(self, problem: ConvProblem, config: Config, device: Gpu) -> Planned:
         math = self.units_math(problem)

@@ -17,7 +17,7 @@ from nbdnn.problem_conv import ConvProblem
 class Stem(Windowed):
     """Few channels in, all of them in one quad."""
 
-    algorithm, slower, launch_us = "stem", Slower(2.1, 3.0, 1.8, 2.0, 2.3), 5.0
+    algorithm, slower, launch_us, busy_blocks = "stem", Slower(2.1, 3.0, 1.8, 2.0, 2.3), 5.0, 2
 
     def refused(self, problem: ConvProblem) -> str:
         return super().refused(problem) or without_few(problem, QUAD)

@@ -18,6 +18,9 @@ from nbdnn.kernels.cuda.window_sums import SUM_ELEMENTS
 from nbdnn.problem_conv import ConvProblem
 
 _LAUNCH_US = 3.0
+# For each block of a multiprocessor more or less than `busy_blocks`, or one more where bytes take so many times as long
+# as products: 3x3 takes 3.9 us by three blocks, not 4.1, 32 images of 7x7 taps 41.5 by two, not 52.
+_OTHER_BLOCKS, _FEW = 0.03, 4.0
 # Windows that share no pixels, whose rows are copied for one of them alone: by matrix units patches of 4x4 (32x224x224,
 # 96 filters) took 36.9 us in 16 bits, their filter's gradient 45.3 (an H200).
 _APART = 2.6
@@ -94,6 +97,7 @@ class ByWindows(LaunchedCandidate[ConfigT]):
 
     shares: Shares
     slower = Slower()
+    busy_blocks = 1  # of a multiprocessor, that it takes for a forward's share of the peak of matrix units
     launch_us = 0.0  # of a forward, which `slower` does not count then; 0.0: all of it is slower
     smallest: tuple[ConfigT, ...]
     most_shared_bytes: float = inf  # of a block
@@ -165,11 +169,15 @@ class ByWindows(LaunchedCandidate[ConfigT]):
         if apart and math != "fma" and prod(problem.filter) > 1:
             moved_us *= _APART
         launches = 2 if self.op == "conv_bwd_filter" else 1
-        idle = max(1.0, device.sms / (blocks * prod(others)))
-        work_us, slower = max(self.flops(problem) / flops_per_s * 1e6, moved_us) * idle, self.slower.of(problem)
+        products_us, slower = self.flops(problem) / flops_per_s * 1e6, self.slower.of(problem)
+        of_sms = device.sms / (blocks * prod(others))  # for each block
         if self.launch_us and problem.op == "conv_fwd":
-            return self.launch_us + work_us * slower
-        return (launches * _LAUNCH_US + work_us) * slower
+            if math != "fma":
+                wanted = self.busy_blocks + (_FEW * products_us < moved_us)
+                slower *= 1 + _OTHER_BLOCKS * abs(config.blocks - wanted)
+                products_us *= max(1.0, self.busy_blocks * of_sms) / max(1.0, of_sms)
+            return self.launch_us + max(products_us, moved_us) * max(1.0, of_sms) * slower
+        return (launches * _LAUNCH_US + max(products_us, moved_us) * max(1.0, of_sms)) * slower
 
     def launches(self, problem: ConvProblem, config: ConfigT, device: Gpu) -> list[Launch]:
         planned = self.plan(problem, config, device)
