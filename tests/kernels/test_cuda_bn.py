@@ -236,9 +236,14 @@ def test_blocks_that_take_a_part(text: str, monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_threads_that_have_all_rows_of_their_channels(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of as many rows as a thread asks for at once, fewer, and several times as many."""
+    _assert_near(text, "few_rows", monkeypatch)
+
+
+def _assert_near(text: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every config."""
     block = emulated_ptx.install(monkeypatch)
     problem = parse(text)
-    candidate = registry.candidate(f"{problem.op}/numba/few_rows")
+    candidate = registry.candidate(f"{problem.op}/numba/{algorithm}")
     for config in candidate.configs(problem, H200):
         emulated.assert_near(candidate, problem, config, values(problem, "normal"), H200, block, problem.scalars)
 
@@ -262,11 +267,21 @@ def test_threads_that_have_all_rows_of_their_channels(text: str, monkeypatch: py
 )
 def test_vectors_of_two_planes_and_of_channels(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which begin in one plane and end in the next, also of the next image; in planes of few elements, and of many."""
-    block = emulated_ptx.install(monkeypatch)
-    problem = parse(text)
+    _assert_near(text, "flat", monkeypatch)
+
+
+def test_a_second_vector_beyond_the_end_is_no_negative_place() -> None:
+    """Of an odd number of rows some threads have one and another that there is not, 2^31 elements away and more."""
     candidate = registry.candidate("bn_infer/numba/flat")
-    for config in candidate.configs(problem, H200):
-        emulated.assert_near(candidate, problem, config, values(problem, "normal"), H200, block, problem.scalars)
+    for text, bits in (
+        ("bn_infer:f16:n499c1h1w4300000:per-activation:nchw", {1: 32, 2: 64}),
+        ("bn_infer:f16:n498c1h1w4300000:per-activation:nchw", {1: 32, 2: 32}),
+        ("bn_infer:f16:n1c1h1w4300000:per-activation:nchw", {1: 32}),
+    ):
+        problem = parse(text)
+        configs = candidate.configs(problem, H200)
+        found = {config.at_once: candidate.launches(problem, config, H200)[0].integer_bits for config in configs}
+        assert found == bits, text
 
 
 @pytest.mark.parametrize("algorithm", ["held", "teams"])

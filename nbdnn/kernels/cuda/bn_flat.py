@@ -136,7 +136,9 @@ class FlatInference(LaunchedCandidate[Flat]):
         return YES
 
     def configs(self, problem: BnProblem, device: Gpu) -> tuple[Flat, ...]:
-        return tuple(sorted(map(Flat, _AT_ONCE), key=lambda config: self.estimate(problem, config, device)))
+        rows, _, inner = problem.planes
+        every = [Flat(at_once) for at_once in _AT_ONCE if inner > 1 or at_once <= max(1, rows)]
+        return tuple(sorted(every, key=lambda config: self.estimate(problem, config, device)))
 
     def estimate(self, problem: BnProblem, config: Flat, device: Gpu) -> float:
         is_planar, is_narrow = problem.planes[2] > 1, ITEMSIZE[problem.dtype] == 2
@@ -150,6 +152,8 @@ class FlatInference(LaunchedCandidate[Flat]):
     def launches(self, problem: BnProblem, config: Flat, device: Gpu) -> list[Launch]:
         _, channels, inner = problem.planes
         v = plan.variant(problem, 1, _THREADS)._replace(planar=False, lanes=_lanes(problem))
+        if config.at_once * _apart(problem, config) >= plan.INT32_END:  # the last vectors may lie far behind the end
+            v = v._replace(bits=64)
         param_lanes = min(v.lanes, min(problem.align, _VECTOR_BYTES) // ITEMSIZE[problem.param_dtype])
         return [
             Launch(

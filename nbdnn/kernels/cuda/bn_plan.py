@@ -20,7 +20,7 @@ from typing import NamedTuple
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_bn import BnProblem
 
-_INT32_END = 2**31 - 2**20  # threads count on beyond the last row
+INT32_END = 2**31 - 2**20  # threads count on beyond the last row
 SLAB_BYTES = 128
 _THREADS = 256  # of a block
 # Pointers that kernels take for a channel, in this order; those that an op has not are null.
@@ -96,7 +96,7 @@ def variant(problem: BnProblem, columns: int, threads: int, cluster: int = 1) ->
     planar = inner > 1
     # From a thread's row to its next, which may lie beyond the last one.
     step_elems = threads // max(inner // lanes, 1) * channels * inner if planar else threads * channels
-    bits = 32 if max(problem.operands[0].size_elems, step_elems) < _INT32_END else 64
+    bits = 32 if max(problem.operands[0].size_elems, step_elems) < INT32_END else 64
     of_problem = (problem.op, problem.dtype, problem.param_dtype, problem.running)
     return Variant(*of_problem, planar, lanes, 1 if planar else columns, threads, cluster, bits)
 
