@@ -270,6 +270,17 @@ def test_vectors_of_two_planes_and_of_channels(text: str, monkeypatch: pytest.Mo
     _assert_near(text, "flat", monkeypatch)
 
 
+@pytest.mark.parametrize("text", ["bn_infer:f16:n3c7h5w7:spatial:nchw", "bn_infer:f32:n3c6h5w7:per-activation:nchw"])
+def test_vectors_that_int32_does_not_count(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernel, of 64-bit integers."""
+    monkeypatch.setattr(bn_plan, "INT32_END", 0)
+    problem = parse(text)
+    candidate = registry.candidate("bn_infer/numba/flat")
+    launches = [candidate.launches(problem, config, H200)[0] for config in candidate.configs(problem, H200)]
+    assert [launch.integer_bits for launch in launches] == [64, 64]
+    _assert_near(text, "flat", monkeypatch)
+
+
 def test_a_second_vector_beyond_the_end_is_no_negative_place() -> None:
     """Of an odd number of rows some threads have one and another that there is not, 2^31 elements away and more."""
     candidate = registry.candidate("bn_infer/numba/flat")
