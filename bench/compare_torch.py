@@ -127,11 +127,13 @@ FORMATS = {False: torch.contiguous_format, True: torch.channels_last}
 
 def ours(problem: ConvProblem, arrays: Sequence[torch.Tensor]) -> Call:
     """The call of nbdnn's public function that poses `problem`, on tensors."""
-    a, b = (array.contiguous(memory_format=FORMATS[problem.channels_last]) for array in arrays)
+    a, b = (array.contiguous(memory_format=FORMATS[problem.channels_last]) for array in arrays[:2])
     where, groups = (problem.pad, problem.stride, problem.dilation, problem.mode), problem.groups
     match problem.op:
         case "conv_fwd":
-            return lambda: nbdnn.dnn_conv(a, b, *where, num_groups=groups)
+            if not problem.epilogue:
+                return lambda: nbdnn.dnn_conv(a, b, *where, num_groups=groups)
+            return lambda: nbdnn.dnn_conv(a, b, *where, num_groups=groups, bias=arrays[2], activation="relu")
         case "conv_bwd_data":
             return lambda: nbdnn.dnn_gradinput(a, b, problem.x_shape, *where, num_groups=groups)
     return lambda: nbdnn.dnn_gradweight(a, b, problem.w_shape, *where, num_groups=groups)
@@ -144,9 +146,11 @@ def theirs(problem: ConvProblem, arrays: Sequence[torch.Tensor]) -> list[Call]:
     backward = torch.ops.aten.convolution_backward
 
     def call(format_: torch.memory_format) -> Call:
-        a, b = (array.contiguous(memory_format=format_) for array in arrays)
+        a, b = (array.contiguous(memory_format=format_) for array in arrays[:2])
         if problem.op == "conv_fwd":
-            return lambda: torch.nn.functional.conv2d(a, b, None, stride, pad, dilation, groups)
+            if not problem.epilogue:
+                return lambda: torch.nn.functional.conv2d(a, b, None, stride, pad, dilation, groups)
+            return lambda: torch.nn.functional.conv2d(a, b, arrays[2], stride, pad, dilation, groups).relu_()
         if problem.op == "conv_bwd_data":
             x = torch.empty(problem.x_shape, dtype=a.dtype).contiguous(memory_format=format_)
             wanted, dy, w = [True, False, False], b, a
@@ -226,6 +230,10 @@ def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
     def forward(name: str, batch: int):
         return lambda comparison, section: comparison.against_torch(section, some(convolutions(name, batch)))
 
+    def fused(name: str):
+        layers = [replace(n, problem=replace(n.problem, epilogue=("bias", "relu"))) for n in convolutions(name)]
+        return lambda comparison, section: comparison.against_torch(section, some(layers))
+
     def backward(name: str, wanted: Callable[[ConvProblem], bool]):
         gradients = [n for n in convolutions(name, 8, train=True) if n.problem.op != "conv_fwd" and wanted(n.problem)]
         return lambda comparison, section: comparison.against_torch(section, some(gradients))
@@ -244,6 +252,8 @@ def sections(quick: bool) -> dict[str, Callable[[Comparison, str], None]]:
         "resnet50 forward, batch 8": forward("resnet50", 8),
         "mobilenet_v2 forward, batch 1": forward("mobilenet_v2", 1),
         "mobilenet_v2 forward, batch 8": forward("mobilenet_v2", 8),
+        "resnet50 with bias and relu, batch 1": fused("resnet50"),
+        "mobilenet_v2 with bias and relu, batch 1": fused("mobilenet_v2"),
         "resnet50 backward 3x3, batch 8": backward("resnet50", lambda p: p.filter == (3, 3)),
         "resnet50 backward 1x1, batch 8": backward("resnet50", lambda p: p.filter == (1, 1)),
         "mobilenet_v2 backward depthwise, batch 8": backward("mobilenet_v2", lambda p: p.is_depthwise),

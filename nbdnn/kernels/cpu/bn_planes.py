@@ -17,7 +17,7 @@ from functools import cache
 from math import ceil
 
 import numpy as np
-from numba import float64, njit
+from numba import float64, int64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
@@ -157,7 +157,7 @@ def _tasks(v: Variant, streams: bool):
 
     def whole_channel(args, ctx, index, worker):
         pointers, given, f = i64(args), args_at(args), at(ctx)
-        a, b = sums(pointers, ctx, index, 0, f.chunks, mean_of(pointers, index))
+        a, b = sums(pointers, ctx, index, int64(0), f.chunks, mean_of(pointers, index))
         coefficients = finished(pointers, index, f.m, a, b, given.alpha, given.beta)
         scale_channel(pointers, ctx, index, coefficients)
 

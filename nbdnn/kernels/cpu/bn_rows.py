@@ -16,7 +16,7 @@ from functools import cache
 from math import ceil
 
 import numpy as np
-from numba import float64, njit
+from numba import float64, int64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
@@ -152,11 +152,11 @@ def _sums_task(v: Variant, together: int, streams: bool):
         whole, fewer = n if last < f.lines else min(n, max(f.tail - column, 0)), max(count - 1, 1)
         start_sums(sums, pointers, f, first, column, n)
         add_part(sums, pointers, f, first, last, column, n)
-        if is_train and mended(sums, 0, whole, count) | mended(sums, whole, n, fewer):
+        if is_train and mended(sums, int64(0), whole, count) | mended(sums, whole, n, fewer):
             clear_sums(sums, n)
             add_part(sums, pointers, f, first, last, column, n)
         a = f.sums + 16 * part * f.width + 8 * column
-        keep(sums, 0, whole, count, a, a + 8 * f.width)
+        keep(sums, int64(0), whole, count, a, a + 8 * f.width)
         keep(sums, whole, n, fewer, a, a + 8 * f.width)
 
     return compile_task(sums_of_part, (v, together, streams))

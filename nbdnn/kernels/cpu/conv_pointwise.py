@@ -97,9 +97,11 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                 if finished:
                     # Past the caches go whole lines of them: of a part each vector would be a write to memory.
                     streams = int(f.kind == 2 and lanes == width and (y | y_step | row_bytes) % 64 == 0)
-                    multiply(count, x, x_step, f.c_in, w, y, y_step, lanes, streams)
+                    to, to_step, stored = y, y_step, lanes
                 else:
-                    multiply(count, x, x_step, f.c_in, w, tile, row_bytes, width, 0)
+                    to, to_step, stored, streams = tile, row_bytes, width, 0
+                multiply(count, x, x_step, f.c_in, w, to, to_step, stored, streams)
+                if not finished:
                     residual = pointers[f.residual_pointer] + p * y_step + shift if f.residual_pointer >= 0 else 0
                     flags = (f.activation, bias, 0, 1, residual, f.read_out)
                     store(

@@ -149,11 +149,12 @@ def _input_task(dtype: str, vl: int, m: int, stride: int):
 
 
 @cache
-def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: bool):
+def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: bool, planar: bool):
     """A group of tiles and a panel of channels, those outermost of which more bytes have been transformed: index =
     (group of channels * tile groups + tile group) * panels + panel, or panel * (all groups) + the rest.
 
-    fused: transforms its part of the filters itself, a few channels at a time.
+    fused: transforms its part of the filters itself, a few channels at a time. planar: outputs of a channel lie side by
+    side, not those of a pixel.
     """
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes, lanes_full = ITEMSIZE[dtype], ITEMSIZE[compute], nv * vl
@@ -164,6 +165,7 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: boo
     transform, xis, pitch = sandwich(compute, vl, tile.matrices.output), tile.products**2, lanes_full * acc_bytes
     full, short = (tile_product(compute, rows, nv, vl, acc_bytes, pitch, fused) for rows in (_MR, _MR - 1))
     filter_at, transform_filters, fill = struct(FILTER), _filter_transform(dtype, vl, m, stride, nv), zero_fill(compute)
+    bias_row_step, bias_lane_step = (1, 0) if planar else (0, 1)
 
     @njit(**DEVICE)
     def multiply(f, u, v, k_len, products, tiles, vectors):
@@ -258,6 +260,8 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: boo
                 store(turned, run_pixels, lanes, columns, out, channels, offsets, f.contiguous, flags, alpha, beta)
             i += run
 
+    finish = finish_rows if planar else finish_pixels
+
     def group(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
         panel, rest = index % f.panels, index // f.panels
@@ -280,14 +284,10 @@ def _multiply_task(dtype: str, vl: int, m: int, stride: int, nv: int, fused: boo
         bias = pointers[f.bias_pointer] + (g * f.c_out + first) * itemsize if f.bias_pointer >= 0 else 0
         residual = pointers[f.residual_pointer] + group_bytes if f.residual_pointer >= 0 else 0
         out = pointers[f.out_pointer] + group_bytes
-        if f.out_c == 1:
-            flags = (f.activation, bias, 0, 1, residual, f.read_out)
-            finish_pixels(f, products, line, number, tiles, vectors, first, lanes, out, flags, a.alpha, a.beta)
-        else:
-            flags = (f.activation, bias, 1, 0, residual, f.read_out)
-            finish_rows(f, products, line, number, tiles, vectors, first, lanes, out, flags, a.alpha, a.beta)
+        flags = (f.activation, bias, bias_row_step, bias_lane_step, residual, f.read_out)
+        finish(f, products, line, number, tiles, vectors, first, lanes, out, flags, a.alpha, a.beta)
 
-    return compile_task(group, (dtype, vl, m, stride, nv, fused), fastmath=FASTMATH)
+    return compile_task(group, (dtype, vl, m, stride, nv, fused, planar), fastmath=FASTMATH)
 
 
 class Winograd(Candidate[NoConfig, Cpu]):
@@ -330,6 +330,7 @@ class Winograd(Candidate[NoConfig, Cpu]):
         made, vl = self._plan(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
         geo, method = made.geo, (problem.dtype, vl, self._m, made.tile.stride)
         filters, keep = filter_parameters(problem, made, vl)
+        planar = geo.out_strides[2] != 1
         phases = []
         if not made.fused:
             filter_tasks = geo.groups * ceil(geo.c_out / vl) * len(made.lowering.d.taps)
@@ -338,7 +339,7 @@ class Winograd(Candidate[NoConfig, Cpu]):
             ctx, arrays = tile_parameters(problem, made, vl, chunk, filters)
             groups = geo.groups * ceil(chunk.tiles / made.group_tiles)
             phases.append(Phase(_input_task(*method), geo.groups * chunk.strips, ctx))
-            phases.append(Phase(_multiply_task(*method, made.nv, made.fused), groups * made.panels, ctx))
+            phases.append(Phase(_multiply_task(*method, made.nv, made.fused, planar), groups * made.panels, ctx))
             keep += arrays
         return Program(phases, [*keep, filters])
 

@@ -18,7 +18,7 @@ from functools import cache, lru_cache
 from math import ceil
 
 import numpy as np
-from numba import njit
+from numba import int64, njit
 
 from nbdnn.candidate import YES, Candidate, NoConfig, Support
 from nbdnn.device import Cpu
@@ -115,7 +115,7 @@ def _input_task(dtype: str, vl: int):
             tile_columns = (of_phase(f.count_w, column, f.gap_w) + _M - 1) // _M
             for i in range(tile_rows):
                 lower_lines(
-                    lines, image, f.gap_h * f.x_h * itemsize, f.gap_w * f.x_w, top + i * _M, left, _ALPHA, width,
+                    lines, image, f.gap_h * f.x_h * itemsize, f.gap_w * f.x_w, top + i * _M, left, int64(_ALPHA), width,
                     extent_h, extent_w,
                 )  # fmt: skip
                 # The lanes beyond a row of tiles are overwritten by the next row.
@@ -155,7 +155,7 @@ def _gradient_task(dtype: str, vl: int, nv: int):
             for i in range(0, count_h, _M):
                 for k in range(channels):
                     at, lines = image + k * f.y_k * itemsize, line + k * line_bytes
-                    lower_lines(lines, at, pitch, step, i, 0, _M, width, count_h, count_w)
+                    lower_lines(lines, at, pitch, step, i, int64(0), int64(_M), width, count_h, count_w)
                 for j in range(0, tile_columns, vl):
                     for k in range(channels):
                         source, target = line + k * line_bytes + j * acc_bytes, planes + k * vl * acc_bytes

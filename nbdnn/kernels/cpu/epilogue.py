@@ -7,14 +7,35 @@ epilogue, rounds to 16 bits exactly once, and writes any layout. Source: own.
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 
-from numba import float32, float64, njit
+from llvmlite import ir
+from numba import float32, float64, njit, types
+from numba.core import cgutils
+from numba.core.typing import signature
+from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.compile import DEVICE
 from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS
 from nbdnn.kernels.cpu.exponential import SIGMOID, TANH
-from nbdnn.kernels.cpu.rows import convert_row, spread_row
-from nbdnn.kernels.cpu.vector import NARROW, WIDEN, pointer
+from nbdnn.kernels.cpu.rows import spread_row
+from nbdnn.kernels.cpu.vector import (
+    FLOAT,
+    I16,
+    I64,
+    NARROW,
+    WIDEN,
+    by_vectors,
+    convert,
+    element,
+    load,
+    pointer,
+    row_types,
+    splat,
+    store,
+    store_past_caches,
+    vector_at,
+)
 from nbdnn.problem import DEFAULT_COMPUTE, ITEMSIZE
 from nbdnn.problem_conv import ConvProblem
 
@@ -46,48 +67,143 @@ def is_finished(problem: ConvProblem) -> bool:
 
 
 @cache
+def _finish_rows(dtype: str, compute: str, vl: int, reads: str, in_place: bool = False):
+    """Intrinsic (past_caches, tile, pitch_bytes, rows, n, out, row_offsets, given, bias, bias_row_bytes, bias_step,
+    residual, alpha, beta, bound): n sums of each row become max(alpha*sum + beta*out + bias + residual, bound).
+
+    Row m of `out` and `residual` begins row_offsets[m] elements after these addresses. given: whether out is read; bias
+    and residual are 0 where there are none. bias_step: 0 where a row has one bias. Of what is not there every vector is
+    -0.0, which changes no sum: whole vectors need no branch. reads: "" where sums are stored as they are, "bias" where
+    neither out nor residual is read, or "all". in_place: results stay in the tile, in `compute`.
+    """
+    sums, data, acc_bytes, itemsize = row_types(compute, dtype, vl)
+    flags = ("contract", "nsz")
+
+    def codegen(context, builder, sig, args):
+        past, tile, pitch, rows, n, out, offsets, given, bias, bias_row_bytes, bias_step, residual, *factors = args
+
+        def spread(value):
+            return splat(builder, value if compute == "f64" else builder.fptrunc(value, FLOAT["f32"]), sums)
+
+        def is_set(value):
+            return builder.icmp_signed("!=", value, I64(0))
+
+        def operand(is_there, row, otherwise, i, mask):
+            address = builder.add(row, builder.mul(i, I64(itemsize)))
+            if mask is None:
+                slot = vector_at(builder, builder.select(is_there, address, otherwise), data)
+                return convert(builder, builder.load(slot, align=itemsize), dtype, compute, vl)
+            with builder.if_else(is_there) as (from_memory, from_nothing):
+                with from_memory:
+                    there = load(builder, vector_at(builder, address, data), data, itemsize, mask)
+                    from_row = builder.block
+                with from_nothing:
+                    none = builder.load(vector_at(builder, otherwise, data), align=itemsize)
+                    from_none = builder.block
+            value = builder.phi(data)
+            value.add_incoming(there, from_row)
+            value.add_incoming(none, from_none)
+            return convert(builder, value, dtype, compute, vl)
+
+        alpha, beta, bound = (spread(factor) for factor in factors)
+        of_lanes = is_set(bias_step)
+        nothing = ir.Constant(data, [0x8000 if data.element == I16 else -0.0] * vl)
+        slots = [cgutils.alloca_once_value(builder, nothing) for _ in range(2)]
+        absent, same = (builder.ptrtoint(slot, I64) for slot in slots)
+
+        def finished(value, start, bias_row, i, mask):
+            value = builder.fmul(value, alpha, flags)
+            if reads == "all":
+                more = operand(is_set(given), builder.add(out, start), absent, i, mask)
+                value = builder.fadd(value, builder.fmul(more, beta, flags), flags)
+            value = builder.fadd(value, operand(of_lanes, bias_row, same, i, mask), flags)
+            if reads == "all":
+                more = operand(is_set(residual), builder.add(residual, start), absent, i, mask)
+                value = builder.fadd(value, more, flags)
+            return builder.select(builder.fcmp_ordered("<", value, bound), bound, value)  # a NaN stays one
+
+        with cgutils.for_range(builder, rows) as loop:
+            row = builder.add(tile, builder.mul(loop.index, pitch))
+            start = builder.mul(builder.load(element(builder, offsets, loop.index, I64, 8)), I64(itemsize))
+            bias_row = builder.add(bias, builder.mul(loop.index, bias_row_bytes))
+            with builder.if_then(builder.and_(is_set(bias), builder.not_(of_lanes))):
+                one = builder.load(vector_at(builder, bias_row, data.element), align=itemsize)
+                builder.store(splat(builder, one, data), slots[1])
+
+            def finish(i, mask):
+                value = load(builder, element(builder, row, i, sums, acc_bytes), sums, acc_bytes, mask)
+                if reads:
+                    value = finished(value, start, bias_row, i, mask)
+                if in_place:
+                    store(builder, value, element(builder, row, i, sums, acc_bytes), acc_bytes, mask)
+                    return
+                value = convert(builder, value, compute, dtype, vl)
+                slot = element(builder, builder.add(out, start), i, data, itemsize)
+                if mask is not None:
+                    store(builder, value, slot, itemsize, mask)
+                    return
+                with builder.if_else(is_set(past)) as (past_caches, through_them):
+                    with past_caches:
+                        store_past_caches(builder, value, slot)
+                    with through_them:
+                        store(builder, value, slot, itemsize, None)
+
+            by_vectors(builder, n, vl, finish)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def run(
+        typingctx, past, tile, pitch, rows, n, out, offsets, given, bias, bias_row_bytes, bias_step, residual, alpha,
+        beta, bound,
+    ):  # fmt: skip
+        return signature(types.none, *[types.int64] * 12, *[types.float64] * 3), codegen
+
+    return run
+
+
+@cache
 def tile_store(dtype: str, compute: str, vl: int, step: int = 1):
     """Compiled-in function that finishes and stores one tile; see the parameters of `store`.
 
     step: lanes that are stored as vectors are so many elements apart.
     """
-    data, tile_of, index = pointer(dtype), pointer(compute), pointer("i64")
+    data, sums_at, index = pointer(dtype), pointer(compute), pointer("i64")
     widen, narrow = WIDEN[dtype], NARROW[dtype]
-    narrow_row = convert_row(compute, dtype, vl) if step == 1 else spread_row(compute, dtype, vl, step)
-    stream_row = convert_row(compute, dtype, vl, past_caches=True)
-    itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
+    finish_as_they_are, finish_biased, finish = (
+        _finish_rows(dtype, compute, vl, reads) for reads in ("", "bias", "all")
+    )
+    finish_in_place = _finish_rows(dtype, compute, vl, "all", in_place=True)
+    spread = spread_row(compute, dtype, vl, step)
+    itemsize, acc_bytes, adjacent = ITEMSIZE[dtype], ITEMSIZE[compute], step == 1
     real = float32 if compute == "f32" else float64
     sigmoid, tanh = SIGMOID[compute], TANH[compute]
 
     @njit(**DEVICE, fastmath={"contract", "arcp", "nsz"})
-    def activate(tile, first, end, code):
-        if code == 1:
-            for i in range(first, end):
-                tile[i] = real(0.0) if tile[i] < real(0.0) else tile[i]
-        elif code == 2:
-            for i in range(first, end):
-                tile[i] = tile[i] * sigmoid(tile[i])
+    def activate(row, lanes, code):
+        sums = sums_at(row)
+        if code == 2:
+            for j in range(lanes):
+                sums[j] = sums[j] * sigmoid(sums[j])
         elif code == 3:
-            for i in range(first, end):
-                tile[i] = sigmoid(tile[i])
+            for j in range(lanes):
+                sums[j] = sigmoid(sums[j])
         elif code == 4:
-            for i in range(first, end):
-                tile[i] = tanh(tile[i])
+            for j in range(lanes):
+                sums[j] = tanh(sums[j])
 
     @njit(**DEVICE, fastmath={"contract", "nsz"})
-    def add_tensor(tile, pitch, rows, lanes, source, row_offsets, lane_offsets, contiguous, factor):
-        for m in range(rows):
-            line = m * pitch
-            start = row_offsets[m]
-            if contiguous:
-                start += lane_offsets[0]
-                for j in range(lanes):
-                    tile[line + j] += factor * widen(source[start + j * step])
-            else:
-                for j in range(lanes):
-                    tile[line + j] += factor * widen(source[start + lane_offsets[j]])
+    def add_scattered(row, lanes, alpha, beta, given, residual, lane_offsets, contiguous):
+        sums, first = sums_at(row), lane_offsets[0]
+        for j in range(lanes):
+            offset = first + j * step if contiguous else lane_offsets[j]
+            total = real(alpha) * sums[j]
+            if given:
+                total += real(beta) * widen(data(given)[offset])
+            if residual:
+                total += widen(data(residual)[offset])
+            sums[j] = total
 
-    @njit(**DEVICE, fastmath={"contract", "nsz"})
+    @njit(**DEVICE)
     def store(tile, pitch, rows, lanes, out, row_offsets, lane_offsets, contiguous, flags, alpha, beta):
         """Element (m, j) of the tile goes to out[row_offsets[m] + lane_offsets[j]].
 
@@ -96,42 +212,47 @@ def tile_store(dtype: str, compute: str, vl: int, step: int = 1):
         bias address or 0, its steps in elements from row to row and from lane to lane, residual address or 0, whether
         beta reads out).
         """
-        acc, y = tile_of(tile), data(out)
-        row_off, lane_off = index(row_offsets), index(lane_offsets)
-        activation, bias, bias_row_step, bias_lane_step, residual, read_out = flags
-        if alpha != 1.0:
+        row_start, lane_start, row_bytes = index(row_offsets), index(lane_offsets), pitch * acc_bytes
+        activation, bias, bias_row_step, bias_lane_step, residual, given = flags
+        bias_lane_step *= bias != 0
+        bias_row_bytes, bound = bias_row_step * itemsize, 0.0 if activation == 1 else -inf
+        is_in_rows = adjacent and contiguous
+        if is_in_rows:
+            out += lane_start[0] * itemsize
+            residual += lane_start[0] * itemsize if residual else 0
+        elif given or residual:
             for m in range(rows):
-                for i in range(m * pitch, m * pitch + lanes):
-                    acc[i] *= real(alpha)
-        if read_out:
-            add_tensor(acc, pitch, rows, lanes, y, row_off, lane_off, contiguous, real(beta))
-        if bias:
-            b = data(bias)
+                start = row_start[m] * itemsize
+                of_out, other = out + start if given else 0, residual + start if residual else 0
+                add_scattered(tile + m * row_bytes, lanes, alpha, beta, of_out, other, lane_start, contiguous)
+            alpha, given, residual = 1.0, 0, 0
+        if activation > 1 or (not is_in_rows and (alpha != 1.0 or bias or activation)):
+            operands = (out, row_offsets, given, bias, bias_row_bytes, bias_lane_step, residual, alpha, beta, bound)
+            finish_in_place(0, tile, row_bytes, rows, lanes, *operands)
             for m in range(rows):
-                line = m * pitch
-                if bias_lane_step == 0:
-                    value = widen(b[m * bias_row_step])
-                    for j in range(lanes):
-                        acc[line + j] += value
-                else:
-                    for j in range(lanes):
-                        acc[line + j] += widen(b[m * bias_row_step + j * bias_lane_step])
-        if residual:
-            add_tensor(acc, pitch, rows, lanes, data(residual), row_off, lane_off, contiguous, real(1.0))
-        if activation:
-            for m in range(rows):
-                activate(acc, m * pitch, m * pitch + lanes, activation)
-        for m in range(rows):
-            line = m * pitch
-            start = row_off[m]
-            if contiguous:
-                to = out + (start + lane_off[0]) * itemsize
-                if step == 1 and contiguous == _PAST_CACHES and (to | lanes * itemsize) % _LINE_BYTES == 0:
-                    stream_row(to, tile + line * acc_bytes, lanes)
-                else:
-                    narrow_row(to, tile + line * acc_bytes, lanes)
+                activate(tile + m * row_bytes, lanes, activation)
+            alpha, given, bias, residual, bound = 1.0, 0, 0, 0, -inf
+        if is_in_rows:
+            places = 1
+            if contiguous == _PAST_CACHES:
+                places = lanes * itemsize
+                for m in range(rows):
+                    places |= out + row_start[m] * itemsize
+            past = int(places % _LINE_BYTES == 0)
+            operands = (out, row_offsets, given, bias, bias_row_bytes, bias_lane_step, residual, alpha, beta, bound)
+            if given or residual:
+                finish(past, tile, row_bytes, rows, lanes, *operands)
+            elif bias or alpha != 1.0 or bound == 0.0:
+                finish_biased(past, tile, row_bytes, rows, lanes, *operands)
             else:
-                for j in range(lanes):
-                    y[start + lane_off[j]] = narrow(acc[line + j])
+                finish_as_they_are(past, tile, row_bytes, rows, lanes, *operands)
+        else:
+            for m in range(rows):
+                row, to = tile + m * row_bytes, out + row_start[m] * itemsize
+                if contiguous:
+                    spread(to + lane_start[0] * itemsize, row, lanes)
+                else:
+                    for j in range(lanes):
+                        data(to)[lane_start[j]] = narrow(sums_at(row)[j])
 
     return store

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit, prange, types
+from numba import int64, njit, prange, types
 from numba.core.ccallback import CFunc
 
 from nbdnn.device import Cpu
@@ -106,7 +106,7 @@ def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, bet
         if not alone and not asked:
             claimed, asked = claim(team), True
         if alone or (not claimed and is_alone(team)) or (how == FEW and not (claimed and come_soon(team))):
-            prepare(program, phase, args, ranges, 0)
+            prepare(program, phase, args, ranges, int64(0))
             for index in range(count):
                 call_task(function, args, ctx, index, 0)
             continue
@@ -116,7 +116,7 @@ def _drive(program, n_phases, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, alpha, bet
             run_region(team, program, phase, args, ranges, workers)
         else:
             for worker in prange(workers):
-                share(program, phase, args, ranges, workers, worker)
+                share(program, phase, args, ranges, workers, int64(worker))
     if claimed:
         give_back(team)
 

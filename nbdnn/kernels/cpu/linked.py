@@ -3,6 +3,9 @@
 Numba does both for every function by itself, too, and then again for each that calls it, three or four times what is
 several calls away. Nobody runs these functions but kernels: compiling takes a third less so (3x3 by Winograd 7.3 s
 instead of 11, gradients of maxima in planes 3.9 instead of 6; Zen 3).
+
+An argument that is a literal has a type of its own, for which Numba compiles the function once more. Where that is
+long, and another call has a variable there, the literal is written `int64(0)`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from functools import cache
 from math import ceil, prod
 
 from llvmlite import ir
-from numba import njit, types
+from numba import int64, njit, types
 from numba.core import cgutils
 from numba.core.typing import signature
 from numba.extending import intrinsic
@@ -179,7 +179,7 @@ def _task(dtype: str, vl: int, taps: tuple[int, int, int], parity: int):
                 scatter_line(f, x, to_dx, window, to_dy, channels, low_d, end_d, low_h, end_h)
             clear(f, x + to_dx, channels, cleared_d, min(end_d, own_d), cleared_h, f.in_h)
             cleared_d = max(cleared_d, min(end_d, own_d))
-        clear(f, x + to_dx, channels, cleared_d, own_d, 0, f.in_h)
+        clear(f, x + to_dx, channels, cleared_d, own_d, int64(0), f.in_h)
 
     return compile_task(scatter_block, (dtype, vl, taps, parity))
 

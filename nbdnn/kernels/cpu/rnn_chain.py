@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from math import ceil
 
-from numba import njit
+from numba import int64, njit
 
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE
@@ -49,7 +49,7 @@ def along_chain(part_of_step):
         crew, patience = find(args, f.crews_operand, f.crews_offset) + c.number * f.crew_bytes, first_patience()
         for step in range(f.taken):
             if f.parts == 1:
-                part_of_step(step, 0, address)
+                part_of_step(step, int64(0), address)
             else:
                 patience = take(crew, f.parts, index % f.parts, step, patience, address)
 

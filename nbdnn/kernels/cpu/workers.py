@@ -24,7 +24,7 @@ import os
 import signal
 
 import numpy as np
-from numba import njit, types
+from numba import int64, njit, types
 from numba.core import config as numba_config
 
 from nbdnn.kernels.cpu.atomics import atomic_add, look, replace, swap
@@ -152,8 +152,8 @@ def run_region(team, program, phase, args, ranges, workers):
     job[0], job[1], job[2], job[3], job[4] = program, phase, args, ranges, workers
     number = (_int64(team + _STATE)[0] >> _NUMBER) + 1
     swap(team + _STATE, number << _NUMBER | workers << _OF_WORKERS | _OPEN)
-    _wake_below(team, 0, workers)
-    share(program, phase, args, ranges, workers, 0)
+    _wake_below(team, int64(0), workers)
+    share(program, phase, args, ranges, workers, int64(0))
     atomic_add(team + _STATE, -_OPEN)
     looks = 0
     while look(team + _STATE) & _JOINED:
