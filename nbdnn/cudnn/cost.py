@@ -37,6 +37,9 @@ _SHARE_OF_ODD_GROUPS = 0.065  # of channels that are no power of two
 _OF_F32 = {"conv_fwd": (0.4, 8.0), "conv_bwd_data": (0.33, 10.0), "conv_bwd_filter": (0.3, 20.0)}
 # A filter gradient that splits no sum goes through all pixels in each block: 25,000 took 390 us, 400,000 2100.
 _PIXEL_US = 0.012
+# So do, over three axes in float32, all but the rarest of those that cuDNN ranks: 524,000 took 16 ms and more. Strided
+# gradients of the image there make every product that a stride of 1 would.
+_VOLUME_PIXEL_US = 0.03
 # So do forwards and image gradients through the products of an output, however few outputs there are: 4608 of them, for
 # 512 channels of one 7x7 image, took 166 us in float32, 12 in 16 bits and 30 in planes (200 layers of 1 to 4 images).
 # us of a product, and of the rest: in float32 by what splits no sum, and by what does but for filters of one tap; in 16
@@ -71,10 +74,11 @@ def method_us(
     kind, channels = "bf16" if tf32 else problem.dtype, problem.c // problem.groups
     is_pointwise = kind in _TURNED and max(problem.filter, default=1) == 1 and max(problem.stride, default=1) == 1
     (share, launch_us), odd_us = _rate(problem.op, kind, is_pointwise), 0.0
-    if whole and kind == "f32" and problem.op == "conv_bwd_filter":
-        odd_us = problem.n * prod(problem.out_spatial) * _PIXEL_US
-    if whole and kind == "f32" and problem.op == "conv_bwd_data":
-        slower *= max(1.0, prod(problem.stride) / prod(problem.filter))
+    is_volume = kind == "f32" and problem.ndim == 3
+    if kind == "f32" and problem.op == "conv_bwd_filter" and (whole or is_volume):
+        odd_us = problem.n * prod(problem.out_spatial) * (_VOLUME_PIXEL_US if is_volume else _PIXEL_US)
+    if kind == "f32" and problem.op == "conv_bwd_data" and (whole or is_volume):
+        slower *= max(1.0, prod(problem.stride) / (1 if is_volume else prod(problem.filter)))
     few, least = min(channels, problem.k) < _FEW_CHANNELS, min(channels, problem.k // problem.groups)
     # Few channels of one tap are read and written as others are: layers of 16 and 24 took 0.9 to 1.1 of this.
     if problem.groups == 1 and (is_pointwise or not few) and _is_plain(problem):

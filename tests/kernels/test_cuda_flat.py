@@ -136,7 +136,7 @@ def test_matrix_products_take_columns_as_channels(op: str) -> None:
 @pytest.mark.parametrize("op", CONV_OPS)
 def test_kernels_of_two_axes_take_them(op: str) -> None:
     dense, depthwise = "n2c64d3h9w16:k64t1r3s3:p0x1x1:u1x1x1:d1x1x1:g{}:cross:ndhwc".format, "depthwise_mma"
-    wanted = {"winograd_4x4": "f32", "mma_gemm": "bf16", "wgmma_gemm": "f16", depthwise: "f16"}
+    wanted = {"mma_gemm": "bf16", "wgmma_gemm": "f16", depthwise: "f16"}
     if op != "conv_bwd_filter":
         wanted |= {"wgmma_patch": "bf16", "wgmma_patch_tf32": "f32", "depthwise_boxes": "f32"}
     for name, dtype in wanted.items():

@@ -23,6 +23,10 @@ SHAPES = (
     "n1c16h8w12:k8r3s3:p0x0:u1x1:d1x1:g1:cross:nhwc",  # whole vectors
     "n1c8h6w7:k12r3s3:ba3.2x0.3:u1x1:d1x1:g1:conv:nhwc:kcrs:ynchw",  # the image begins inside of the first tile
     "n3c4h1w1:k5r3s3:p1x1:u1x1:d1x1:g1:cross:nchw",
+    "n2c5d3h9w5:k7t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc",
+    "n2c6d4h5w5:k4t3r3s3:ba2.0x3.2x0.3:u1x1x1:d1x1x1:g1:conv:ncdhw",  # slices of 9 tiles, and of 4
+    "n1c9d5h4w6:k8t2r3s3:p0x1x1:u1x1x1:d1x1x1:g1:conv:ncdhw:ktrsc:yndhwc",
+    "n2c8d2h3w3:k4t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc",
 )
 
 
@@ -47,6 +51,7 @@ def test_the_epilogue_follows_the_transform(monkeypatch: pytest.MonkeyPatch) -> 
         ("bf16:n1c16h8w8:k16r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "dtype is bf16"),
         ("f32:n1c16h8w8:k16r5s5:p2x2:u1x1:d1x1:g1:cross:nhwc", "the filter is 5x5"),
         ("f32:n1c16h8w8:k16r3s3:p1x1:u2x2:d1x1:g1:cross:nhwc", r"stride (2, 2)"),
+        ("f32:n1c16d8h8w8:k16t3r3s3:p1x1x1:u2x1x1:d1x1x1:g1:cross:ndhwc", r"stride (2, 1, 1)"),
         ("f32:n1c16h8w8:k16r3s3:p1x1:u1x1:d2x2:g1:cross:nhwc", r"dilation (2, 2)"),
         ("f32:n1c16h8w8:k16r3s3:p1x1:u1x1:d1x1:g4:cross:nhwc", "in 4 groups"),
         ("f32:n64c512h512w512:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "an index reaches"),

@@ -1,4 +1,4 @@
-"""Winograd convolution in float32 on the FMA units: 3x3 filters of stride 1, in tiles of m x m outputs.
+"""Winograd convolution in float32 on the FMA units: 3x3 and Tx3x3 filters of stride 1, in tiles of m x m outputs.
 
     Y = A^T [ sum over c of (G w G^T) * (B^T x B) ] A        for every tile, products elementwise
 
@@ -8,8 +8,9 @@
 
 The (m + 2)^2 products are one launch of the kernel of `fma_gather.py`, a group each. Multiplications an output:
 (m + 2)^2 / m^2 instead of 9: 2.25 for m = 4. Traffic: U, V and M written and read once, of which much stays in the
-second-level cache. bwd_data is the same with the filter turned by half a turn. Error: of the order of
-eps * sqrt(C) times the largest root sum of squares in the image. Source: Lavin and Gray, arXiv:1509.09308.
+second-level cache. Of volumes each slice is transformed once, and the products are convolutions along the depth, T taps
+of U by as many slices of V. bwd_data is the same with the filter turned by half a turn. Error: of the order of
+eps * sqrt(C T) times the largest root sum of squares in the image. Source: Lavin and Gray, arXiv:1509.09308.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import NamedTuple
 
 from nbdnn.candidate import YES, Support
 from nbdnn.device import Gpu
-from nbdnn.kernels.cpu.geometry import tensor_strides
 from nbdnn.kernels.cuda import fma_plan
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.fma_gather import Fields, gather_kernel
@@ -39,6 +39,7 @@ from nbdnn.kernels.cuda.winograd_transforms import (
     input_kernel,
     output_kernel,
 )
+from nbdnn.kernels.spatial import spatial3, tensor_strides
 from nbdnn.problem_conv import ConvProblem
 
 _TILES = (Tile(128, 128), Tile(128, 64), Tile(64, 64))
@@ -49,14 +50,22 @@ _TRANSFORMS_US, _OF_SMALL_TILES, _BUSY_WARPS = 4.5, 0.85, 5.5
 
 
 class _Plan(NamedTuple):
-    """Tiles of all images, their pitch in a planar V or M, channels, and the elements where M and U begin and end."""
+    """Tiles of a slice and from one slice to the next; of V and M the slices of an image, the tiles of all, and the
+    pitch of tiles where they are planar; channels, taps along the depth, and the elements where M and U begin and end.
+    """
 
     tile_rows: int
     tile_columns: int
-    tiles: int
-    pitch: int
+    slice: int
+    depth_in: int
+    depth_out: int
+    tiles_in: int
+    tiles_out: int
+    pitch_in: int
+    pitch_out: int
     group_in: int
     group_out: int
+    taps_d: int
     m_start: int
     u_start: int
     end: int
@@ -65,20 +74,32 @@ class _Plan(NamedTuple):
 def _plan(problem: ConvProblem, m: int) -> _Plan:
     forward, planes = problem.op == "conv_fwd", (m + 2) * (m + 2)
     group_in, group_out = (problem.c, problem.k) if forward else (problem.k, problem.c)
-    tile_rows, tile_columns = (ceil(extent / m) for extent in problem.operands[2].shape[-2:])
-    tiles = problem.n * tile_rows * tile_columns
-    pitch = -(-tiles // 4) * 4
-    m_start = planes * pitch * group_in
-    u_start = m_start + planes * pitch * group_out
-    end = u_start + planes * group_in * group_out
-    return _Plan(tile_rows, tile_columns, tiles, pitch, group_in, group_out, m_start, u_start, end)
+    given, made = problem.operands[0 if forward else 1].shape, problem.operands[2].shape
+    (depth_in, *_), (depth_out, *extents), (taps_d, *_) = map(spatial3, (given[2:], made[2:], problem.filter))
+    tile_rows, tile_columns = (ceil(extent / m) for extent in extents)
+    slice_tiles = tile_rows * tile_columns
+    if len(problem.spatial) == 3:  # four planar tiles are copied at once, from any slice
+        slice_tiles = _whole_vectors(slice_tiles)
+    tiles_in, tiles_out = (problem.n * depth * slice_tiles for depth in (depth_in, depth_out))
+    pitch_in, pitch_out = _whole_vectors(tiles_in), _whole_vectors(tiles_out)
+    m_start = planes * pitch_in * group_in
+    u_start = m_start + planes * pitch_out * group_out
+    end = u_start + planes * taps_d * group_in * group_out
+    return _Plan(
+        tile_rows, tile_columns, slice_tiles, depth_in, depth_out, tiles_in, tiles_out, pitch_in, pitch_out,
+        group_in, group_out, taps_d, m_start, u_start, end,
+    )  # fmt: skip
+
+
+def _whole_vectors(tiles: int) -> int:
+    return -(-tiles // 4) * 4
 
 
 def refusal(problem: ConvProblem, workspace_elems: int) -> str:
     """Why the kernels of this family are not correct on a problem, with the number that says so; or ''."""
     if problem.dtype != "f32":
         return f"dtype is {problem.dtype}, this kernel multiplies f32"
-    if problem.filter != (3, 3):
+    if problem.filter[-2:] != (3, 3):
         return f"the filter is {'x'.join(map(str, problem.filter))}, not 3x3"
     return refusal_of_steps(problem, workspace_elems)
 
@@ -86,8 +107,8 @@ def refusal(problem: ConvProblem, workspace_elems: int) -> str:
 def refusal_of_steps(problem: ConvProblem, workspace_elems: int) -> str:
     """Why transforms of tiles are not correct on a problem, or reach too far; or ''."""
     for name, steps in (("stride", problem.stride), ("dilation", problem.dilation)):
-        if steps != (1, 1):
-            return f"{name} {steps} is not (1, 1)"
+        if any(step != 1 for step in steps):
+            return f"{name} {steps} is not 1"
     if problem.groups != 1 or not problem.c or not problem.k:
         return f"{problem.c} to {problem.k} channels in {problem.groups} groups, this kernel takes 1"
     padded = [2 * (extent + sum(pad)) for extent, pad in zip(problem.spatial, problem.pad, strict=True)]
@@ -104,7 +125,7 @@ class Winograd(LaunchedCandidate[Config]):
         self.algo = {2: "winograd", 4: "winograd_non_fused"}[m]
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        reason = refusal(problem, _plan(problem, self._m).end if len(problem.spatial) == 2 else 0)
+        reason = refusal(problem, _plan(problem, self._m).end)
         return Support(False, reason) if reason else YES
 
     def configs(self, problem: ConvProblem, device: Gpu) -> tuple[Config, ...]:
@@ -131,31 +152,32 @@ class Winograd(LaunchedCandidate[Config]):
         plan = _plan(problem, self._m)
         # Nothing is split: no part may be stored.
         slower = _OF_SMALL_TILES if self._m == 2 else 1.0
-        stages = ceil(plan.group_in / STAGE_K)
+        stages = plan.taps_d * ceil(plan.group_in / STAGE_K)
         return Product(
-            (self._m + 2) ** 2, plan.tiles, plan.group_out, stages, 1 << 40, slower, fma_plan.LONE, _BUSY_WARPS
+            (self._m + 2) ** 2, plan.tiles_out, plan.group_out, stages, 1 << 40, slower, fma_plan.LONE, _BUSY_WARPS
         )
 
 
 def _filter_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
-    start, w_k, w_c, _, w_r, w_s = filter_strides(problem)
+    start, w_k, w_c, w_t, w_r, w_s = filter_strides(problem)
     if problem.op == "conv_bwd_data":
-        start, w_r, w_s = start + 2 * w_r + 2 * w_s, -w_r, -w_s
-    pairs = problem.k * problem.c
+        start += (plan.taps_d - 1) * w_t + 2 * w_r + 2 * w_s
+        w_t, w_r, w_s = -w_t, -w_r, -w_s
+    pairs = plan.taps_d * problem.k * problem.c
     return Launch(
         source=Source(filter_kernel, (m,), THREADS),
         grid=(ceil(pairs / THREADS), 1, 1),
         pointers=(1 if problem.op == "conv_fwd" else 0, WORKSPACE),
         scalars="",
-        integers=FilterFields(pairs, problem.c, start, w_k, w_c, w_r, w_s, plan.u_start),
+        integers=FilterFields(pairs, problem.k, problem.c, start, w_t, w_k, w_c, w_r, w_s, plan.u_start),
     )
 
 
 def _input_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
     forward = problem.op == "conv_fwd"
     source = problem.operands[0 if forward else 1]
-    before = [pad if forward else 2 - pad for pad, _ in problem.pad]
-    fields = _image_fields(source.shape, problem.channels_last, plan, 0, before)
+    where = (0, plan.pitch_in, plan.tiles_in)
+    fields = _image_fields(source.shape, problem.channels_last, plan, where, _before(problem)[1:])
     return Launch(
         source=Source(input_kernel, Variant(m, problem.channels_last, ()), THREADS),
         grid=(ceil(fields.plane / THREADS), 1, 1),
@@ -166,7 +188,8 @@ def _input_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
 
 
 def _output_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
-    fields = _image_fields(problem.operands[2].shape, problem.y_channels_last, plan, plan.m_start, [0, 0])
+    where = (plan.m_start, plan.pitch_out, plan.tiles_out)
+    fields = _image_fields(problem.operands[2].shape, problem.y_channels_last, plan, where, (0, 0))
     return Launch(
         source=Source(output_kernel, Variant(m, problem.y_channels_last, problem.epilogue), THREADS),
         grid=(ceil(fields.plane / THREADS), 1, 1),
@@ -176,30 +199,42 @@ def _output_launch(problem: ConvProblem, plan: _Plan, m: int) -> Launch:
     )
 
 
+def _before(problem: ConvProblem) -> tuple[int, ...]:
+    """How far the first tap of the first output lies before the image, of three axes."""
+    forward = problem.op == "conv_fwd"
+    first = [pad if forward else taps - 1 - pad for (pad, _), taps in zip(problem.pad, problem.filter, strict=True)]
+    return spatial3(tuple(first), 0)
+
+
 def _image_fields(
-    shape: tuple[int, ...], channels_last: bool, plan: _Plan, start: int, before: list[int]
+    shape: tuple[int, ...], channels_last: bool, plan: _Plan, where: tuple[int, int, int], before: tuple[int, ...]
 ) -> ImageFields:
-    n, c, _, h, w = tensor_strides(shape, channels_last)
+    """where: V or M begins there in the workspace; the pitch of its tiles; how many they are."""
+    start, pitch, tiles = where
+    n, c, d, h, w = tensor_strides(shape, channels_last)
     return ImageFields(
-        start, plan.pitch * shape[1], shape[1], plan.tiles, plan.pitch, plan.tile_rows, plan.tile_columns,
-        n, c, h, w, *shape[2:], *before,
+        start, pitch * shape[1], shape[1], tiles, pitch, plan.slice, plan.tile_rows, plan.tile_columns,
+        n, c, d, h, w, *spatial3(shape[2:]), *before,
     )  # fmt: skip
 
 
 def _product_launch(problem: ConvProblem, plan: _Plan, m: int, tile: Tile) -> Launch:
-    """M[xi] = V[xi] U[xi]: a 1x1 convolution of a row of tiles in (m + 2)^2 groups."""
+    """M[xi] = V[xi] U[xi]: a 1x1 convolution of a row of tiles in (m + 2)^2 groups, or of slices along their depth."""
     planes, in_last, out_last = (m + 2) * (m + 2), problem.channels_last, problem.y_channels_last
-    group_in, group_out, pitch = plan.group_in, plan.group_out, plan.pitch
+    group_in, group_out, pairs = plan.group_in, plan.group_out, plan.group_in * plan.group_out
     w_o, w_i = (group_in, 1) if problem.op == "conv_fwd" else (1, group_out)
-    in_c, in_w = (1, group_in) if in_last else (pitch, 1)
-    out_c, out_w = (1, group_out) if out_last else (pitch, 1)
-    one = (1, 1, 1)
+    in_c, in_w = (1, group_in) if in_last else (plan.pitch_in, 1)
+    out_c, out_w = (1, group_out) if out_last else (plan.pitch_out, 1)
+    is_flat = len(problem.spatial) == 2
+    images, row = (1, plan.tiles_in) if is_flat else (problem.n, plan.slice)
+    in_d, out_d, one = row * in_w, row * out_w, (1, 1, 1)
     fields = Fields._make((
-        1, group_out, group_in, ceil(group_out / tile.n), 1, 0,
-        1, 1, plan.tiles, plan.m_start, pitch * group_out, 0, out_c, 0, 0, out_w, *one,
-        pitch * group_in, 0, in_c, 0, 0, in_w, 1, 1, plan.tiles,
-        *one, 0, 0, 0, *one,
-        plan.u_start, group_in * group_out, w_o, w_i, 0, 0, 0, *one, *one, *one,
+        images, group_out, group_in, ceil(group_out / tile.n), 1, 0,
+        plan.depth_out, 1, row,
+        plan.m_start, plan.pitch_out * group_out, plan.depth_out * out_d, out_c, out_d, 0, out_w, *one,
+        plan.pitch_in * group_in, plan.depth_in * in_d, in_c, in_d, 0, in_w, plan.depth_in, 1, row,
+        *one, -_before(problem)[0], 0, 0, *one,
+        plan.u_start, plan.taps_d * pairs, w_o, w_i, pairs, 0, 0, plan.taps_d, 1, 1, *one, *one,
     ))  # fmt: skip
     variant = GatherVariant(
         tile,
@@ -210,7 +245,7 @@ def _product_launch(problem: ConvProblem, plan: _Plan, m: int, tile: Tile) -> La
     )
     return Launch(
         source=Source(gather_kernel, variant, tile.threads, tile.min_blocks),
-        grid=(ceil(plan.tiles / tile.m) * fields.tiles_n, planes, 1),
+        grid=(ceil(plan.tiles_out / tile.m) * fields.tiles_n, planes, 1),
         pointers=(WORKSPACE, WORKSPACE, WORKSPACE, NULL, NULL),
         scalars="f32",
         integers=fields,

@@ -84,8 +84,9 @@ class WinogradFilter(ByProducts):
         self.algorithm = f"winograd_{m}x{m}"
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
-        is_2d = len(problem.spatial) == 2
-        reason = refusal(problem, max(_plan(problem, self._m, tile, device).end for tile in TILES) if is_2d else 0)
+        if len(problem.spatial) != 2:
+            return Support(False, f"the filter is {'x'.join(map(str, problem.filter))}, not 3x3")
+        reason = refusal(problem, max(_plan(problem, self._m, tile, device).end for tile in TILES))
         return Support(False, reason) if reason else YES
 
     def workspace_bytes(self, problem: ConvProblem, config: Config, device: Gpu) -> int:

@@ -27,7 +27,8 @@ class ImageFields(NamedTuple):
     """Tiles of an image or output by its strides, in elements.
 
     start, plane: where V or M begins in the workspace, and from one plane to the next. pitch: tiles of a row of a
-    planar V or M. before: the image begins that far inside of the first tile.
+    planar V or M. slice: tiles from one depth to the next, some of which may be none. before: the image begins that far
+    inside of the first tile.
     """
 
     start: int
@@ -35,12 +36,15 @@ class ImageFields(NamedTuple):
     channels: int
     tiles: int
     pitch: int
+    slice: int
     tile_rows: int
     tile_columns: int
     stride_n: int
     stride_c: int
+    stride_d: int
     stride_h: int
     stride_w: int
+    depth: int
     height: int
     width: int
     before_h: int
@@ -48,11 +52,16 @@ class ImageFields(NamedTuple):
 
 
 class FilterFields(NamedTuple):
-    """Strides of the filter in the order in which its taps meet the image; U begins at `to` in the workspace."""
+    """Strides of the filter in the order in which its taps meet the image; U begins at `to` in the workspace.
+
+    pairs: of an output and an input channel, of all taps along the depth.
+    """
 
     pairs: int
+    outputs: int
     channels: int
     start: int
+    w_t: int
     w_k: int
     w_c: int
     w_r: int
@@ -69,11 +78,11 @@ def input_kernel(*specialised_on):
 
     def transform_input(x, v, f):
         element = integer(ptx.block_x() * THREADS + ptx.thread_x())
-        n, c, h, w = located(element, f)
+        n, c, d, h, w = located(element, f)
         if n < 0:
             return
         h, w = integer(h - f.before_h), integer(w - f.before_w)
-        at = integer(n * f.stride_n + c * f.stride_c + h * f.stride_h + w * f.stride_w)
+        at = integer(n * f.stride_n + c * f.stride_c + d * f.stride_d + h * f.stride_h + w * f.stride_w)
         source, target = ptx.cuda.local.array(area, real), ptx.cuda.local.array(area, real)
         for i in range(extent):
             inside = h + i >= 0 and h + i < f.height
@@ -102,7 +111,7 @@ def output_kernel(*specialised_on):
 
     def transform_output(products, y, bias, residual, alpha, beta, f):
         element = integer(ptx.block_x() * THREADS + ptx.thread_x())
-        n, c, h, w = located(element, f)
+        n, c, d, h, w = located(element, f)
         if n < 0:
             return
         source, target = ptx.cuda.local.array(area, real), ptx.cuda.local.array(outputs, real)
@@ -110,7 +119,7 @@ def output_kernel(*specialised_on):
         for plane in range(area):
             source[plane] = load(products, integer(f.start + plane * f.plane + element))
         transform(source, target)
-        at = integer(n * f.stride_n + c * f.stride_c + h * f.stride_h + w * f.stride_w)
+        at = integer(n * f.stride_n + c * f.stride_c + d * f.stride_d + h * f.stride_h + w * f.stride_w)
         if reads_out:  # all of it, since no load may pass a store
             for i in range(m):
                 for j in range(m):
@@ -139,8 +148,9 @@ def filter_kernel(m: int):
         pair = integer(ptx.block_x() * THREADS + ptx.thread_x())
         if pair >= f.pairs:
             return
-        k, c = ptx.divided(pair, f.channels)
-        at = integer(f.start + k * f.w_k + c * f.w_c)
+        rest, c = ptx.divided(pair, f.channels)
+        t, k = ptx.divided(rest, f.outputs)
+        at = integer(f.start + t * f.w_t + k * f.w_k + c * f.w_c)
         source, target = ptx.cuda.local.array(9, real), ptx.cuda.local.array(area, real)
         for r in range(3):
             for s in range(3):
@@ -154,7 +164,8 @@ def filter_kernel(m: int):
 
 
 def _located(m: int, channels_last: bool):
-    """Device function (element, fields) -> (image, channel, first row, first column) of a tile, image -1 for none."""
+    """Device function (element, fields) -> (image, channel, depth, first row, first column) of a tile, image -1 for
+    none."""
     from nbdnn.kernels.cuda import ptx
 
     integer = ptx.INTEGER[32]
@@ -165,9 +176,10 @@ def _located(m: int, channels_last: bool):
             tile, c = ptx.divided(element, f.channels)
         else:
             c, tile = ptx.divided(element, f.pitch)
-        rest, column = ptx.divided(tile, f.tile_columns)
-        n, row = ptx.divided(rest, f.tile_rows)
-        exists = tile < f.tiles and c < f.channels
-        return n if exists else integer(-1), c, integer(row * m), integer(column * m)
+        rest, place = ptx.divided(tile, f.slice)
+        row, column = ptx.divided(place, f.tile_columns)
+        n, d = ptx.divided(rest, f.depth)
+        exists = tile < f.tiles and c < f.channels and row < f.tile_rows
+        return n if exists else integer(-1), c, d, integer(row * m), integer(column * m)
 
     return located
