@@ -23,6 +23,9 @@ _A_PLACE = 0.03
 _SHARE = {"f16": 0.4, "bf16": 0.4, "f64": 0.5}
 _SHARE_OF_POINTS, _SHARE_OF_COPY, _SHARE_OF_FEW = 0.5, 0.95, 0.85
 _FEW_CHANNELS, _EVEN, _VECTOR_ELEMS = 32, 8, 8
+# Of both in 16 bits, where channels or filters are as few as a tile's and there are several taps: 5x5 of 32 channels took
+# 28.5 us, guessed to be 16, 3x3x3 929 and 586; of 2x2 windows side by side what cuDNN ranks first took 90, others 16.
+_SHARE_OF_NARROW = 0.6
 # What else the engines take that cuDNN ranks first where channels are few or no multiple of 8, in groups, or taps
 # dilated: of 133 such problems of small extents they took 2.1 times the best of all, and what is guessed now 1.3.
 _ODD_US = 12.0
@@ -84,6 +87,8 @@ def method_us(
     if problem.groups == 1 and (is_pointwise or not few) and _is_plain(problem):
         products_us = problem.flops / tensor_flops_per_s(device, problem.dtype, tf32) * 1e6
         of_copy = _SHARE_OF_FEW if few else _SHARE_OF_COPY
+        if kind in _TURNED and not is_pointwise and min(channels, problem.k) == _FEW_CHANNELS:
+            share, of_copy = share * _SHARE_OF_NARROW, of_copy * _SHARE_OF_NARROW
         busy_us = max(products_us / share, problem.min_bytes / copy_bytes_per_s(device) / of_copy * 1e6)
     elif kind in _TURNED and problem.groups > 1 and least >= _FEWEST_IN_GROUP and _is_plain(problem):
         busy_us = floor_us(problem, device) / (_SHARE_OF_ODD_GROUPS if least & (least - 1) else _SHARE_OF_GROUPS)
