@@ -23,7 +23,7 @@ _A_PLACE = 0.03
 _SHARE = {"f16": 0.4, "bf16": 0.4, "f64": 0.5}
 _SHARE_OF_POINTS, _SHARE_OF_COPY, _SHARE_OF_FEW = 0.5, 0.95, 0.85
 _FEW_CHANNELS, _EVEN, _VECTOR_ELEMS = 32, 8, 8
-# Of both in 16 bits, where channels or filters are as few as a tile's and there are several taps: 5x5 of 32 channels took
+# Of both in 16 bits, where channels or filters are as few as a tile's, and taps several: 5x5 of 32 channels took
 # 28.5 us, guessed to be 16, 3x3x3 929 and 586; of 2x2 windows side by side what cuDNN ranks first took 90, others 16.
 _SHARE_OF_NARROW = 0.6
 # What else the engines take that cuDNN ranks first where channels are few or no multiple of 8, in groups, or taps

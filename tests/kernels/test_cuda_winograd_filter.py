@@ -26,6 +26,11 @@ SHAPES = (
     ("n1c16h8w12:k8r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc:a4", "not aligned: a channel at a time"),
     ("n3c4h1w1:k5r3s3:p1x1:u1x1:d1x1:g1:cross:nchw", "one pixel"),
     ("n0c4h5w5:k5r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc:e:beta", "no image: beta alone"),
+    ("n2c5d3h9w6:k7t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc", "slices: the taps reach beyond each image"),
+    ("n1c6d4h5w5:k4t3r3s3:ba2.0x3.2x0.3:u1x1x1:d1x1x1:g1:conv:ncdhw:e:beta", "the same, flipped and planar"),
+    ("n3c4d5h4w4:k8t2r3s3:p0x1x1:u1x1x1:d1x1x1:g1:conv:ncdhw:ktrsc:yndhwc", "two taps along the depth"),
+    ("n2c8d2h7w3:k4t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc", "one"),
+    ("n0c4d2h5w5:k5t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc:e:beta", "no image of slices: beta alone"),
 )
 
 
@@ -71,7 +76,7 @@ def test_a_copy_that_is_not_waited_for_is_seen(monkeypatch: pytest.MonkeyPatch) 
     [
         ("bf16:n1c16h8w8:k16r3s3:p1x1:u1x1:d1x1:g1:cross:nhwc", "dtype is bf16"),
         ("f32:n1c16h8w8:k16r5s5:p2x2:u1x1:d1x1:g1:cross:nhwc", "the filter is 5x5"),
-        ("f32:n1c16d8h8w8:k16t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc", "the filter is 3x3x3"),
+        ("f32:n1c16d8h8w8:k16t3r3s3:p1x1x1:u2x1x1:d1x1x1:g1:cross:ndhwc", "stride (2, 1, 1)"),
         ("f32:n1c16h8w8:k16r3s3:p1x1:u2x2:d1x1:g1:cross:nhwc", "stride (2, 2)"),
         ("f32:n1c16h8w8:k16r3s3:p1x1:u1x1:d2x2:g1:cross:nhwc", "dilation (2, 2)"),
         ("f32:n1c16h8w8:k16r3s3:p1x1:u1x1:d1x1:g4:cross:nhwc", "in 4 groups"),

@@ -27,12 +27,14 @@ from nbdnn.kernels.cuda import fft_filter_input, fft_filter_output, fma_plan, wi
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.conv_winograd import refusal_of_steps
 from nbdnn.kernels.cuda.fft_filter_input import COLUMNS, EXTENT, PLANES
-from nbdnn.kernels.cuda.filter_products import STAGES_OF_START, TILES, ByProducts, Config, strides_2d
+from nbdnn.kernels.cuda.filter_products import STAGES_OF_START, TILES, ByProducts, Config
 from nbdnn.kernels.cuda.fma_tile import STAGE_K, Tile
 from nbdnn.kernels.cuda.geometry import filter_strides
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch
 from nbdnn.kernels.cuda.peaks import copy_bytes_per_s
 from nbdnn.kernels.cuda.winograd_product import Kinds
+from nbdnn.kernels.spatial import tensor_strides
+from nbdnn.problem import Operand
 from nbdnn.problem_conv import ConvProblem
 
 _MOST_TAPS = 11  # on an axis: of larger filters a tile has less than half of its pixels left
@@ -121,14 +123,20 @@ def _input_launch(problem: ConvProblem, plan: _Plan) -> Launch:
     groups_x, groups_y = (ceil(channels / fft_filter_input.CHANNELS) for channels in (problem.c, problem.k))
     fields = fft_filter_input.Fields._make((
         problem.n, plan.tiles, plan.tile_rows, plan.tile_columns, *plan.step,
-        plan.tiles * groups_x, groups_x, 0, plan.pitch_c, problem.c, *strides_2d(x, problem.channels_last),
+        plan.tiles * groups_x, groups_x, 0, plan.pitch_c, problem.c, *_strides(x, problem.channels_last),
         *problem.spatial, *(before for before, _ in problem.pad),
         groups_y, plan.product.a_start, plan.product.a_channels, problem.k,
-        *strides_2d(dy, problem.y_channels_last), *problem.out_spatial,
+        *_strides(dy, problem.y_channels_last), *problem.out_spatial,
     ))  # fmt: skip
     variant = fft_filter_input.Variant(problem.channels_last, problem.y_channels_last)
     source = Source(fft_filter_input.input_kernel, variant, fft_filter_input.THREADS, min_blocks=4)
     return Launch(source, (plan.tiles * (groups_x + groups_y), 1, 1), (0, 1, WORKSPACE), "", fields)
+
+
+def _strides(image: Operand, channels_last: bool) -> tuple[int, ...]:
+    """(n, c, h, w), in elements."""
+    n, c, _, h, w = tensor_strides(image.shape, channels_last)
+    return n, c, h, w
 
 
 def _output_launch(problem: ConvProblem, plan: _Plan, tile: Tile) -> Launch:

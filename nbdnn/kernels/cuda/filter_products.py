@@ -8,8 +8,6 @@ from typing import NamedTuple
 from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.fma_tile import Tile
 from nbdnn.kernels.cuda.launch import LaunchedCandidate
-from nbdnn.kernels.spatial import tensor_strides
-from nbdnn.problem import Operand
 from nbdnn.problem_conv import ConvProblem
 
 TILES = (Tile(128, 128), Tile(64, 64))
@@ -37,9 +35,3 @@ class ByProducts(LaunchedCandidate[Config]):
         guesses = {Config(tile): self.estimate(problem, Config(tile), device) for tile in fitting}
         limit = _HOPELESS * min(guesses.values())
         return tuple(sorted((c for c in guesses if guesses[c] <= limit), key=guesses.__getitem__))
-
-
-def strides_2d(image: Operand, channels_last: bool) -> tuple[int, ...]:
-    """(n, c, h, w), in elements."""
-    n, c, _, h, w = tensor_strides(image.shape, channels_last)
-    return n, c, h, w

@@ -39,12 +39,14 @@ class Variant(NamedTuple):
 class Fields(NamedTuple):
     """Tiles of both images, and each image by its strides, in elements.
 
-    tiles: and as many more as may fill the last stage. kept_: rows and columns of tiles in the xi of the last row and
-    column. Of each kind: filled_ tiles, and at_ which its xi begin. start, pitch: where V or D begins in the workspace,
-    and the channels from one tile to the next. before: the image begins that far inside of the first tile.
+    slices: of all images, `depth` of each, more than x and dy have: the others are zero. tiles: and as many more as may
+    fill the last stages. kept_: rows and columns of tiles in the xi of the last row and column. Of each kind: filled_
+    tiles, and at_ which its xi begin. start, pitch: where V or D begins in the workspace, and the channels from one
+    tile to the next. before: the image begins that far inside of its slices and of the first tile.
     """
 
-    images: int
+    slices: int
+    depth: int
     tiles: int
     tile_rows: int
     tile_columns: int
@@ -62,10 +64,13 @@ class Fields(NamedTuple):
     x_channels: int
     x_n: int
     x_c: int
+    x_d: int
     x_h: int
     x_w: int
+    x_depth: int
     x_height: int
     x_width: int
+    before_d: int
     before_h: int
     before_w: int
     y_start: int
@@ -73,8 +78,10 @@ class Fields(NamedTuple):
     y_channels: int
     y_n: int
     y_c: int
+    y_d: int
     y_h: int
     y_w: int
+    y_depth: int
     y_height: int
     y_width: int
 
@@ -92,10 +99,12 @@ def input_kernel(*specialised_on):
     def transform_images(x, dy, workspace, f):
         exchanged = ptx_tile.shared_address(ptx.cuda.shared.array(words, real, 16))
         if ptx.block_y() == 0:
-            strides, extents = (f.x_n, f.x_c, f.x_h, f.x_w), (f.x_height, f.x_width, f.before_h, f.before_w)
+            strides = f.x_n, f.x_c, f.x_h, f.x_w, f.x_d
+            extents = f.x_height, f.x_width, f.before_h, f.before_w, f.x_depth, f.before_d
             transform_x(x, workspace, exchanged, f, (f.x_start, f.x_pitch, f.x_channels), strides, extents)
         else:
-            strides, extents = (f.y_n, f.y_c, f.y_h, f.y_w), (f.y_height, f.y_width, zero, zero)
+            strides = f.y_n, f.y_c, f.y_h, f.y_w, f.y_d
+            extents = f.y_height, f.y_width, zero, zero, f.y_depth, zero
             transform_dy(dy, workspace, exchanged, f, (f.y_start, f.y_pitch, f.y_channels), strides, extents)
 
     data = ptx.pointer("f32")
@@ -217,9 +226,11 @@ def _tile_place(m: int):
     @ptx.inline
     def placed(tile, f, strides, extents):
         rest, column = ptx.divided(tile, f.tile_columns)
-        n, row = ptx.divided(rest, f.tile_rows)
-        h, w = integer(row * m - extents[2]), integer(column * m - extents[3])
-        return integer(n * strides[0] + h * strides[2] + w * strides[3]), h, w, n < f.images
+        slice_, row = ptx.divided(rest, f.tile_rows)
+        n, d = ptx.divided(slice_, f.depth)
+        d, h, w = integer(d - extents[5]), integer(row * m - extents[2]), integer(column * m - extents[3])
+        is_there = slice_ < f.slices and d >= 0 and d < extents[4]
+        return integer(n * strides[0] + d * strides[4] + h * strides[2] + w * strides[3]), h, w, is_there
 
     return placed
 
@@ -305,15 +316,15 @@ def _places():
         of_column = integer(rest * f.kept_columns + column)
         of_row = integer((n * f.kept_rows + row) * f.tile_columns + column)
         of_both = integer((n * f.kept_rows + row) * f.kept_columns + column)
-        if n >= f.images:
-            # Behind the last tile of each kind, as far as its last stage reaches.
-            beyond = integer(tile - f.images * f.tile_rows * f.tile_columns)
-            of_column = integer(f.images * f.tile_rows * f.kept_columns + beyond)
-            of_row = integer(f.images * f.kept_rows * f.tile_columns + beyond)
-            of_both = integer(f.images * f.kept_rows * f.kept_columns + beyond)
+        if n >= f.slices:
+            # Behind the last tile of each kind, as far as its last stages reach.
+            beyond = integer(tile - f.slices * f.tile_rows * f.tile_columns)
+            of_column = integer(f.slices * f.tile_rows * f.kept_columns + beyond)
+            of_row = integer(f.slices * f.kept_rows * f.tile_columns + beyond)
+            of_both = integer(f.slices * f.kept_rows * f.kept_columns + beyond)
             in_columns, in_rows = of_column < f.filled_1, of_row < f.filled_2
         of_neither = tile if tile < f.filled_0 else none
-        in_both = of_both < f.filled_3 if n >= f.images else in_columns and in_rows
+        in_both = of_both < f.filled_3 if n >= f.slices else in_columns and in_rows
         return (
             of_neither,
             of_column if in_columns else none,

@@ -1,6 +1,7 @@
 """The way back of a Winograd filter gradient: dw = A^T M A, where M is the sum of its parts in their order.
 
-A block makes the gradients of 32 input channels of 4 output channels, or of one where there are few of them:
+A block makes the gradients of 32 input channels of 4 output channels, or of one where there are few of them, at one tap
+along the depth:
 
     parts --a warp: m + 2 of the xi, a lane: 4 input channels--> shared [xi][4][32] --a thread: a pair of channels--> dw
 
@@ -38,6 +39,7 @@ class Fields(NamedTuple):
 
     share: int
     tiles: int
+    tap_tiles: int
     tiles_n: int
     begin_1: int
     begin_2: int
@@ -56,6 +58,7 @@ class Fields(NamedTuple):
     w_start: int
     w_k: int
     w_c: int
+    w_t: int
     w_r: int
     w_s: int
 
@@ -103,7 +106,8 @@ def _sums(variant: Variant):
         row, in_row = ptx.divided(k, integer(tile_m))
         column, in_column = ptx.divided(c, integer(tile_n))
         if thread < planes:
-            part, count = parts_of(integer(thread * f.tiles + row * f.tiles_n + column), f)
+            in_plane = integer(integer(ptx.block_y()) * f.tap_tiles + row * f.tiles_n + column)
+            part, count = parts_of(integer(thread * f.tiles + in_plane), f)
             starts[thread] = integer(f.c_start + part * elements + in_row * tile_n + in_column)
             counts[thread] = count
         ptx.cuda.syncthreads()
@@ -180,7 +184,7 @@ def _store_channels(variant: Variant):
     def stored(sums, taps, dw, thread, scalars, first, f):
         k, c = integer(first[0] + (thread >> 5)), integer(first[1] + (thread & 31))
         if thread < pairs and k < f.k and c < f.c:
-            at = integer(f.w_start + k * f.w_k + c * f.w_c)
+            at = integer(f.w_start + k * f.w_k + c * f.w_c + integer(ptx.block_y()) * f.w_t)
             for r in range(3):
                 for s in range(3):
                     to = integer(at + r * f.w_r + s * f.w_s)
@@ -206,13 +210,13 @@ def _store_taps(variant: Variant):
             for tap in range(9):
                 put(word(sums + (thread * 9 + tap) * 4), bits(taps[tap]))
         ptx.cuda.syncthreads()
-        element = thread
+        element, start = thread, integer(f.w_start + integer(ptx.block_y()) * f.w_t)
         while element < tap_words:
             pair, tap = ptx.divided(element, integer(9))
             r, s = ptx.divided(tap, integer(3))
             k, c = integer(first[0] + (pair >> 5)), integer(first[1] + (pair & 31))
             if k < f.k and c < f.c:
-                to = integer(f.w_start + k * f.w_k + c * f.w_c + r * f.w_r + s * f.w_s)
+                to = integer(start + k * f.w_k + c * f.w_c + r * f.w_r + s * f.w_s)
                 value = floats(get(word(sums + element * 4)))
                 store(value, scalars[0], scalars[1], dw, to, dw, k, dw)
             element = integer(element + threads)

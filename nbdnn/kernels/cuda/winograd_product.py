@@ -13,7 +13,9 @@ for each block, wherever the cuts fall:
     parts    |-----0-----|---1----|2-|-----3-----|--4-|--5---|--6--|        numbered block + tile
 
 so that blocks that all run at once end at the same time, however many tiles there are. Who reads M adds the parts of a
-tile in order. Source: own, after stream-K (Osama et al., arXiv:2301.03598); the product is that of `fma_tile.py`.
+tile in order. Of volumes there are tiles of M for each tap along the depth, whose V begins as many slices further than
+D; both have as many slices of an image as all taps together reach, and where dy has none D is zero. Source: own, after
+stream-K (Osama et al., arXiv:2301.03598); the product is that of `fma_tile.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ from nbdnn.kernels.cuda.fma_tile import STAGE_K, STAGES, Copies, Tile, copy_plac
 
 
 class Kinds(NamedTuple):
-    """The four kinds of xi, of each: tiles of the image, xi, and stages."""
+    """The four kinds of xi, of each: tiles of the image, xi, and stages. further: tiles from the first tap's V to the
+    last one's, which are stored as well."""
 
     tiles: tuple[int, int, int, int]
     planes: tuple[int, int, int, int]
+    further: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -37,8 +41,13 @@ class Kinds(NamedTuple):
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """Tiles of the image that are stored: whole stages."""
-        return tuple(STAGE_K * stages for stages in self.stages)
+        """Tiles of the image that are stored: whole stages, also those that begin at the last tap."""
+        of_kinds = zip(self.tiles, self.further, strict=True)
+        return tuple(STAGE_K * (ceil((tiles + further) / STAGE_K) + (further > 0)) for tiles, further in of_kinds)
+
+    def products(self, kinds: int = 4) -> int:
+        """Stages of a tile of M, of all xi of the first kinds."""
+        return sum(planes * stages for planes, stages in zip(self.planes[:kinds], self.stages, strict=False))
 
     def total(self, kinds: int = 4) -> int:
         """Tiles of the image that are stored for all xi of the first kinds."""
@@ -48,14 +57,16 @@ class Kinds(NamedTuple):
 class Fields(NamedTuple):
     """A row of stages, each kind's from its begin_ on, in shares, and the operands.
 
-    share: stages of a block. tiles: of M for one xi, in rows of tiles_n. Of each kind: first_ tile of M, stages_ of a
-    tile, tile of the image at_ which its xi begin. A is D, B is V: where they begin in the workspace, and the channels
-    from one tile of the image to the next. Parts begin at c_start.
+    share: stages of a block. tiles: of M for one xi, tap_tiles for one tap along the depth, in rows of tiles_n. Of each
+    kind: first_ tile of M, stages_ of a tile, tile of the image at_ which its xi begin, tiles filled_ for one xi, and
+    tap_ from one tap to the next. A is D, B is V: where they begin in the workspace, and the channels from one tile of
+    the image to the next. Parts begin at c_start.
     """
 
     total: int
     share: int
     tiles: int
+    tap_tiles: int
     tiles_n: int
     begin_1: int
     begin_2: int
@@ -70,6 +81,14 @@ class Fields(NamedTuple):
     at_1: int
     at_2: int
     at_3: int
+    filled_0: int
+    filled_1: int
+    filled_2: int
+    filled_3: int
+    tap_0: int
+    tap_1: int
+    tap_2: int
+    tap_3: int
     a_start: int
     a_channels: int
     b_start: int
@@ -77,13 +96,21 @@ class Fields(NamedTuple):
     c_start: int
 
 
-def fields(kinds: Kinds, share: int, tiles: tuple[int, int], a: tuple[int, int], b: tuple[int, int], c: int) -> Fields:
-    """tiles: of M, rows and columns for one xi; a, b: start and channels of D and V; c: where the parts begin."""
-    count = tiles[0] * tiles[1]
+def fields(
+    kinds: Kinds, share: int, tiles: tuple[int, int], a: tuple[int, int], b: tuple[int, int], c: int, taps: int = 1
+) -> Fields:
+    """tiles: of M, rows and columns for one xi and tap; a, b: start and channels of D and V; c: where the parts begin;
+    taps: along the depth."""
+    of_tap = tiles[0] * tiles[1]
+    count = taps * of_tap
     first = [count * sum(kinds.planes[:kind]) for kind in range(1, 4)]
-    begin = [count * kinds.total(kind) // STAGE_K for kind in range(1, 5)]
+    begin = [count * kinds.products(kind) for kind in range(1, 5)]
     at = [kinds.total(kind) for kind in range(1, 4)]
-    return Fields._make((begin[3], share, count, tiles[1], *begin[:3], *first, *kinds.stages, *at, *a, *b, c))
+    to_next = [further // max(1, taps - 1) for further in kinds.further]
+    return Fields._make((
+        begin[3], share, count, of_tap, tiles[1], *begin[:3], *first, *kinds.stages, *at, *kinds.filled, *to_next,
+        *a, *b, c,
+    ))  # fmt: skip
 
 
 def product_kernel(*specialised_on):
@@ -102,15 +129,16 @@ def product_kernel(*specialised_on):
         at, walk = integer(block * f.share), ptx.cuda.local.array(2, integer)
         end = min(integer(at + f.share), f.total)
         while at < end:
-            begin, number, stages, from_tile = kind(at, f)
+            begin, number, stages, from_tile, filled, to_next = kind(at, f)
             local, first = ptx.divided(integer(at - begin), stages)
             number = integer(number + local)
             plane, place = ptx.divided(local, f.tiles)
+            tap, place = ptx.divided(place, f.tap_tiles)
             row, column = ptx.divided(place, f.tiles_n)
-            from_tile = integer(from_tile + (plane * stages + first) * STAGE_K)
+            from_tile = integer(from_tile + plane * filled + first * STAGE_K)
             m, n = integer(row * tile_m + column_a), integer(column * tile_n + column_b)
             walk[0] = integer(f.a_start + (from_tile + k_a) * f.a_channels + m)
-            walk[1] = integer(f.b_start + (from_tile + k_b) * f.b_channels + n)
+            walk[1] = integer(f.b_start + (from_tile + tap * to_next + k_b) * f.b_channels + n)
             count = min(integer(end - at), integer(stages - first))
             ptx.cuda.syncthreads()  # the buffers may still be read
             quarters = run(shared, thread, count, (workspace, thread, walk, f))
@@ -122,21 +150,25 @@ def product_kernel(*specialised_on):
 
 @cache
 def _kind():
-    """Device function (stage, fields) -> (first stage, first tile of M, stages of a tile, first tile of the image)."""
+    """Device function (stage, fields) -> (first stage, first tile of M, stages of a tile, first tile of the image,
+    tiles for one xi, tiles from a tap to the next)."""
     from nbdnn.kernels.cuda import ptx
 
     zero = ptx.INTEGER[32](0)
 
     @ptx.inline
     def of_stage(at, f):
-        begin, first, stages, tile = zero, zero, f.stages_0, zero
+        begin, first, stages, tile, filled, to_next = zero, zero, f.stages_0, zero, f.filled_0, f.tap_0
         if at >= f.begin_1:
             begin, first, stages, tile = f.begin_1, f.first_1, f.stages_1, f.at_1
+            filled, to_next = f.filled_1, f.tap_1
         if at >= f.begin_2:
             begin, first, stages, tile = f.begin_2, f.first_2, f.stages_2, f.at_2
+            filled, to_next = f.filled_2, f.tap_2
         if at >= f.begin_3:
             begin, first, stages, tile = f.begin_3, f.first_3, f.stages_3, f.at_3
-        return begin, first, stages, tile
+            filled, to_next = f.filled_3, f.tap_3
+        return begin, first, stages, tile, filled, to_next
 
     return of_stage
 
