@@ -82,6 +82,7 @@ ROWS: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("vgg", "n16c64h224w224:k64r3s3:p1x1:u1x1:d1x1:g1", ALL, EVERY),
     ("3-D", "n4c64d16h56w56:k128t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", ALL, EVERY),
     ("3-D", "n1c32d64h64w64:k32t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", ALL, EVERY),
+    ("3-D", "n2c64d64h64w64:k64t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1", ALL, ("f32",)),
     ("3-D depthwise", "n4c64d16h56w56:k64t3r3s3:p1x1x1:u1x1x1:d1x1x1:g64", ALL, PLAIN),
     ("videos", "n4c64d16h56w56:k144t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1", ALL, EVERY),
     ("videos", "n4c144d16h56w56:k64t3r1s1:p1x0x0:u1x1x1:d1x1x1:g1", ALL, EVERY),

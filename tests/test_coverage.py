@@ -115,8 +115,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_fwd/numba/depthwise_lanes": _OF_LANES._replace(ends=_FORWARD_ENDS.removesuffix(" a8")),
     "conv_fwd/numba/direct": _FORWARD,
     "conv_fwd/numba/fma_gemm": _FORWARD._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
-    "conv_fwd/numba/winograd_2x2": _FORWARD._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
-    "conv_fwd/numba/winograd_4x4": _FORWARD._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
+    "conv_fwd/numba/winograd_2x2": _FORWARD._replace(dtypes="f32", shapes=_OF_GPU_WINOGRAD),
+    "conv_fwd/numba/winograd_4x4": _FORWARD._replace(dtypes="f32", shapes=_OF_GPU_WINOGRAD),
     "conv_fwd/numba/rows": _OF_ROWS,
     "conv_fwd/numba/rows_tf32": _OF_ROWS._replace(dtypes="f32", shapes="7x7/2, rows of words"),
     "conv_fwd/numba/stem": _OF_STEM._replace(ends=_FORWARD_ENDS),
@@ -164,8 +164,8 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_data/numba/depthwise_lanes": _OF_LANES,
     "conv_bwd_data/numba/direct": _GRADIENT,
     "conv_bwd_data/numba/fma_gemm": _GRADIENT._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
-    "conv_bwd_data/numba/winograd_2x2": _GRADIENT._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
-    "conv_bwd_data/numba/winograd_4x4": _GRADIENT._replace(dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD),
+    "conv_bwd_data/numba/winograd_2x2": _GRADIENT._replace(dtypes="f32", shapes=_OF_GPU_WINOGRAD),
+    "conv_bwd_data/numba/winograd_4x4": _GRADIENT._replace(dtypes="f32", shapes=_OF_GPU_WINOGRAD),
     "conv_bwd_data/numba/grouped_boxes": _OF_EQUAL_GROUPS,
     "conv_bwd_data/numba/grouped": _OF_GROUPED,
     "conv_bwd_data/numba/grouped_tf32": _OF_GROUPED._replace(dtypes="f32"),
@@ -206,9 +206,7 @@ COVERAGE: dict[str, Covers] = {
     "conv_bwd_filter/numba/depthwise_lanes": _OF_LANES,
     "conv_bwd_filter/numba/direct": _GRADIENT,
     "conv_bwd_filter/numba/fma_gemm": _GRADIENT._replace(dtypes="f32", shapes=_OF_FMA_GEMM),
-    "conv_bwd_filter/numba/winograd_4x4": _GRADIENT._replace(
-        dtypes="f32", layouts="nchw nhwc", shapes=_OF_GPU_WINOGRAD
-    ),
+    "conv_bwd_filter/numba/winograd_4x4": _GRADIENT._replace(dtypes="f32", shapes=_OF_GPU_WINOGRAD),
     "conv_bwd_filter/numba/fft_tiling": _GRADIENT._replace(
         dtypes="f32", layouts="nchw nhwc", shapes=f"{_OF_GPU_WINOGRAD}, 1x1, 5x5"
     ),

@@ -283,7 +283,7 @@ def _cuda_conv() -> _Lists:
             Wide(conv_wgmma_filter.BWD_FILTER),
             *map(Wide, conv_mma_gemm_filter.BWD_FILTER),
             *conv_folded.BWD_FILTER,
-            Flat(conv_winograd_filter.BWD_FILTER),
+            conv_winograd_filter.BWD_FILTER,
             Flat(conv_fft_filter.BWD_FILTER),
             conv_fma_gemm_filter.BWD_FILTER,
             conv_direct.BWD_FILTER,
