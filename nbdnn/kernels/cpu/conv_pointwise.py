@@ -12,14 +12,15 @@ panels; both stay in the second-level cache.
          +------------------+      +------+------+      vector of outputs runs at the rate of multiply-adds
 
 Traffic: x once a chunk, from memory once; the panels once a block, from cache; y once, past the caches where it is
-larger than they are. Accumulates in float32 (float64), one rounding a step, in the order of c. Source: own.
+larger than they are. A bias is what sums begin with, and relu their least value: neither takes a pass. Accumulates in
+float32 (float64), one rounding a step, in the order of c. Source: own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from math import ceil
+from math import ceil, inf
 
 import numpy as np
 from numba import njit
@@ -28,7 +29,7 @@ from nbdnn.candidate import YES, Candidate, Support
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
 from nbdnn.kernels.cpu.cost import COPY_NS, PACK_NS, TILE_NS, kernel_us
-from nbdnn.kernels.cpu.epilogue import is_finished, store_kind, stored_ns, tile_store
+from nbdnn.kernels.cpu.epilogue import store_kind, stored_ns, tile_store
 from nbdnn.kernels.cpu.geometry import EPILOGUE_FIELDS, Geometry, epilogue_values, geometry
 from nbdnn.kernels.cpu.launch import ARGS, Phase, Program
 from nbdnn.kernels.cpu.micro_kernel import Config, pixel_tile
@@ -49,7 +50,7 @@ _PIXELS = {"avx512": (14, 12, 8, 6, 5), "other": (12, 6, 4)}
 
 _PARAMS = record(
     *("in_pointer", "out_pointer", *EPILOGUE_FIELDS, "pixels", "block_pixels", "blocks", "chunk_panels", "panels"),
-    *("c_in", "c_out", "panel_bytes", "copy_bytes", "row_offsets", "lane_offsets", "kind", "finished"),
+    *("c_in", "c_out", "panel_bytes", "copy_bytes", "row_offsets", "lane_offsets", "kind"),
 )
 
 
@@ -58,19 +59,20 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
     """One block of pixels, one chunk of panels: index = chunk * blocks + block."""
     itemsize, width = ITEMSIZE[dtype], nv * vl
     i64, args_at, params_at = pointer("i64"), struct(ARGS), struct(_PARAMS)
-    most, fewer, single = (pixel_tile(dtype, pixels, nv, vl) for pixels in (mr, max(1, mr - 1), 1))
+    most, fewer, single = (pixel_tile(dtype, pixels, nv, vl, True) for pixels in (mr, max(1, mr - 1), 1))
     tile_bytes, row_bytes, store = stack(mr * width * itemsize), width * itemsize, tile_store(dtype, dtype, vl)
+    data, first_sums = pointer(dtype), stack(width * itemsize)
 
     @njit(**DEVICE)
-    def multiply(count, x, x_step, c_in, w, y, y_step, lanes, streams):
+    def multiply(count, x, x_step, c_in, w, y, y_step, lanes, streams, start, bound):
         """A tile of mr or mr - 1 pixels, or fewer, one by one."""
         if count == mr:
-            most(x, x_step, c_in, w, y, y_step, lanes, streams)
+            most(x, x_step, c_in, w, y, y_step, lanes, streams, start, bound)
         elif count == mr - 1:
-            fewer(x, x_step, c_in, w, y, y_step, lanes, streams)
+            fewer(x, x_step, c_in, w, y, y_step, lanes, streams, start, bound)
         else:
             for p in range(count):
-                single(x + p * x_step, x_step, c_in, w, y + p * y_step, y_step, lanes, streams)
+                single(x + p * x_step, x_step, c_in, w, y + p * y_step, y_step, lanes, streams, start, bound)
 
     def block(args, ctx, index, worker):
         a, pointers, f = args_at(args), i64(args), params_at(ctx)
@@ -81,12 +83,16 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
         if least < mr - 1:  # too few to be shared out evenly: the last ones go one by one
             least, longer = mr, 0
         x_step, y_step = f.c_in * itemsize, f.c_out * itemsize
-        tile, finished = tile_bytes(), f.finished and a.alpha == 1.0
+        tile, start = tile_bytes(), first_sums()
+        finished = a.alpha == 1.0 and f.activation < 2 and not f.read_out and f.residual_pointer < 0
+        bound = 0.0 if finished and f.activation else -inf
         first_panel = chunk * f.chunk_panels
         for panel in range(first_panel, min(f.panels, first_panel + f.chunk_panels)):
             shift, w = panel * row_bytes, a.workspace + worker * f.copy_bytes + panel * f.panel_bytes
             lanes = min(width, f.c_out - panel * width)
             bias = pointers[f.bias_pointer] + shift if f.bias_pointer >= 0 else 0
+            for j in range(width):
+                data(start)[j] = data(bias)[j] if finished and bias and j < lanes else 0.0
             for i in range(tiles):
                 done = i * least + min(i, longer)
                 p, count = first_pixel + done, min(least + (i < longer), pixels - done)
@@ -100,7 +106,7 @@ def _multiply_task(dtype: str, mr: int, nv: int, vl: int):
                     to, to_step, stored = y, y_step, lanes
                 else:
                     to, to_step, stored, streams = tile, row_bytes, width, 0
-                multiply(count, x, x_step, f.c_in, w, to, to_step, stored, streams)
+                multiply(count, x, x_step, f.c_in, w, to, to_step, stored, streams, start, bound)
                 if not finished:
                     residual = pointers[f.residual_pointer] + p * y_step + shift if f.residual_pointer >= 0 else 0
                     flags = (f.activation, bias, 0, 1, residual, f.read_out)
@@ -211,7 +217,6 @@ class Pointwise(Candidate[Config, Cpu]):
             row_offsets=rows.ctypes.data,
             lane_offsets=lanes.ctypes.data,
             kind=store_kind(problem, True),
-            finished=int(is_finished(problem)),
         )
         task = _multiply_task(problem.dtype, config.mr, config.nv, vl)
         return Program([pack, Phase(task, plan.blocks * plan.chunks, ctx)], [*keep, rows, lanes])

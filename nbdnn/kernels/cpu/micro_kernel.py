@@ -181,21 +181,22 @@ def tile_product(
 
 
 @cache
-def pixel_tile(dtype: str, mr: int, nv: int, vl: int):
+def pixel_tile(dtype: str, mr: int, nv: int, vl: int, finishes: bool = False):
     """Intrinsic: one register tile of a matrix product whose rows are pixels, equally far apart.
 
         y[m, j] = sum_k x[m, k] * w[k, j]      m < mr, j < nv * vl
 
     Arguments, all int64: x (address of the first pixel), x_step (bytes to the next), k_len, w (address of the packed
     panel), y, y_step, lanes (columns that are stored), streams (whether y lies on whole vectors and is written past the
-    caches). Accumulates in `dtype`, in the order of k.
+    caches). Accumulates in `dtype`, in the order of k. finishes: two more, of sums that begin with start[j] (its
+    address, of whole vectors) and are at least a float64.
     """
     scalar, item_bytes = FLOAT[dtype], 4 if dtype == "f32" else 8
     vector = ir.VectorType(scalar, vl)
     vector_bytes = vl * item_bytes
 
     def codegen(context, builder, sig, args):
-        x, x_step, k_len, w, y, y_step, lanes, streams = args
+        x, x_step, k_len, w, y, y_step, lanes, streams, *of_sums = args
         fma = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{vl}{dtype}"
         )
@@ -232,10 +233,17 @@ def pixel_tile(dtype: str, mr: int, nv: int, vl: int):
             builder.position_at_end(done)
             return phis
 
-        zeros = [ir.Constant(vector, None)] * (mr * nv)
+        firsts = [ir.Constant(vector, None)] * nv
+        if finishes:
+            slots = [builder.add(of_sums[0], I64(j * vector_bytes)) for j in range(nv)]
+            firsts = [builder.load(vector_at(builder, slot, vector), align=item_bytes) for slot in slots]
         whole = builder.sub(k_len, builder.srem(k_len, I64(_UNROLL)))
-        k, pixel, panel, *acc = steps(I64(0), whole, _UNROLL, x, w, zeros)
+        k, pixel, panel, *acc = steps(I64(0), whole, _UNROLL, x, w, firsts * mr)
         _, _, _, *acc = steps(k, k_len, 1, pixel, panel, acc)
+        if finishes:
+            bound = splat(builder, builder.fptrunc(of_sums[1], scalar) if dtype == "f32" else of_sums[1], vector)
+            # A NaN stays one.
+            acc = [builder.select(builder.fcmp_ordered("<", total, bound), bound, total) for total in acc]
 
         rows = [builder.add(y, builder.mul(y_step, I64(m))) for m in range(mr)]
         slots = [vector_at(builder, builder.add(row, I64(j * vector_bytes)), vector) for row in rows for j in range(nv)]
@@ -258,7 +266,11 @@ def pixel_tile(dtype: str, mr: int, nv: int, vl: int):
     def tile(typingctx, x, x_step, k_len, w, y, y_step, lanes, streams):
         return signature(types.none, *[types.int64] * 8), codegen
 
-    return tile
+    @intrinsic
+    def finished_tile(typingctx, x, x_step, k_len, w, y, y_step, lanes, streams, start, least):
+        return signature(types.none, *[types.int64] * 9, types.float64), codegen
+
+    return finished_tile if finishes else tile
 
 
 def opaque(builder, value):
