@@ -38,8 +38,9 @@ _FEWEST_IN_GROUP, _SHARE_OF_GROUPS, _TILE_CHANNELS, _FILTERS_OF_PART = 4, 0.26, 
 _SHARE_OF_ODD_GROUPS = 0.065  # of channels that are no power of two
 # Float32: share and launch of 106 layers of a ResNet-50 and a MobileNet v2, in planes, that had no few channels.
 _OF_F32 = {"conv_fwd": (0.4, 8.0), "conv_bwd_data": (0.33, 10.0), "conv_bwd_filter": (0.3, 20.0)}
-# A filter gradient that splits no sum goes through all pixels in each block: 25,000 took 390 us, 400,000 2100.
-_PIXEL_US = 0.012
+# A filter gradient that splits no sum goes through all pixels in each block: 25,000 took 390 us, 400,000 2100. Image
+# gradients in float64 that add nothing to memory took 1.2 to 1.7 times as long as those that do.
+_PIXEL_US, _WHOLE_F64 = 0.012, 1.5
 # So do, over three axes in float32, all but the rarest of those that cuDNN ranks: 524,000 took 16 ms and more. Strided
 # gradients of the image there make every product that a stride of 1 would.
 _VOLUME_PIXEL_US = 0.03
@@ -73,15 +74,18 @@ def method_us(
     problem: ConvProblem, device: Gpu, place: int, tf32: bool = False, slower: float = 1.0, whole: bool = False
 ) -> float:
     """Microseconds of a method at a place (0 the first) of cuDNN's ranking; `slower` than methods of its kind. whole: a
-    product that splits no sum, nor the outputs by what a stride leaves of them, which matters in float32."""
+    product that splits no sum, nor the outputs by what a stride leaves of them, which matters in float32 and float64.
+    """
     kind, channels = "bf16" if tf32 else problem.dtype, problem.c // problem.groups
     is_pointwise = kind in _TURNED and max(problem.filter, default=1) == 1 and max(problem.stride, default=1) == 1
     (share, launch_us), odd_us = _rate(problem.op, kind, is_pointwise), 0.0
     is_volume = kind == "f32" and problem.ndim == 3
-    if kind == "f32" and problem.op == "conv_bwd_filter" and (whole or is_volume):
+    if problem.op == "conv_bwd_filter" and (is_volume or (whole and kind in ("f32", "f64"))):
         odd_us = problem.n * prod(problem.out_spatial) * (_VOLUME_PIXEL_US if is_volume else _PIXEL_US)
     if kind == "f32" and problem.op == "conv_bwd_data" and (whole or is_volume):
         slower *= max(1.0, prod(problem.stride) / (1 if is_volume else prod(problem.filter)))
+    if kind == "f64" and problem.op == "conv_bwd_data" and whole:
+        slower *= _WHOLE_F64
     few, least = min(channels, problem.k) < _FEW_CHANNELS, min(channels, problem.k // problem.groups)
     # Few channels of one tap are read and written as others are: layers of 16 and 24 took 0.9 to 1.1 of this.
     if problem.groups == 1 and (is_pointwise or not few) and _is_plain(problem):

@@ -107,3 +107,25 @@ def test_taps_that_share_their_pixels_are_ours(geometry: str, seen_us: float) ->
     problem = parse(f"{geometry}:d1x1:g1:cross:nhwc")
     candidate = registry.candidate(f"{problem.op}/numba/wgmma_patch")
     assert min(candidate.estimate(problem, config, H200) for config in candidate.configs(problem, H200)) < seen_us
+
+
+@pytest.mark.parametrize(
+    ("problem", "own"),
+    [
+        ("conv_bwd_filter:f32:n2c32d128h128w128:k32t3r3s3:p1x1x1:u1x1x1", "winograd_4x4"),  # 6.2 ms, cuDNN 425
+        ("conv_bwd_filter:f32:n2c32d64h64w64:k64t3r3s3:p1x1x1:u2x2x2", "fma_gemm"),  # 0.32, 0.8
+        ("conv_bwd_data:f32:n2c32d128h128w128:k64t2r2s2:p0x0x0:u2x2x2", "fma_gemm"),  # 1.1, 120
+        ("conv_bwd_data:f32:n2c32d64h64w64:k64t3r3s3:p1x1x1:u2x2x2", "fma_gemm"),  # 0.39, 24
+    ],
+)
+def test_gradients_of_volumes_in_float32_are_ours(problem: str, own: str) -> None:
+    posed = parse(f"{problem}:d1x1x1:g1:cross:ncdhw")
+    least_us = min(_own_us(posed, name) for name in ("winograd_4x4", "fma_gemm", "direct"))
+    assert _own_us(posed, own) == least_us < method_us(posed, H200, 0)
+
+
+def test_float64_adds_to_memory_unless_it_may_not() -> None:
+    """264 us by an engine that adds to memory in any order, 1520 by one that does not."""
+    problem = parse("conv_bwd_filter:f64:n128c1h28w28:k32r5s5:p2x2:u1x1:d1x1:g1:cross:nhwc")
+    assert 0.7 < method_us(problem, H200, 0, whole=True) / 1520 < 1.4
+    assert method_us(problem, H200, 0) < 264
