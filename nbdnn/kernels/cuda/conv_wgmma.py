@@ -23,7 +23,7 @@ from nbdnn.device import Gpu
 from nbdnn.kernels.cuda.add_parts import add_parts, part_elems
 from nbdnn.kernels.cuda.compile import Source
 from nbdnn.kernels.cuda.gemm_gather import pixels, tiles_m
-from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate, Work, fitting, parts_bytes
+from nbdnn.kernels.cuda.gemm_plan import Config, MmaCandidate, Work, data_type, fitting, parts_bytes
 from nbdnn.kernels.cuda.gemm_tile import Tile
 from nbdnn.kernels.cuda.launch import WORKSPACE, Launch, output_pointers
 from nbdnn.kernels.cuda.quads import QUAD
@@ -197,6 +197,10 @@ def tile(m: int, n: int, min_blocks: int, stages: int) -> Tile:
     return Tile(m, n, LINE_BYTES, m // 16, 1, stages, min_blocks)
 
 
+# Of guesses, by 300 measurements on an H200 (strides, three axes, dilation): a tile's stages beside each other's, and
+# those whose lines of 128 bytes few channels fill in part.
+_SLOWER = {(128, 256): 1.0, (128, 128): 0.9, (128, 64): 0.98, (64, 128): 1.05, (64, 64): 1.2}
+_OF_PART_LINES = 1.5
 TILES = (tile(128, 256, 1, 4), tile(128, 128, 2, 3), tile(128, 64, 2, 4), tile(64, 128, 3, 3), tile(64, 64, 4, 3))
 
 
@@ -206,6 +210,10 @@ class WgmmaCandidate(MmaCandidate):
     algorithm, algo = "wgmma_gemm", None
     peak_share: ClassVar[dict[int, float]] = {9: 0.97}
     fill_stages: ClassVar[float] = 3.0
+
+    def slower(self, problem: ConvProblem, tile: Tile) -> float:
+        few = min(problem.c, problem.k) < tile.k_elems(data_type(problem))
+        return _SLOWER[tile.m, tile.n] * (_OF_PART_LINES if few else 1.0)
 
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
         if device.capability[0] != 9:

@@ -112,6 +112,10 @@ class MmaCandidate(LaunchedCandidate[Config]):
     def work(self, problem: ConvProblem, tile: Tile) -> Work:
         """What a launch in one part does."""
 
+    def slower(self, problem: ConvProblem, tile: Tile) -> float:
+        """Times what a stage of a tile takes by the count of its products."""
+        return 1.0
+
     def supports(self, problem: ConvProblem, device: Gpu) -> Support:
         if reason := refused_operands(problem, self._dtypes):
             return Support(False, reason)
@@ -144,6 +148,7 @@ class MmaCandidate(LaunchedCandidate[Config]):
         share = self.peak_share.get(device.capability[0], min(self.peak_share.values())) * _SUMS_SHARE[tile.sums]
         share *= 2 * sqrt(tile.m * tile.n) / (tile.m + tile.n)  # tiles that are no squares copy more for a product
         stage_us = 2 * tile.m * tile.n * tile.k_elems(data_type(problem)) / (flops_per_s * share) * 1e6
+        stage_us *= self.slower(problem, tile)
         turns = blocks * parts / device.sms
         if longest:
             passed = max(turns * (stages / parts + self.fill_stages), longest / parts + self.fill_stages)
