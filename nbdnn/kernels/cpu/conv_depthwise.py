@@ -13,7 +13,7 @@ Traffic: x, w and y once. Accumulates in float32 (float64), one rounding a step.
 from __future__ import annotations
 
 from functools import cache
-from math import prod
+from math import inf, prod
 
 import numpy as np
 from numba import float32, float64, njit
@@ -75,11 +75,14 @@ def _weights_task(dtype: str, vl: int):
 
 
 @cache
-def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int], step: int, group: int):
+def _interleaved_task(
+    dtype: str, vl: int, vectors: int, widths: tuple[int, int], step: int, group: int, finishes: bool
+):
     """A band of rows of every gather, all channels: index = (n * depth + d) * bands + band.
 
     ctx has one record a gather, so that the rows which interleave are written together, from the same inputs. widths
-    are the two values of `joint_taps` that occur. group: channels of a group.
+    are the two values of `joint_taps` that occur. group: channels of a group. finishes: sums begin with the bias, and
+    relu is their least value, where they are the output then.
     """
     compute = DEFAULT_COMPUTE[dtype]
     itemsize, acc_bytes = ITEMSIZE[dtype], ITEMSIZE[compute]
@@ -89,7 +92,7 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
     record_bytes = PARAMS.itemsize
 
     def kernels(pixels, most, width, step):
-        return (interleaved_pixels(dtype, compute, vl, pixels, v, width, step, group) for v in (most, 1))
+        return (interleaved_pixels(dtype, compute, vl, pixels, v, width, step, group, finishes) for v in (most, 1))
 
     wide, wide_one = kernels(PIXELS, vectors, widths[0], step)
     narrow, narrow_one = kernels(PIXELS, vectors, widths[1], step)
@@ -118,7 +121,7 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
         return n_entries
 
     @njit(**DEVICE)
-    def several_pixels(channels, steps, joint, x, entries, n_entries, weights, tile, pitch, streams):
+    def several_pixels(channels, steps, joint, x, entries, n_entries, weights, tile, pitch, streams, start, least):
         """PIXELS output pixels, all channels, `pitch` bytes apart. steps: bytes to the next input pixel, and to the
         weights of the next tap and of the group's next channel; not read here, since tiles may be written to them for
         all that the compiler knows (7x7 took 201 us, not 160)."""
@@ -126,35 +129,33 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
         while c < channels:
             left = channels - c
             at, w, to = x + c * itemsize, weights + c * acc_bytes, tile + c * acc_bytes
-            if left > (vectors - 1) * vl:
-                lanes = min(left - (vectors - 1) * vl, vl)
-                if joint:
-                    wide(at, pixel_bytes, entries, n_entries, w, tap_bytes, channel_bytes, lanes, to, pitch, streams)
-                else:
-                    narrow(at, pixel_bytes, entries, n_entries, w, tap_bytes, channel_bytes, lanes, to, pitch, streams)
-                c += vectors * vl
+            begin, every = start + c * acc_bytes if start else 0, left > (vectors - 1) * vl
+            lanes = min(left - (vectors - 1) * vl, vl) if every else left
+            of_taps = (at, pixel_bytes, entries, n_entries, w, tap_bytes, channel_bytes, lanes, to, pitch)
+            if every and joint:
+                wide(*of_taps, streams, begin, least)
+            elif every:
+                narrow(*of_taps, streams, begin, least)
+            elif joint:
+                wide_one(*of_taps, streams, begin, least)
             else:
-                if joint:
-                    wide_one(at, pixel_bytes, entries, n_entries, w, tap_bytes, channel_bytes, left, to, pitch, streams)
-                else:
-                    narrow_one(
-                        at, pixel_bytes, entries, n_entries, w, tap_bytes, channel_bytes, left, to, pitch, streams
-                    )
-                c += vl
+                narrow_one(*of_taps, streams, begin, least)
+            c += vectors * vl if every else vl
 
     @njit(**DEVICE)
-    def one_pixel(channels, channel_bytes, x, entries, n_entries, weights, tile, streams):
+    def one_pixel(channels, channel_bytes, x, entries, n_entries, weights, tile, streams, start, least):
         """An output pixel at the edge, all channels."""
         c = 0
         while c < channels:
             left = channels - c
             at, w, to = x + c * itemsize, weights + c * acc_bytes, tile + c * acc_bytes
+            begin = start + c * acc_bytes if start else 0
             if left > (EDGE_VECTORS - 1) * vl:
                 lanes = min(left - (EDGE_VECTORS - 1) * vl, vl)
-                single(at, 0, entries, n_entries, w, 0, channel_bytes, lanes, to, 0, streams)
+                single(at, 0, entries, n_entries, w, 0, channel_bytes, lanes, to, 0, streams, begin, least)
                 c += EDGE_VECTORS * vl
             else:
-                single_one(at, 0, entries, n_entries, w, 0, channel_bytes, min(left, vl), to, 0, streams)
+                single_one(at, 0, entries, n_entries, w, 0, channel_bytes, min(left, vl), to, 0, streams, begin, least)
                 c += vl
 
     @njit(**DEVICE)
@@ -168,6 +169,7 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
         bias = pointers[f.bias_pointer] if f.bias_pointer >= 0 else 0
         flags = (f.activation, bias, 0, 1, residual, f.read_out)
         table, finished = i64(f.column_table), f.finished and a.alpha == 1.0
+        start, least = bias if finished else 0, 0.0 if finished and f.activation else -inf
         joint, steps = f.joint_taps == widths[0], (f.in_w * itemsize, f.tap_bytes, f.width_pitch * acc_bytes)
         # Pixels [inner, end) reach every column tap.
         inner, end = 0, count_w
@@ -199,11 +201,11 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
                     at = x + ahead + r * ahead_pitch
                     for line in range(at, at + PIXELS * x_step, 64):
                         prefetch(line)
-                several_pixels(channels, steps, joint, x, row_entries, n_row, weights, to, pitch, streams)
+                several_pixels(channels, steps, joint, x, row_entries, n_row, weights, to, pitch, streams, start, least)
                 run = first + PIXELS - j
             else:
                 n_edge = tap_entries(ctx, edge_entries, i, depth, j, 1)
-                one_pixel(channels, steps[2], x, edge_entries, n_edge, weights, to, streams)
+                one_pixel(channels, steps[2], x, edge_entries, n_edge, weights, to, streams, start, least)
                 run = 1
             if not finished:
                 for p in range(run):
@@ -227,7 +229,7 @@ def _interleaved_task(dtype: str, vl: int, vectors: int, widths: tuple[int, int]
                 if depth < params_at(here).count_d and i < params_at(here).count_h:
                     one_row(args, here, n, depth, i, worker)
 
-    return compile_task(band, (dtype, vl, vectors, widths, step, group), fastmath=FASTMATH)
+    return compile_task(band, (dtype, vl, vectors, widths, step, group, finishes), fastmath=FASTMATH)
 
 
 class Depthwise(Candidate[NoConfig, Cpu]):
@@ -263,8 +265,9 @@ class Depthwise(Candidate[NoConfig, Cpu]):
         if problem.channels_last:
             ctx, joint = np.concatenate(records), joint_taps(geo).values()
             vectors, widths = tile_vectors(problem.c, vl), (max(joint), min(joint))
-            task = _interleaved_task(problem.dtype, vl, vectors, widths, gathers[0].w.in_step, geo.c_in)
             first = ctx[0]
+            finishes = bool(problem.epilogue and first["finished"])
+            task = _interleaved_task(problem.dtype, vl, vectors, widths, gathers[0].w.in_step, geo.c_in, finishes)
             each = first["copy_bytes"] > 0
             weights = Phase(_weights_task(problem.dtype, vl), prod(problem.filter), ctx, each=each)
             return Program([weights, Phase(task, geo.n * first["most_d"] * first["bands"], ctx)], keep)

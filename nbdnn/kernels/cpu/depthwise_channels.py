@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing import signature
@@ -15,7 +16,7 @@ from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.depthwise_vector import Loops
 from nbdnn.kernels.cpu.rows import order
-from nbdnn.kernels.cpu.vector import I64, lanes_between, store_past_caches
+from nbdnn.kernels.cpu.vector import FLOAT, I64, lanes_between, splat, store_past_caches
 
 
 def of_group(builder, value, group: int, i: int):
@@ -26,24 +27,34 @@ def of_group(builder, value, group: int, i: int):
 
 
 @cache
-def interleaved_pixels(dtype: str, compute: str, vl: int, pixels: int, vectors: int, taps: int, step: int, group: int):
+def interleaved_pixels(
+    dtype: str, compute: str, vl: int, pixels: int, vectors: int, taps: int, step: int, group: int, finishes: bool
+):
     """Intrinsic: `pixels` outputs of `vectors` vectors, of groups of `group` channels,
 
         tile[p, c] = sum over e, s, i of x[e, p*step + s, c // group * group + i] * w[e, s, i, c].
 
-    An input pixel is loaded once for all the outputs that it reaches in a row of `taps` adjacent taps. Arguments, all
-    int64: x (address of the first output's input at these channels), pixel_bytes (to the next input pixel), entries
-    (address of pairs: byte offset of a row of taps in x, in the weights), n_entries, weights, tap_bytes (to the next
-    tap's weights), channel_bytes (to those of the group's next channel), lanes (channels in the last vector; the others
-    are neither read nor meant), tile, tile_pitch, streams (whether the tile lies on whole vectors and is written past
-    the caches).
+    An input pixel is loaded once for all the outputs that it reaches in a row of `taps` adjacent taps. Arguments, int64
+    but the last: x (address of the first output's input at these channels), pixel_bytes (to the next input pixel),
+    entries (address of pairs: byte offset of a row of taps in x, in the weights), n_entries, weights, tap_bytes (to the
+    next tap's weights), channel_bytes (to those of the group's next channel), lanes (channels in the last vector; the
+    others are neither read nor meant), tile, tile_pitch, streams (whether the tile lies on whole vectors and is written
+    past the caches), start, least (float64). finishes: sums begin with start[c], at that address, or with nothing where
+    it is 0, and are at least so much; else these two are not looked at.
     """
 
     def codegen(context, builder, sig, args):
-        x, pixel_bytes, entries, n_entries, weights, tap_bytes, channel_bytes, lanes, tile, tile_pitch, streams = args
+        x, pixel_bytes, entries, n_entries, weights, tap_bytes, channel_bytes, lanes, tile, tile_pitch, *rest = args
+        streams, start, least = rest
         v = Loops(builder, dtype, compute, vl)
         last = lanes_between(builder, vl, 0, None, lanes)
-        acc = v.zeros(pixels * vectors)
+        acc, (nothing,) = v.zeros(pixels * vectors), v.zeros(1)
+        for j in range(vectors) if finishes else ():
+            there = v.offset(start, j, vl * v.acc_bytes)
+            at = builder.select(builder.icmp_signed("!=", start, I64(0)), there, builder.ptrtoint(nothing, I64))
+            first = builder.load(v.accumulator(at), align=v.acc_bytes)
+            for p in range(pixels):
+                builder.store(first, acc[p * vectors + j])
         with cgutils.for_range(builder, n_entries) as entry:
             pair = builder.mul(entry.index, I64(2))
             source = builder.add(x, v.int64_at(entries, pair))
@@ -62,6 +73,11 @@ def interleaved_pixels(dtype: str, compute: str, vl: int, pixels: int, vectors: 
                         for p in reached:
                             v.add_product(acc[p * vectors + j], met, w[i][e - p * step])
         totals = [builder.load(slot) for slot in acc]
+        if finishes:
+            real = FLOAT[compute]
+            bound = splat(builder, builder.fptrunc(least, real) if compute == "f32" else least, ir.VectorType(real, vl))
+            # A NaN stays one.
+            totals = [builder.select(builder.fcmp_ordered("<", total, bound), bound, total) for total in totals]
         rows = [v.offset(tile, p, tile_pitch) for p in range(pixels)]
         slots = [v.accumulator(v.offset(row, j, vl * v.acc_bytes)) for row in rows for j in range(vectors)]
         with builder.if_else(builder.icmp_signed("!=", streams, I64(0))) as (then, otherwise):
@@ -75,8 +91,8 @@ def interleaved_pixels(dtype: str, compute: str, vl: int, pixels: int, vectors: 
 
     @intrinsic
     def run(typingctx, x, pixel_bytes, entries, n_entries, weights, tap_bytes, channel_bytes, lanes, tile, tile_pitch,
-            streams):  # fmt: skip
-        return signature(types.none, *[types.int64] * 11), codegen
+            streams, start, least):  # fmt: skip
+        return signature(types.none, *[types.int64] * 12, types.float64), codegen
 
     return run
 

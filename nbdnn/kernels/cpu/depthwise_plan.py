@@ -160,7 +160,7 @@ def parameters(problem: ConvProblem, geo: Geometry, gather: Gather, device: Cpu)
         streams=int(kind == 2),
         finished=int(
             problem.channels_last
-            and is_finished(problem)
+            and is_finished(problem, of_sums=("bias", "relu"))
             and kind > 0
             and problem.c % device.lanes(DEFAULT_COMPUTE[problem.dtype]) == 0
         ),

@@ -61,9 +61,10 @@ def stored_ns(problem: ConvProblem, adjacent: bool, lanes: int) -> float:
     return COPY_NS + (_READ_FIRST_NS if reads_first else 0.0)
 
 
-def is_finished(problem: ConvProblem) -> bool:
-    """Whether sums are the output as they are, so that whole vectors may be stored by the inner loop itself."""
-    return not problem.epilogue and problem.dtype == DEFAULT_COMPUTE[problem.dtype]
+def is_finished(problem: ConvProblem, of_sums: tuple[str, ...] = ()) -> bool:
+    """Whether sums are the output as they are, so that whole vectors may be stored by the inner loop itself. of_sums:
+    what of an epilogue that loop does."""
+    return set(problem.epilogue) <= set(of_sums) and problem.dtype == DEFAULT_COMPUTE[problem.dtype]
 
 
 @cache
