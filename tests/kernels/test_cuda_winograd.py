@@ -27,6 +27,7 @@ SHAPES = (
     "n2c6d4h5w5:k4t3r3s3:ba2.0x3.2x0.3:u1x1x1:d1x1x1:g1:conv:ncdhw",  # slices of 9 tiles, and of 4
     "n1c9d5h4w6:k8t2r3s3:p0x1x1:u1x1x1:d1x1x1:g1:conv:ncdhw:ktrsc:yndhwc",
     "n2c8d2h3w3:k4t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc",
+    "n1c4d2h3w4:k4t3r3s3:ba4.3x1.1x1.1:u1x1x1:d1x1x1:g1:cross:ncdhw",  # more padding than taps
 )
 
 

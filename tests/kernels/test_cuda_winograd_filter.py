@@ -30,6 +30,7 @@ SHAPES = (
     ("n1c6d4h5w5:k4t3r3s3:ba2.0x3.2x0.3:u1x1x1:d1x1x1:g1:conv:ncdhw:e:beta", "the same, flipped and planar"),
     ("n3c4d5h4w4:k8t2r3s3:p0x1x1:u1x1x1:d1x1x1:g1:conv:ncdhw:ktrsc:yndhwc", "two taps along the depth"),
     ("n2c8d2h7w3:k4t1r3s3:p0x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc", "one"),
+    ("n2c4d2h3w4:k4t3r3s3:ba4.3x1.1x1.1:u1x1x1:d1x1x1:g1:cross:ncdhw", "more padding than taps"),
     ("n0c4d2h5w5:k5t3r3s3:p1x1x1:u1x1x1:d1x1x1:g1:cross:ndhwc:e:beta", "no image of slices: beta alone"),
 )
 

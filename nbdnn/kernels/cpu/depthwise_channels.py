@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 
-from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing import signature
@@ -16,7 +15,7 @@ from numba.extending import intrinsic
 
 from nbdnn.kernels.cpu.depthwise_vector import Loops
 from nbdnn.kernels.cpu.rows import order
-from nbdnn.kernels.cpu.vector import FLOAT, I64, lanes_between, splat, store_past_caches
+from nbdnn.kernels.cpu.vector import I64, at_least, lanes_between, store_past_caches
 
 
 def of_group(builder, value, group: int, i: int):
@@ -74,10 +73,7 @@ def interleaved_pixels(
                             v.add_product(acc[p * vectors + j], met, w[i][e - p * step])
         totals = [builder.load(slot) for slot in acc]
         if finishes:
-            real = FLOAT[compute]
-            bound = splat(builder, builder.fptrunc(least, real) if compute == "f32" else least, ir.VectorType(real, vl))
-            # A NaN stays one.
-            totals = [builder.select(builder.fcmp_ordered("<", total, bound), bound, total) for total in totals]
+            totals = at_least(builder, totals, least)
         rows = [v.offset(tile, p, tile_pitch) for p in range(pixels)]
         slots = [v.accumulator(v.offset(row, j, vl * v.acc_bytes)) for row in rows for j in range(vectors)]
         with builder.if_else(builder.icmp_signed("!=", streams, I64(0))) as (then, otherwise):

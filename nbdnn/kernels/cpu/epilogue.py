@@ -20,11 +20,11 @@ from nbdnn.kernels.cpu.cost import COPY_NS, GATHER_NS
 from nbdnn.kernels.cpu.exponential import SIGMOID, TANH
 from nbdnn.kernels.cpu.rows import spread_row
 from nbdnn.kernels.cpu.vector import (
-    FLOAT,
     I16,
     I64,
     NARROW,
     WIDEN,
+    at_least,
     by_vectors,
     convert,
     element,
@@ -32,6 +32,7 @@ from nbdnn.kernels.cpu.vector import (
     pointer,
     row_types,
     splat,
+    spread,
     store,
     store_past_caches,
     vector_at,
@@ -82,9 +83,7 @@ def _finish_rows(dtype: str, compute: str, vl: int, reads: str, in_place: bool =
 
     def codegen(context, builder, sig, args):
         past, tile, pitch, rows, n, out, offsets, given, bias, bias_row_bytes, bias_step, residual, *factors = args
-
-        def spread(value):
-            return splat(builder, value if compute == "f64" else builder.fptrunc(value, FLOAT["f32"]), sums)
+        (alpha, beta), bound = (spread(builder, factor, sums) for factor in factors[:2]), factors[2]
 
         def is_set(value):
             return builder.icmp_signed("!=", value, I64(0))
@@ -106,7 +105,6 @@ def _finish_rows(dtype: str, compute: str, vl: int, reads: str, in_place: bool =
             value.add_incoming(none, from_none)
             return convert(builder, value, dtype, compute, vl)
 
-        alpha, beta, bound = (spread(factor) for factor in factors)
         of_lanes = is_set(bias_step)
         nothing = ir.Constant(data, [0x8000 if data.element == I16 else -0.0] * vl)
         slots = [cgutils.alloca_once_value(builder, nothing) for _ in range(2)]
@@ -121,7 +119,7 @@ def _finish_rows(dtype: str, compute: str, vl: int, reads: str, in_place: bool =
             if reads == "all":
                 more = operand(is_set(residual), builder.add(residual, start), absent, i, mask)
                 value = builder.fadd(value, more, flags)
-            return builder.select(builder.fcmp_ordered("<", value, bound), bound, value)  # a NaN stays one
+            return at_least(builder, [value], bound)[0]
 
         with cgutils.for_range(builder, rows) as loop:
             row = builder.add(tile, builder.mul(loop.index, pitch))
@@ -174,7 +172,7 @@ def tile_store(dtype: str, compute: str, vl: int, step: int = 1):
         _finish_rows(dtype, compute, vl, reads) for reads in ("", "bias", "all")
     )
     finish_in_place = _finish_rows(dtype, compute, vl, "all", in_place=True)
-    spread = spread_row(compute, dtype, vl, step)
+    narrow_apart = spread_row(compute, dtype, vl, step)
     itemsize, acc_bytes, adjacent = ITEMSIZE[dtype], ITEMSIZE[compute], step == 1
     real = float32 if compute == "f32" else float64
     sigmoid, tanh = SIGMOID[compute], TANH[compute]
@@ -251,7 +249,7 @@ def tile_store(dtype: str, compute: str, vl: int, step: int = 1):
             for m in range(rows):
                 row, to = tile + m * row_bytes, out + row_start[m] * itemsize
                 if contiguous:
-                    spread(to + lane_start[0] * itemsize, row, lanes)
+                    narrow_apart(to + lane_start[0] * itemsize, row, lanes)
                 else:
                     for j in range(lanes):
                         data(to)[lane_start[j]] = narrow(sums_at(row)[j])

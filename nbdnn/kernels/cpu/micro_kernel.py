@@ -21,6 +21,7 @@ from nbdnn.kernels.cpu.vector import (
     FLOAT,
     I32,
     I64,
+    at_least,
     constant,
     convert,
     lanes_between,
@@ -241,9 +242,7 @@ def pixel_tile(dtype: str, mr: int, nv: int, vl: int, finishes: bool = False):
         k, pixel, panel, *acc = steps(I64(0), whole, _UNROLL, x, w, firsts * mr)
         _, _, _, *acc = steps(k, k_len, 1, pixel, panel, acc)
         if finishes:
-            bound = splat(builder, builder.fptrunc(of_sums[1], scalar) if dtype == "f32" else of_sums[1], vector)
-            # A NaN stays one.
-            acc = [builder.select(builder.fcmp_ordered("<", total, bound), bound, total) for total in acc]
+            acc = at_least(builder, acc, of_sums[1])
 
         rows = [builder.add(y, builder.mul(y_step, I64(m))) for m in range(mr)]
         slots = [vector_at(builder, builder.add(row, I64(j * vector_bytes)), vector) for row in rows for j in range(nv)]

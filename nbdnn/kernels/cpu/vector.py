@@ -312,6 +312,17 @@ def splat(builder, value, vector):
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
 
 
+def spread(builder, value, vector):
+    """A float64 in every lane, as the vector's type has it."""
+    return splat(builder, value if vector.element == FLOAT["f64"] else builder.fptrunc(value, vector.element), vector)
+
+
+def at_least(builder, values, least):
+    """Of vectors the elements, or the float64 where they are less; a NaN stays one."""
+    bound = spread(builder, least, values[0].type)
+    return [builder.select(builder.fcmp_ordered("<", value, bound), bound, value) for value in values]
+
+
 def convert(builder, value, source, target, vl):
     """Widen or narrow a vector of vl elements; 16-bit floats are vectors of i16."""
     if source == target:
