@@ -76,8 +76,8 @@ def tuned(
     """Tune each layer in turn under a progress bar, while other processes compile the kernels of the next ones. Ctrl-C
     raises KeyboardInterrupt; what was measured is kept."""
     from nbdnn.dispatch.ahead import Ahead
-    from nbdnn.dispatch.interrupt import interruptible
     from nbdnn.dispatch.tuner import tune
+    from nbdnn.interrupt import interruptible
 
     budget_s = config.current()["tune.budget_s"] if budget_s is None else budget_s
     problems = [layer.problem for layer in wanted]

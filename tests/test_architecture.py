@@ -29,6 +29,7 @@ LEAVES = (
     "driver",
     "errors",
     "expected",
+    "interrupt",
     "kept",
     "locks",
     "problem",

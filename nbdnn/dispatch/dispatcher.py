@@ -18,11 +18,11 @@ from nbdnn.candidate import Runner
 from nbdnn.device import Cpu, Device, Gpu, cpu_device, gpu, thread_count
 from nbdnn.dispatch import events, policy, recording, workspace
 from nbdnn.dispatch.database import Database
-from nbdnn.dispatch.interrupt import never_lost
 from nbdnn.dispatch.policy import Choice, Request
 from nbdnn.dispatch.timing import Given
 from nbdnn.dispatch.tuner import store_failure
 from nbdnn.errors import RefusedOperands
+from nbdnn.interrupt import never_lost
 from nbdnn.locks import reentrant_lock
 from nbdnn.problem import Problem
 

@@ -24,11 +24,11 @@ from nbdnn.dispatch import events, workspace
 from nbdnn.dispatch.benchmark import rotating
 from nbdnn.dispatch.check import Check, Verdict
 from nbdnn.dispatch.database import Database
-from nbdnn.dispatch.interrupt import never_lost
 from nbdnn.dispatch.measurement import Measurement, utc_now
 from nbdnn.dispatch.selection import Filters, Option, Rows, fastest, ranked, survey, unsupported, valid_rows
 from nbdnn.dispatch.timing import Given, Operands, Samples, settle
 from nbdnn.dispatch.timing_gpu import GpuOperands
+from nbdnn.interrupt import never_lost
 from nbdnn.locks import reentrant_lock
 from nbdnn.problem import Problem
 

@@ -75,6 +75,51 @@ def test_what_kernels_call_is_code_of_theirs_alone() -> None:
         assert not engine.is_symbol_defined(result.fndesc.mangled_name)
 
 
+FIRST_CALL = """
+import signal
+import numpy as np
+from llvmlite.binding import ffi
+from numba.core.codegen import JITCodeLibrary
+import nbdnn
+
+def interrupted(function):
+    def call(*args):
+        result = function(*args)
+        signal.raise_signal(signal.SIGINT)
+        return result
+    return call
+
+{interruption}
+x = np.arange(12, dtype=np.float32).reshape(3, 4)
+try:
+    nbdnn.dnn_softmax(x)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+LINKED = "ffi.lib._fntab['LLVMPY_LinkModules'] = interrupted(ffi.lib.LLVMPY_LinkModules)"
+LOADED = """
+JITCodeLibrary._object_getbuffer_hook = classmethod(interrupted(JITCodeLibrary._object_getbuffer_hook.__func__))
+"""
+
+
+def test_ctrl_c_waits_for_the_compiler(tmp_path: Path) -> None:
+    """After code was linked, which llvmlite would free once more, and before machine code is loaded, without which the
+    kernel has no address."""
+
+    def first_call(interruption: str) -> tuple[str, str]:
+        code, environment = (
+            FIRST_CALL.format(interruption=interruption),
+            {**os.environ, "NBDNN_CACHE_DIR": str(tmp_path)},
+        )
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True, text=True)
+        return done.stdout, done.stderr
+
+    assert first_call(LINKED) == ("interrupted\n", "")
+    assert first_call("") == ("", "")
+    assert first_call(LOADED) == ("interrupted\n", "")
+
+
 def test_a_source_edited_meanwhile_is_not_kept(tmp_path: Path) -> None:
     """What was imported is no longer what the file says: its machine code must not be filed under the new text."""
     (tmp_path / "edited.py").write_text(

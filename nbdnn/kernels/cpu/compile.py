@@ -3,6 +3,9 @@
 A kernel is a Python function ``task(args, ctx, index, worker)`` of four int64 that Numba compiles to a C function. The
 key hashes everything the machine code depends on: the parsed source of the kernel's module and of every kernel module
 it imports, the build parameters, Numba's and llvmlite's versions, the interpreter and the CPU with its features.
+
+Ctrl-C waits until a kernel is compiled: within, llvmlite would free twice what it had just linked, or code that was not
+loaded would be called.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 import llvmlite
 import numba
-from numba import types
+from numba import njit, types
 from numba.core import compiler, serialize
 from numba.core import config as numba_config
 from numba.core.bytecode import FunctionIdentity
@@ -27,6 +30,7 @@ from numba.core.ccallback import CFunc
 
 from nbdnn import config
 from nbdnn.errors import ConfigError
+from nbdnn.interrupt import held_back
 from nbdnn.kept import keep, sealed, unsealed
 from nbdnn.kernels.cpu.linked import LinkedCompiler
 from nbdnn.source import changed_since_start, transitive_hash
@@ -75,9 +79,20 @@ def compile_task(
         options = {"nopython": True, "error_model": "numpy", "boundscheck": False, "fastmath": fastmath}
         task = CFunc(function, (signature.args, signature.return_type), locals={}, options=options)
         task._cache = DiskCache(function, name)  # type: ignore[attr-defined]
-        task.compile()
+        with held_back():
+            task.compile()
         _tasks[name] = task
     return _tasks[name]
+
+
+def compile_entry(function: Callable, key: Hashable, signature: Any, **options: Any) -> Callable:
+    """The compiled function as Python calls it, without Numba's choice among overloads. key: as of `compile_task`."""
+    dispatcher: Any = njit(**options)(function)
+    dispatcher._cache = DiskCache(function, key)
+    with held_back():
+        dispatcher.compile(signature.args)
+    (compiled,) = dispatcher.overloads.values()
+    return compiled.entry_point
 
 
 class DiskCache:

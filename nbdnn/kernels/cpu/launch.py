@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numba import int64, njit, prange, types
+from numba import int64, prange, types
 from numba.core.ccallback import CFunc
 
 from nbdnn.device import Cpu
-from nbdnn.kernels.cpu.compile import DiskCache
+from nbdnn.kernels.cpu.compile import compile_entry
 from nbdnn.kernels.cpu.vector import call_task, num_threads, pointer, stack, struct
 from nbdnn.kernels.cpu.workers import (
     EACH,
@@ -171,11 +171,8 @@ def driver():
 @cache
 def _driver():
     layer = threading_layer()
-    dispatcher = njit(parallel=True, nogil=True, error_model="numpy")(_drive)
-    dispatcher._cache = DiskCache(_drive, "driver")
-    dispatcher.compile(_DRIVE_SIGNATURE.args)
-    (compiled,) = dispatcher.overloads.values()
-    return compiled.entry_point, _calling if layer == "workqueue" else None  # which aborts on concurrent calls
+    compiled = compile_entry(_drive, "driver", _DRIVE_SIGNATURE, parallel=True, nogil=True, error_model="numpy")
+    return compiled, _calling if layer == "workqueue" else None  # which aborts on concurrent calls
 
 
 @cache

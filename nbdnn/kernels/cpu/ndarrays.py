@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit, types
 
 from nbdnn.array import Recogniser
-from nbdnn.kernels.cpu.compile import DEVICE, DiskCache
+from nbdnn.kernels.cpu.compile import DEVICE, compile_entry
 from nbdnn.kernels.cpu.vector import pointer, stack
 
 MOST_ARRAYS, MOST_AXES = 12, 8  # no call but a gradient of LSTMs has more
@@ -72,14 +72,12 @@ def _read(arrays, facts):
     )
 
 
+_SIGNATURE = types.UniTuple(types.int64, 12)(types.int64, types.int64)
+
+
 @cache
 def _compiled() -> Callable[[int, int], tuple[int, ...]]:
-    """`_read`, entered without Numba's choice among overloads."""
-    dispatcher: Any = njit(_read)
-    dispatcher._cache = DiskCache(_read, (_TYPE, _LENGTH, _ITEMS))
-    dispatcher.compile((types.int64, types.int64))
-    (compiled,) = dispatcher.overloads.values()
-    return compiled.entry_point
+    return compile_entry(_read, (_TYPE, _LENGTH, _ITEMS), _SIGNATURE)
 
 
 def recogniser(arrays: Sequence[Any]) -> Recogniser | None:

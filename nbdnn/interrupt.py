@@ -2,7 +2,8 @@
 
 Python raises it between two lines of whatever runs. Where those are a callback of the compiler, as of any C library, it
 is printed and forgotten; the compilation then fails for a reason of its own, and the signal would be taken for a fault
-of the kernel.
+of the kernel. And what takes over memory from one object and lets go of it in another, as the compiler does with code,
+frees it twice when it is left in between: there, handlers wait.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 # Those that programs have handlers for: to ask for the handlers of all 64 takes 150 us, and every plan asks.
@@ -25,7 +27,7 @@ def interruptible() -> Iterator[Callable[[], None]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
-    handlers: dict[int, Any] = {each: handler for each in _SIGNALS if callable(handler := signal.getsignal(each))}
+    handlers = _handlers()
     raised: list[BaseException] = []
     watching = True
 
@@ -66,3 +68,42 @@ def never_lost() -> Iterator[None]:
             yield
         finally:
             check()
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Handlers of signals run at the block's end, not within."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = _handlers()
+    came: dict[int, Any] = {}
+    holding = True
+
+    def note(number: int, frame: Any) -> None:
+        if holding:
+            came[number] = frame
+        else:
+            handlers[number](number, frame)
+
+    try:
+        for each in handlers:
+            signal.signal(each, note)
+        yield
+    finally:
+        holding = False
+        back = [partial(signal.signal, each, handler) for each, handler in handlers.items()]
+        _call_all(back + [partial(handlers[number], number, frame) for number, frame in came.items()])
+
+
+def _handlers() -> dict[int, Any]:
+    return {each: handler for each in _SIGNALS if callable(handler := signal.getsignal(each))}
+
+
+def _call_all(functions: Sequence[Callable[[], object]]) -> None:
+    """The next one also after one that raises."""
+    if functions:
+        try:
+            functions[0]()
+        finally:
+            _call_all(functions[1:])
