@@ -17,6 +17,7 @@ from nbdnn.kernels.cpu.vector import (
     I64,
     NUMBA_FLOAT,
     WIDEN,
+    by_ends,
     by_vectors,
     convert,
     element,
@@ -27,8 +28,7 @@ from nbdnn.kernels.cpu.vector import (
     pointer,
     prefetch,
     row_types,
-    store_past_caches,
-    vector_at,
+    store,
 )
 from nbdnn.problem import ITEMSIZE
 
@@ -47,54 +47,23 @@ def zero_fill(dtype: str):
 
 
 @cache
-def convert_row(source: str, target: str, vl: int, past_caches: bool = False):
+def convert_row(source: str, target: str, vl: int):
     """Intrinsic (to, start, n): n elements of `source` dtype at address `start`, converted to `target` dtype at `to`.
 
-    Whole vectors of vl elements, then one masked vector: short rows, which is what convolutions have, cost no scalar
-    loop. Rounds to nearest even; NaN stays NaN. With `past_caches` whole vectors are written to memory without first
-    being read from it; they must then be aligned to their own size.
+    Whole vectors of vl elements, of which the last end with the row, or one masked vector: short rows, which is what
+    convolutions have, cost no scalar loop. Rounds to nearest even; NaN stays NaN.
     """
     read, write, read_bytes, write_bytes = row_types(source, target, vl)
 
     def codegen(context, builder, sig, args):
         to, start, n = args
-        masked_load, masked_store = masked(builder, read), masked(builder, write)
-        entry = builder.block
-        head, body, tail, rest, done = (builder.append_basic_block(f"row_{name}") for name in "hbtmd")
 
-        def slots(i):
-            return (
-                vector_at(builder, builder.add(start, builder.mul(i, I64(read_bytes))), read),
-                vector_at(builder, builder.add(to, builder.mul(i, I64(write_bytes))), write),
-            )
+        def move(i, mask):
+            value = load(builder, element(builder, start, i, read, read_bytes), read, read_bytes, mask)
+            value = convert(builder, value, source, target, vl)
+            store(builder, value, element(builder, to, i, write, write_bytes), write_bytes, mask)
 
-        builder.branch(head)
-        builder.position_at_end(head)
-        i = builder.phi(I64)
-        i.add_incoming(I64(0), entry)
-        after = builder.add(i, I64(vl))
-        builder.cbranch(builder.icmp_signed("<=", after, n), body, tail)
-
-        builder.position_at_end(body)
-        from_slot, to_slot = slots(i)
-        value = builder.load(from_slot, align=read_bytes)
-        value = convert(builder, value, source, target, vl)
-        if past_caches:
-            store_past_caches(builder, value, to_slot)
-        else:
-            builder.store(value, to_slot, align=write_bytes)
-        i.add_incoming(after, body)
-        builder.branch(head)
-
-        builder.position_at_end(tail)
-        builder.cbranch(builder.icmp_signed("<", i, n), rest, done)
-        builder.position_at_end(rest)
-        mask = lanes_between(builder, vl, 0, None, builder.sub(n, i))
-        from_slot, to_slot = slots(i)
-        value = masked_load(from_slot, read_bytes, mask)
-        masked_store(convert(builder, value, source, target, vl), to_slot, write_bytes, mask)
-        builder.branch(done)
-        builder.position_at_end(done)
+        by_ends(builder, n, vl, move)
         return context.get_dummy_value()
 
     @intrinsic
@@ -106,34 +75,53 @@ def convert_row(source: str, target: str, vl: int, past_caches: bool = False):
 
 @cache
 def convert_rows(source: str, target: str, vl: int, step: int):
-    """Intrinsic (to, to_pitch, start, start_pitch, rows, width, first, end): a block of short rows, padded with zeros.
+    """Intrinsic (to, to_pitch, start, start_pitch, rows, width, first, end): a block of rows, padded with zeros.
 
     Row j gets `width` elements at to + j*to_pitch bytes: element q is the one at start + j*start_pitch bytes plus
     q*step elements where first <= q < end, and 0 elsewhere; nothing outside [first, end) is read. step is a power of
-    2. Masks are computed once a block, so a row of one vector costs one load and one store.
+    2. Whole vectors lie inside; the others are moved column by column, for masks to be made once a block. The last of a
+    row end with it, so that only rows of less than a vector are stored under a mask: that takes ten times as long where
+    there is no AVX-512.
     """
     read, write, read_bytes, write_bytes = row_types(source, target, vl)
 
     def codegen(context, builder, sig, args):
         to, to_pitch, start, start_pitch, rows, width, first, end = args
-        masked_load, masked_store = masked(builder, read), masked(builder, write)
-        zero = ir.Constant(I64, 0)
-        with cgutils.for_range_slice(builder, zero, width, I64(vl), I64) as (q, _):
-            store_mask = lanes_between(builder, vl, 0, None, builder.sub(width, q))
+        zero, lanes = I64(0), I64(vl)
+
+        def move(row, q, load_masks, store_mask):
+            from_row = builder.add(start, builder.mul(row, start_pitch))
+            parts = []
+            for part, mask in enumerate(load_masks):
+                at = builder.add(builder.mul(q, I64(step)), I64(part * vl))
+                parts.append(load(builder, element(builder, from_row, at, read, read_bytes), read, read_bytes, mask))
+            value = convert(builder, every(builder, parts), source, target, vl)
+            to_row = builder.add(to, builder.mul(row, to_pitch))
+            store(builder, value, element(builder, to_row, q, write, write_bytes), write_bytes, store_mask)
+
+        def column(q, store_mask):
             low = builder.mul(builder.sub(first, q), I64(step))
             high = builder.add(builder.mul(builder.sub(builder.sub(end, q), I64(1)), I64(step)), I64(1))
             load_masks = [lanes_between(builder, vl, part * vl, low, high) for part in range(step)]
-            from_column = builder.add(start, builder.mul(q, I64(step * read_bytes)))
-            to_column = builder.add(to, builder.mul(q, I64(write_bytes)))
             with cgutils.for_range(builder, rows) as loop:
-                from_row = builder.add(from_column, builder.mul(loop.index, start_pitch))
-                to_row = builder.add(to_column, builder.mul(loop.index, to_pitch))
-                parts = []
-                for part, mask in enumerate(load_masks):
-                    slot = vector_at(builder, builder.add(from_row, I64(part * vl * read_bytes)), read)
-                    parts.append(masked_load(slot, read_bytes, mask))
-                value = convert(builder, every(builder, parts), source, target, vl)
-                masked_store(value, vector_at(builder, to_row, write), write_bytes, store_mask)
+                move(loop.index, q, load_masks, store_mask)
+
+        last = builder.sub(width, lanes)
+        with builder.if_else(builder.icmp_signed(">=", last, zero)) as (of_vectors, of_less):
+            with of_vectors:
+                inside = builder.and_(builder.add(first, I64(vl - 1)), I64(-vl))
+                outside = builder.and_(builder.sub(end, I64(int(step > 1))), I64(-vl))
+                with (
+                    cgutils.for_range(builder, rows) as row,
+                    cgutils.for_range_slice(builder, inside, outside, lanes, I64) as (q, _),
+                ):
+                    move(row.index, q, [None] * step, None)
+                with cgutils.for_range_slice(builder, zero, width, lanes, I64) as (q, _):
+                    is_inside = builder.icmp_signed(">=", q, inside), builder.icmp_signed("<", q, outside)
+                    with builder.if_then(builder.not_(builder.and_(*is_inside))):
+                        column(builder.select(builder.icmp_signed("<", q, last), q, last), None)
+            with of_less:
+                column(zero, lanes_between(builder, vl, 0, None, width))
         return context.get_dummy_value()
 
     @intrinsic
