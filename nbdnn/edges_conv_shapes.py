@@ -53,6 +53,7 @@ EDGES_2D = (
     Edge("n2c7h8w7:k9r6s5:p0x0:u1x1:d1x1:g1", "3x3 outputs, what a forward as a Winograd bwd_filter is for"),
     Edge("n1c17h12w14:k18r10s12:p0x0:u1x1:d1x1:g1", "the same with a remainder of channels"),
     Edge("n1c9h1w70:k10r1s3:p0x1:u1x1:d1x1:g1", "one row: a 1-D convolution"),
+    Edge("n2c10h1w907:k6r1s5:p0x9:u1x3:d1x4:g2", "a long row, in parts, with stride, dilation and groups"),
     Edge("n1c9h70w1:k10r3s1:p1x0:u1x1:d1x1:g1", "one column: every row has a single output"),
     Edge("n1c3h5w301:k4r3s3:p1x1:u1x1:d1x1:g1", "wider than the longest transform of an FFT, rows in unequal parts"),
     Edge("n1c2h520w3:k3r5s3:p2x1:u1x1:d1x1:g1", "taller than any tile or transform"),

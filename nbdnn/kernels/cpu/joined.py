@@ -1,4 +1,6 @@
-"""Image gradients of windows that lie side by side and fill the image, as a U-Net's way up and patches have them.
+"""What an implicit GEMM takes for its geometry: two kinds of convolutions are seen in a way that suits it better.
+
+Image gradients of windows that lie side by side and fill the image, as a U-Net's way up and patches have them.
 
 Every pixel of dx meets one tap. By the general rule that is a gather for each tap, as narrow as dx has channels, and
 each reads all of dy. Here all are one gather, a 1x1 convolution of dy, whose output channels are the pairs of a channel
@@ -7,6 +9,10 @@ of dx and a tap. They are in the order of dx, where a `run` of them lies side by
     dx[n, c, i*R + r, j*S + s] = sum over k of  dy[n, k, i, j] * w[k, (c, r, s)]
 
 Channels-last a run is all (s, c) of a row of taps, in planes all s.
+
+Images of one line, as sound and text are. Strips are cut between rows, and a line of many thousands of columns would be
+one, read by few threads and larger than their caches; so it is seen as a column. Taps are then rows apart, and are
+lowered once for all.
 """
 
 from __future__ import annotations
@@ -45,7 +51,9 @@ def joined(problem: ConvProblem) -> Geometry:
     """The geometry of a GEMM that stores by `channel_offsets`: of several gathers without neighbours one."""
     geo = geometry(problem)
     first, *others = geo.gathers
-    if not others or any(len(axis.taps) != 1 for gather in geo.gathers for axis in gather):
+    if not others:
+        return _upright(geo, first)
+    if any(len(axis.taps) != 1 for gather in geo.gathers for axis in gather):
         return geo
     if any(_where(gather) != _where(first) for gather in others):
         return geo
@@ -61,6 +69,18 @@ def joined(problem: ConvProblem) -> Geometry:
     values = {name: getattr(geo, name) for name in Geometry.__dataclass_fields__}
     values |= {"gathers": (gather,), "c_out": offsets.size}
     return Joined(**values, offsets=offsets[order], starts=starts[order])
+
+
+def _upright(geo: Geometry, gather: Gather) -> Geometry:
+    """Images of one line, their columns as rows. Of one column, the distance to the next is that of pixels."""
+    if gather.h.in_extent > 1 or gather.h.count > 1 or len(gather.h.taps) > 1 or gather.w.count == 1:
+        return geo
+    turned = gather._replace(h=gather.w, w=replace(gather.h, in_step=gather.w.in_step))
+    strides = {
+        name: (*(values := getattr(geo, name))[:4], values[5], values[5])
+        for name in ("in_strides", "w_strides", "out_strides")
+    }
+    return replace(geo, gathers=(turned,), **strides)
 
 
 def _where(gather: Gather) -> list[tuple[int, int]]:

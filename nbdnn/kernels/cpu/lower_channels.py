@@ -49,36 +49,46 @@ def lower_rows(dtype: str, vl: int, pairs: bool = False):
     @njit(**DEVICE)
     def lower(image, low_address, ctx, depth, first_row, rows):
         f, x = params_at(ctx), data(image)
-        channels, columns = f.c_in, f.low_columns
+        channels, top, lines = f.c_in, first_row * f.in_step_h + f.low_h, f.low_rows
+        lines -= (f.strip_rows - rows) * f.in_step_h
+        columns, left, extent, step = f.low_columns, f.low_w, f.extent_w, f.in_w
+        is_column = columns == 1 and 0 <= left < extent
+        if is_column:  # whose rows are the pixels of one line
+            lines, columns, left, extent, step = 1, lines, top, f.extent_h, f.in_h
         pitch = (channels + 1) // 2 * 2 if pairs else channels  # words are whole
-        start, end = min(max(0, -f.low_w), columns), min(columns, max(0, f.extent_w - f.low_w))
-        used_rows = min(f.low_rows, f.low_rows - (f.strip_rows - rows) * f.in_step_h)
+        start, end = min(max(0, -left), columns), min(columns, max(0, extent - left))
         for t in range(f.taps_d):
             d = depth * f.in_step_d + i64(f.depth_offsets)[t]
-            for row in range(used_rows):
-                h = first_row * f.in_step_h + f.low_h + row
-                line = low_address + (t * f.low_rows + row) * columns * pitch * low_bytes
-                if d < 0 or d >= f.extent_d or h < 0 or h >= f.extent_h or pitch > channels:
+            for row in range(lines):
+                line = low_address + (t * f.low_rows + row) * f.low_columns * pitch * low_bytes
+                is_outside = d < 0 or d >= f.extent_d
+                source = d * f.in_d + (left + start) * step
+                if is_column:
+                    source += f.low_w * f.in_w
+                else:
+                    h = top + row
+                    is_outside |= h < 0 or h >= f.extent_h
+                    source += h * f.in_h
+                if is_outside or pitch > channels:
                     fill_words(line, columns * pitch * low_bytes // 4)
-                if d < 0 or d >= f.extent_d or h < 0 or h >= f.extent_h:
+                if is_outside:
                     continue
-                source = d * f.in_d + h * f.in_h + (f.low_w + start) * f.in_w
                 fill_words(line, start * pitch * low_bytes // 4)
                 fill_words(line + end * pitch * low_bytes, (columns - end) * pitch * low_bytes // 4)
                 line += start * pitch * low_bytes
-                if f.in_c == 1 and f.in_w == channels == pitch:
+                if f.in_c == 1 and step == channels == pitch:
                     widen_row(line, image + source * itemsize, (end - start) * channels)
-                elif f.in_w == 1:
+                elif step == 1:
                     at = image + source * itemsize
                     turn(line, pitch * low_bytes, at, f.in_c * itemsize, channels, end - start)
                 elif f.in_c == 1:
                     for w in range(end - start):
-                        widen_row(line + w * pitch * low_bytes, image + (source + w * f.in_w) * itemsize, channels)
+                        widen_row(line + w * pitch * low_bytes, image + (source + w * step) * itemsize, channels)
                 else:
                     low = scratch(line)
                     for w in range(end - start):
                         for c in range(channels):
-                            low[w * pitch + c] = widen(x[source + w * f.in_w + c * f.in_c])
+                            low[w * pitch + c] = widen(x[source + w * step + c * f.in_c])
 
     return lower
 

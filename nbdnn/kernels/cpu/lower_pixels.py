@@ -20,7 +20,7 @@ from functools import cache
 from math import ceil
 
 import numpy as np
-from numba import int32, njit
+from numba import int32, int64, njit
 
 from nbdnn.device import Cpu
 from nbdnn.kernels.cpu.compile import DEVICE, FASTMATH, compile_task
@@ -111,7 +111,14 @@ def lower_strip(dtype: str, vl: int, pairs: bool = False):
                             fill(to + cc * channel_bytes, first * width)
                             fill(to + cc * channel_bytes + end * line_bytes, (used_rows - end) * width)
                         to += first * line_bytes
-                        if f.in_c == 1:
+                        if width == 1 and start < stop:  # the rows are pixels of one line
+                            if f.in_c == 1:
+                                turn(to, channel_bytes, at, pitch, end - first, run)
+                            else:
+                                move_rows(
+                                    to, at, int64(0), f.in_step_h * f.in_h, int64(1), end - first, int64(0), end - first
+                                )
+                        elif f.in_c == 1:
                             for j in range(end - first):
                                 lower_row_of_pixels(
                                     to + j * line_bytes, at + j * pitch, f, start, stop, run, channel_bytes
