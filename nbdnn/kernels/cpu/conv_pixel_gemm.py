@@ -226,7 +226,8 @@ class PixelGemm(Candidate[Config, Cpu]):
         total = 0.0
         for gather, plan in zip(geo.gathers, layout.plans, strict=True):
             k_len = filter_offsets(of_pairs(geo) if self._pairs else geo, gather).size
-            vectors = ceil(plan.strip_rows * gather.w.count / vl) * plan.total_strips
+            of_strip = ceil(plan.strip_rows * gather.w.count / vl)
+            vectors = of_strip * plan.total_strips
             blocks = ceil(geo.c_out / config.mr)
             tiles = ceil(vectors / config.nv) * blocks
             lowered = plan.total_strips * plan.plane_elems * geo.c_in * len(gather.d.taps) * len(gather.w.taps)
@@ -238,6 +239,7 @@ class PixelGemm(Candidate[Config, Cpu]):
             side_ns += k_len * geo.c_out * geo.groups * PACK_NS if config.packed else 0.0
             tasks, phases = plan.total_strips * plan.chunks, 1 + config.packed + plan.shared
             fmas = vectors * blocks * config.mr * k_len * fmas_of_step(device, self._pairs)
+            fmas *= 2 if of_strip == 1 else 1  # each has to read a scalar of its own
             total += kernel_us(device, fmas, side_ns, tasks, phases)
         return total
 
