@@ -51,6 +51,8 @@ _TASKS_PER_THREAD = 4
 # Vectors of a register tile for 1, 2, ... outputs: mr*nv + nv + 1 of 32 vector registers, or of 16.
 _VECTORS = {"avx512": (8, 8, 7, 6, 5, 4, 3, 3, 3, 2, 2, 2), "other": (8, 5, 3, 3, 2, 2, 1, 1, 1, 1, 1, 1)}
 _MOST_OUTPUTS = len(_VECTORS["other"])
+# More outputs than these take each multiply-add of 16 registers so many times as long (Zen 3: 2.3 to 3).
+_MOST_IN_REGISTERS, _MANY = 8, 2.2
 
 _PARAMS = record(
     *dict.fromkeys((*GATHER_FIELDS, *LOW_FIELDS)),
@@ -204,6 +206,7 @@ class FewOutputs(Candidate[Config, Cpu]):
         layout, vl = _Layout.of(problem, device), device.lanes(DEFAULT_COMPUTE[problem.dtype])
         geo, total = layout.geo, 0.0
         copy_ns = element_ns(geo.c_in, geo.in_strides[5] == 1)
+        many = _MANY if device.isa != "avx512" and geo.c_out > _MOST_IN_REGISTERS else 1.0
         for gather, plan in zip(geo.gathers, layout.plans, strict=True):
             taps = len(gather.d.taps) * len(gather.h.taps) * len(gather.w.taps)
             vectors = plan.tasks * ceil(plan.strip_rows * plan.low_pitch / vl) * geo.c_in
@@ -212,7 +215,7 @@ class FewOutputs(Candidate[Config, Cpu]):
             lines = plan.tasks * (plan.low_rows * geo.c_in * len(gather.d.taps) + plan.strip_rows)
             side_ns = lowered * copy_ns + lines * LINE_NS
             side_ns += stored * (COPY_NS if self._kind(problem, geo, gather) else GATHER_NS)
-            total += kernel_us(device, vectors * max(1, taps) * (geo.c_out + 1), side_ns, plan.tasks, 2)
+            total += kernel_us(device, vectors * max(1, taps) * (geo.c_out + 1) * many, side_ns, plan.tasks, 2)
         return total
 
     def prepare(self, problem: ConvProblem, config: Config, device: Cpu) -> Program:

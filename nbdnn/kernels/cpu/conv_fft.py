@@ -52,6 +52,7 @@ _TILES, _TILES_TRIED = (8, 12, 16, 20, 24, 32, 40, 48, 64), 3
 _LARGEST_TILED_FILTER = 32
 # Nanoseconds of one thread: an element of a line and its logarithm, and a byte of a spectrum, written and read again.
 _LINE_NS, _SPECTRUM_NS = 0.3, 0.13
+_COLUMN_NS = 2.0  # an element of a tile of one column, where pixels lie side by side (Zen 3)
 
 
 class _Phases:
@@ -287,6 +288,8 @@ class Fft(Candidate[Tile, Cpu]):
         line_ns = _LINE_NS * config.h * config.w * (log2(2 * config.h) + log2(2 * config.w))
         spectra_bytes = freqs * cut.row_bytes * (3 * x_tiles + 2 * other_tiles)
         side_ns = (x_tiles + other_tiles) * line_ns + spectra_bytes * _SPECTRUM_NS
+        if config.w == 1 and cut.geo.in_strides[5] == 1:  # neighbours in memory belong to different tiles
+            side_ns += (x_tiles + outputs * cut.panels) * config.h * cut.width * _COLUMN_NS
         vector_fmas = freqs * cut.panels * 4 * outputs * cut.taps * PANEL_VECTORS
         phases = 1 + 3 * ceil(cut.geo.n / cut.images)
         return kernel_us(device, vector_fmas, side_ns, freqs * cut.panels, phases)

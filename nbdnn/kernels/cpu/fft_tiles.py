@@ -129,7 +129,7 @@ def transform_task(dtype: str, vl: int, form: str):
         if f.s_lane == 1:
             for q in range(columns):
                 widen_row(to + q * element, source + q * f.s_w * itemsize, lanes)
-        elif f.s_w == 1:
+        elif f.s_w == 1 and columns > 1:
             turn(to, element, source, f.s_lane * itemsize, lanes, columns)
         else:
             for q in range(columns):
@@ -235,11 +235,10 @@ def inverse_task(dtype: str, vl: int):
             at = (place + r * f.s_h) * itemsize
             residual = pointers[f.residual_pointer] + at if f.residual_pointer >= 0 else 0
             out = pointers[f.operand] + at
-            if f.s_lane == 1:
+            if f.s_lane == 1 or columns == 1:
                 flags = (f.activation, bias, 0, 1, residual, f.read_out)
-                store(
-                    line, width, columns, lanes, out, f.column_table, f.lane_table, f.contiguous, flags, alpha, a.beta
-                )
+                kind = f.contiguous if f.s_lane == 1 else 0
+                store(line, width, columns, lanes, out, f.column_table, f.lane_table, kind, flags, alpha, a.beta)
             else:
                 turn(turned, columns * acc_bytes, line, element, columns, lanes)
                 flags = (f.activation, bias, 1, 0, residual, f.read_out)
