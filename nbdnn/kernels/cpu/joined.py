@@ -75,12 +75,11 @@ def _upright(geo: Geometry, gather: Gather) -> Geometry:
     """Images of one line, their columns as rows. Of one column, the distance to the next is that of pixels."""
     if gather.h.in_extent > 1 or gather.h.count > 1 or len(gather.h.taps) > 1 or gather.w.count == 1:
         return geo
-    turned = gather._replace(h=gather.w, w=replace(gather.h, in_step=gather.w.in_step))
-    strides = {
-        name: (*(values := getattr(geo, name))[:4], values[5], values[5])
-        for name in ("in_strides", "w_strides", "out_strides")
-    }
-    return replace(geo, gathers=(turned,), **strides)
+    upright = gather._replace(h=gather.w, w=replace(gather.h, in_step=gather.w.in_step))
+    in_strides, w_strides, out_strides = (
+        (*strides[:4], strides[5], strides[5]) for strides in (geo.in_strides, geo.w_strides, geo.out_strides)
+    )
+    return replace(geo, gathers=(upright,), in_strides=in_strides, w_strides=w_strides, out_strides=out_strides)
 
 
 def _where(gather: Gather) -> list[tuple[int, int]]:
