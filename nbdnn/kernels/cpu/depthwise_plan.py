@@ -192,6 +192,8 @@ def depthwise_us(problem: ConvProblem, device: Cpu) -> float:
     vectors = problem.flops / 2 / device.lanes(DEFAULT_COMPUTE[problem.dtype])
     group = problem.c // problem.groups
     efficiency = 0.6 if group == 1 or problem.filter[-1] * group <= _MOST_UNROLLED else 0.12
+    if not problem.channels_last and (problem.out_spatial if problem.op == "conv_fwd" else problem.spatial)[-2] == 1:
+        efficiency = 0.3  # no rows share what is loaded
     return kernel_us(device, vectors, problem.min_bytes * _NS_PER_BYTE, device.threads, efficiency=efficiency)
 
 

@@ -155,5 +155,5 @@ def columns_of(gather: Gather, vl: int) -> Columns:
     h, w = gather.h, gather.w
     # Every depth by itself, and of each there is one.
     flat = gather.d.taps == ((0, 0),) and gather.d.in_step == 1 and gather.d.count <= gather.d.in_extent
-    in_blocks = flat and adjacent(h) and 0 < len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
+    in_blocks = flat and adjacent(h) and h.count > 1 and 0 < len(h.taps) * len(w.taps) <= _MAX_BLOCK_TAPS
     return Columns((len(h.taps), len(w.taps)), (h.in_step, w.in_step), in_blocks, shares_loads(w, vl))

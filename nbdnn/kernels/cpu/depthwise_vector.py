@@ -24,6 +24,7 @@ from nbdnn.kernels.cpu.vector import (
     convert,
     every,
     lanes_between,
+    load,
     masked,
     row_types,
     splat,
@@ -71,12 +72,12 @@ class Loops:
         value = self.load_masked(slot, self.itemsize, mask) if mask else self.builder.load(slot, align=self.itemsize)
         return convert(self.builder, value, self.dtype, self.compute, self.vl)
 
-    def load_every(self, address, step: int, masks):
-        """Every step-th element of a row, widened."""
+    def load_every(self, address, masks):
+        """Of a row every len(masks)-th element, widened; of vectors whose mask is None all lanes are read."""
         parts = []
         for part, mask in enumerate(masks):
             slot = vector_at(self.builder, self.offset(address, part, self.vl * self.itemsize), self.read)
-            parts.append(self.load_masked(slot, self.itemsize, mask))
+            parts.append(load(self.builder, slot, self.read, self.itemsize, mask))
         return convert(self.builder, every(self.builder, parts), self.dtype, self.compute, self.vl)
 
     def weight(self, address):
@@ -112,31 +113,46 @@ class _RowTaps:
         self.v, self.taps, self.step, self.joint = v, taps, step, joint
         self.columns = [tuple(v.int64_at(columns, I64(3 * s + part)) for part in range(3)) for s in range(taps)]
 
-    def at(self, q) -> Callable[..., list]:
-        """(row, mask or None) -> a vector for each tap, zeros where the mask is off: outputs q, q + 1, ..."""
+    def inside(self):
+        """First and end of the q for which all that is loaded for outputs q, q + 1, ... lies in the row."""
+        builder, step, vl = self.v.builder, self.step, self.v.vl
+        if self.joint:
+            low, end = (builder.sub(bound, self.columns[0][0]) for bound in self._wanted())
+            first = builder.sdiv(builder.add(low, I64(step - 1)), I64(step))
+            return first, builder.add(builder.sdiv(end, I64(step)), I64(1 - 2 * vl))
+        starts, stops = ([column[part] for column in self.columns] for part in (1, 2))
+        return self._most(">", starts), builder.add(self._most("<", stops), I64(1 - vl - int(step > 1)))
+
+    def at(self, q, inside: bool = False) -> Callable[..., list]:
+        """(row, mask or None) -> a vector for each tap, zeros where the mask is off: outputs q, q + 1, ...
+
+        inside: nothing is masked; without a mask.
+        """
         v, builder, step = self.v, self.v.builder, self.step
         first = builder.mul(q, I64(step))
         shifts = [builder.mul(builder.add(offset, first), I64(v.itemsize)) for offset, _, _ in self.columns]
-        if self.joint:
+        if inside:
+            of_parts, of_taps = [None] * (2 * step), [[None] * step] * self.taps
+        elif self.joint:
             begin = builder.add(first, self.columns[0][0])
             ends = [builder.sub(end, begin) for end in self._wanted()]
             of_parts = [lanes_between(builder, v.vl, part * v.vl, *ends) for part in range(2 * step)]
         else:
             of_taps = [v.column_masks(q, step, start, stop) for _, start, stop in self.columns]
 
-        def inside(masks, present):
+        def among(masks, present):
             return masks if present is None else [builder.and_(mask, present) for mask in masks]
 
         def joint_values(row, present=None) -> list:
             start = builder.add(row, shifts[0])
             slots = [v.offset(start, part, v.vl * v.itemsize) for part in range(2 * step)]
-            parts = [v.load(slot, mask) for slot, mask in zip(slots, inside(of_parts, present), strict=True)]
+            parts = [v.load(slot, mask) for slot, mask in zip(slots, among(of_parts, present), strict=True)]
             near, far = (dealt(builder, half) for half in (parts[:step], parts[step:]))
             return [shifted(builder, near[s % step], far[s % step], s // step) for s in range(self.taps)]
 
         def values(row, present=None) -> list:
             each = zip(shifts, of_taps, strict=True)
-            return [v.load_every(builder.add(row, shift), step, inside(masks, present)) for shift, masks in each]
+            return [v.load_every(builder.add(row, shift), among(masks, present)) for shift, masks in each]
 
         return joint_values if self.joint else values
 
@@ -149,10 +165,11 @@ class _RowTaps:
             end = builder.add(builder.add(builder.mul(builder.sub(stop, I64(1)), step), offset), I64(1))
             lows.append(builder.select(some, low, I64(2**31 - 1)))
             ends.append(builder.select(some, end, I64(0)))
-        return tuple(
-            reduce(lambda one, two: builder.select(builder.icmp_signed(how, one, two), one, two), values)
-            for how, values in (("<", lows), (">", ends))
-        )
+        return self._most("<", lows), self._most(">", ends)
+
+    def _most(self, how: str, values: list):
+        builder = self.v.builder
+        return reduce(lambda one, two: builder.select(builder.icmp_signed(how, one, two), one, two), values)
 
 
 @cache
@@ -171,8 +188,9 @@ def planar_rows(dtype: str, compute: str, vl: int, taps: int, step: int, joint: 
         width, tile, tile_pitch = args[10:]
         v = Loops(builder, dtype, compute, vl)
         row_taps = _RowTaps(v, columns, taps, step, joint)
-        with cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _):
-            values_of = row_taps.at(q)
+
+        def vectors(q, inside):
+            values_of = row_taps.at(q, inside)
             with cgutils.for_range(builder, rows) as i:
                 acc = v.zeros(_CHAINS)
                 top = builder.mul(builder.add(first_row, i.index), step_h)
@@ -188,6 +206,15 @@ def planar_rows(dtype: str, compute: str, vl: int, taps: int, step: int, joint: 
                 to = v.offset(v.offset(tile, i.index, tile_pitch), q, v.acc_bytes)
                 total = reduce(builder.fadd, [builder.load(chain) for chain in acc])
                 builder.store(total, v.accumulator(to), align=v.acc_bytes)
+
+        first, end = row_taps.inside()
+        with cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _):
+            is_inside = builder.and_(builder.icmp_signed(">=", q, first), builder.icmp_signed("<", q, end))
+            with builder.if_else(is_inside) as (inside, across):
+                with inside:
+                    vectors(q, True)
+                with across:
+                    vectors(q, False)
         return context.get_dummy_value()
 
     @intrinsic
