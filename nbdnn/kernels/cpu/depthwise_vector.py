@@ -33,6 +33,7 @@ from nbdnn.kernels.cpu.vector import (
 
 PLANAR_BLOCK = 4
 _CHAINS = 2  # of sums of each row of a block, which do not wait for each other: 5x5 took 126 us, not 166
+_MASK_BYTES = 64  # narrower vectors have no registers of masks: what lies inside is loaded without
 _MOST_WEIGHTS = 25  # in registers, beside the accumulators of a block
 
 
@@ -116,6 +117,8 @@ class _RowTaps:
     def inside(self):
         """First and end of the q for which all that is loaded for outputs q, q + 1, ... lies in the row."""
         builder, step, vl = self.v.builder, self.step, self.v.vl
+        if not self.taps:
+            return I64(0), I64(0)
         if self.joint:
             low, end = (builder.sub(bound, self.columns[0][0]) for bound in self._wanted())
             first = builder.sdiv(builder.add(low, I64(step - 1)), I64(step))
@@ -251,27 +254,49 @@ def planar_block(dtype: str, compute: str, vl: int, taps: tuple[int, int], steps
 
         kept, bits = weights_of(groups[0]) if len(groups) == 1 else None, ir.VectorType(ir.IntType(1), vl)
         row_taps = _RowTaps(v, columns, taps_w, step_w, joint)
-        with cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _):
-            values_of = row_taps.at(q)
-            with cgutils.for_range_slice(builder, I64(0), rows, I64(PLANAR_BLOCK), I64) as (i, _):
-                acc = [[ir.Constant(v.vector, None)] * _CHAINS for _ in range(PLANAR_BLOCK)]
-                first = builder.add(top, builder.mul(i, I64(step_h)))
-                for group in groups:
-                    w = kept or weights_of(group)
-                    for e in range(group.start, (PLANAR_BLOCK - 1) * step_h + group.stop):
-                        h = builder.add(first, I64(e))
-                        present = splat(builder, builder.icmp_unsigned("<", h, extent_h), bits)
-                        row = v.offset(x, h, pitch)
-                        reached = [k for k in range(PLANAR_BLOCK) if e - k * step_h in group]
-                        for s, value in enumerate(values_of(row, present) if reached else ()):
-                            for k in reached:
-                                tap = (e - k * step_h) * taps_w + s
-                                chain = tap % _CHAINS
-                                acc[k][chain] = builder.call(v.fma, [w[tap], value, acc[k][chain]])
-                for k, chains in enumerate(acc):
-                    total = reduce(builder.fadd, chains)
-                    to = v.offset(v.offset(tile, builder.add(i, I64(k)), tile_pitch), q, v.acc_bytes)
-                    builder.store(total, v.accumulator(to), align=v.acc_bytes)
+        has_versions = vl * v.acc_bytes < _MASK_BYTES and kept is not None
+        inside_first, inside_end = row_taps.inside() if has_versions else (None, None)
+        last_row = (PLANAR_BLOCK - 1) * step_h + taps_h - 1
+
+        def block(q, i, first, inside):
+            values_of = row_taps.at(q, inside)
+            acc = [[ir.Constant(v.vector, None)] * _CHAINS for _ in range(PLANAR_BLOCK)]
+            for group in groups:
+                w = kept or weights_of(group)
+                for e in range(group.start, (PLANAR_BLOCK - 1) * step_h + group.stop):
+                    h = builder.add(first, I64(e))
+                    present = None if inside else splat(builder, builder.icmp_unsigned("<", h, extent_h), bits)
+                    row = v.offset(x, h, pitch)
+                    reached = [k for k in range(PLANAR_BLOCK) if e - k * step_h in group]
+                    for s, value in enumerate(values_of(row, present) if reached else ()):
+                        for k in reached:
+                            tap = (e - k * step_h) * taps_w + s
+                            chain = tap % _CHAINS
+                            acc[k][chain] = builder.call(v.fma, [w[tap], value, acc[k][chain]])
+            for k, chains in enumerate(acc):
+                total = reduce(builder.fadd, chains)
+                to = v.offset(v.offset(tile, builder.add(i, I64(k)), tile_pitch), q, v.acc_bytes)
+                builder.store(total, v.accumulator(to), align=v.acc_bytes)
+
+        with (
+            cgutils.for_range_slice(builder, I64(0), width, I64(vl), I64) as (q, _),
+            cgutils.for_range_slice(builder, I64(0), rows, I64(PLANAR_BLOCK), I64) as (i, _),
+        ):
+            first = builder.add(top, builder.mul(i, I64(step_h)))
+            if not has_versions:
+                block(q, i, first, False)
+            else:
+                tests = (
+                    builder.icmp_signed(">=", q, inside_first),
+                    builder.icmp_signed("<", q, inside_end),
+                    builder.icmp_signed(">=", first, I64(0)),
+                    builder.icmp_signed("<", builder.add(first, I64(last_row)), extent_h),
+                )
+                with builder.if_else(reduce(builder.and_, tests)) as (inside, across):
+                    with inside:
+                        block(q, i, first, True)
+                    with across:
+                        block(q, i, first, False)
         return context.get_dummy_value()
 
     @intrinsic
