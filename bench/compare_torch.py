@@ -59,7 +59,13 @@ OTHERS = {
     "depthwise 5x5": "n4c240h28w28:k240r5s5:p2x2:u1x1:d1x1:g240",
     "depthwise 7x7": "n4c96h56w56:k96r7s7:p3x3:u1x1:d1x1:g96",
     "1x7": "n4c192h17w17:k192r1s7:p0x3:u1x1:d1x1:g1",
+    "7x1": "n8c160h17w17:k160r7s1:p3x0:u1x1:d1x1:g1",
+    "3x3 of stride 2": "n1c32h208w208:k64r3s3:p1x1:u2x2:d1x1:g1",
     "one axis": "n4c128h1w1000:k128r1s3:p0x1:u1x1:d1x1:g1",
+    "one axis, speech": "n1c80h1w3000:k384r1s3:p0x1:u1x1:d1x1:g1",
+    "one axis, waveform": "n8c1h1w16000:k64r1s80:p0x38:u1x4:d1x1:g1",
+    "one axis, dilation 8": "n8c32h1w16000:k32r1s2:p0x4:u1x1:d1x8:g1",
+    "one axis, depthwise": "n4c64h1w1024:k64r1s9:p0x4:u1x1:d1x1:g64",
 }
 _PATIENCE = 5
 Call = Callable[[], object]
