@@ -25,7 +25,6 @@ from nbdnn.kernels.cpu.vector import (
     every,
     lanes_between,
     load,
-    masked,
     row_types,
     splat,
     vector_at,
@@ -44,7 +43,6 @@ class Loops:
         self.builder, self.dtype, self.compute, self.vl = builder, dtype, compute, vl
         self.vector = ir.VectorType(FLOAT[compute], vl)
         self.read, _, self.itemsize, self.acc_bytes = row_types(dtype, compute, vl)
-        self.load_masked = masked(builder, self.read)
         fma_type = ir.FunctionType(self.vector, [self.vector] * 3)
         self.fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{vl}{compute}")
 
@@ -69,8 +67,7 @@ class Loops:
 
     def load(self, address, mask=None):
         """A vector of data, widened; lanes off the mask are 0 and not read."""
-        slot = vector_at(self.builder, address, self.read)
-        value = self.load_masked(slot, self.itemsize, mask) if mask else self.builder.load(slot, align=self.itemsize)
+        value = load(self.builder, vector_at(self.builder, address, self.read), self.read, self.itemsize, mask)
         return convert(self.builder, value, self.dtype, self.compute, self.vl)
 
     def load_every(self, address, masks):
